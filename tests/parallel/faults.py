@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from relibra.errors import EngineError
 from relibra.parallel import PlanExecution, execute_plan, register
+from relibra.parallel.group_state import GroupState
 from relibra.parallel.replicas.replica_gradients import LayerReplicas
-from relibra.parallel.replicas.replica_slots import ReplicaSlots
 from relibra.parallel.replicas.transfer import Transfer
 from relibra.parallel.rows.exchange import AllToAll
 from relibra.planning.traffic.rank_tables import Place, from_homes_on
@@ -85,7 +85,7 @@ def armed(fault: Fault) -> Any:
         if sizes.stage == "dispatch in node":
             fault.strike(sizes.place)
 
-    def in_push(_: ReplicaSlots, place: Place, pushes: list, *__: object) -> None:
+    def in_push(_: GroupState, place: Place, pushes: list, *__: object) -> None:
         if from_homes_on(place.rank, pushes):
             fault.strike(place)
 
@@ -101,7 +101,7 @@ def armed(fault: Fault) -> Any:
     if fault.moment == "forwarding":
         return before(AllToAll, "move", in_forwarding)
     if fault.moment == "push":
-        return before(ReplicaSlots, "start_push", in_push)
+        return before(GroupState, "start_push", in_push)
     if fault.moment == "return":
         return before(LayerReplicas, "send_gradients", in_return)
     if fault.moment == "model":

@@ -143,7 +143,7 @@ def test_weights_come_once_and_gradients_go_once_as_the_timeline_says(tmp_path):
         comes_MLRB, again_MLRB, leaves_MLRB = pushed_copies(case.plan)
         assert_equals_dense(case, found[str(A)])
         for result in found[str(A)]:
-            assert_slots_are_right(result)
+            assert_slots_are_right(result, of_layers=case.plan.resident)
         for m, layer in np.ndindex(3, 3):
             pushes, returns = (
                 [e for result in found[str(A)] for e in of(result["timeline"], stage, m, layer)]

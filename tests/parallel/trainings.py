@@ -94,8 +94,8 @@ def watched_step(case: Case, folder) -> dict:
     found: dict = {"wrong": [], "compared": Counter(), "memory": set()}
 
     def compare(replicas: LayerReplicas, when: str) -> None:
-        replicas.slots.wait()
-        for name, shared in replicas.slots.weights.items():
+        replicas.schedule.slots.state.wait_for_push()
+        for name, shared in replicas.buffer.weights.items():
             found["memory"].add((name, shared.data_ptr()))
             home_E = experts[f"model.layers.{replicas.tables.place.layer_id}.mlp.experts.{name}"]
             for _, push in replicas.tables.pushes_to_here:

@@ -155,7 +155,7 @@ def _run_replicas_backward(
     replicas = layer.replicas
     assert replicas is not None, "the caller looked"
     replicas.refill()
-    tables, like = layer.tables, replicas.shared.weights
+    tables, like = layer.tables, replicas.buffer.weights
     rows_of = {push.slot: push.tokens for _, push in tables.pushes_to_here}
     own = {name: {spare: _empty_partials(like[name], n) for spare, n in rows_of.items()} for name in trained}
     done = dict.fromkeys(rows_of, 0)

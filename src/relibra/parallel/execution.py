@@ -24,9 +24,9 @@ from relibra.parallel.fallback import KnownRoutes, agree_on_step
 from relibra.parallel.group_state import GroupState
 from relibra.parallel.layer import run_at_home, run_layer
 from relibra.parallel.micro_batch import ExecutedPlan, PlannedMicroBatch, prepare_micro_batch
-from relibra.parallel.replicas.replica_gradients import GradientReturn, WaitingGradients
-from relibra.parallel.replicas.residency import keep_slots
-from relibra.parallel.replicas.resident_slots import Residents
+from relibra.parallel.replicas.replica_gradients import GradientReturn
+from relibra.parallel.replicas.replica_slots import ReplicaSlots
+from relibra.parallel.replicas.residency import Residency, keep_slots
 from relibra.parallel.rows.exchange import explain_peer_failure
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.rank_tables import Place
@@ -112,8 +112,7 @@ class PlanExecution:
         try:
             with nullcontext() if routes is None else replay_routing(executed.model, routes) as replay:
                 yield replay
-            if state.slots is not None:
-                state.slots.invalidate()  # an optimizer step may follow
+            executed.slots.end_pass()
         except BaseException:
             self.forget_weights()
             # Errors of FSDP's own collectives do not say where they happened.
@@ -175,31 +174,25 @@ class PlanExecution:
 
     def forget_weights(self) -> None:
         """Mark the weights in all slots as outdated: the step is over or has failed."""
-        if self._executed.state.slots is not None:
-            self._executed.state.slots.forget()
-        if self._executed.residents is not None:
-            self._executed.residents.residency.forget_weights()
+        self._executed.slots.forget_weights()
+        self._executed.state.forget()
 
     def _begin_forward(self) -> None:
-        """Tell the resident slots, once per micro-batch, that its forward pass begins."""
-        residents, current = self._executed.residents, self._current
-        if current is not None and residents is not None and not self._forward_has_begun and not is_recompute():
+        """Note, once per micro-batch, that its forward pass begins."""
+        if self._current is not None and not self._forward_has_begun and not is_recompute():
             self._forward_has_begun = True
-            residents.residency.begin_forward(current.number, training=torch.is_grad_enabled())
+            self._executed.slots.begin_forward(self._current.number, training=torch.is_grad_enabled())
 
-    def _waiting_gradients(self, place: Place, position: int) -> WaitingGradients | None:
-        """Return the sums that go home from a layer that does not follow the plan.
-
-        None: no resident slot of any rank can hold one, on all ranks alike.
-        """
-        executed, state, micro_batch = self._executed, self._executed.state, place.micro_batch
-        if executed.residents is None or executed.chunk is not None or micro_batch < 0 or not torch.is_grad_enabled():
+    def _waiting_gradients(self, place: Place, position: int) -> GradientReturn | None:
+        """Return how sums go home from a layer that does not follow the plan; None: no rank can hold one."""
+        executed, slots = self._executed, self._executed.slots
+        if executed.chunk is not None or place.micro_batch < 0 or not torch.is_grad_enabled():
             return None
-        if not executed.residents.residency.has_replicas(micro_batch, position):
+        if not slots.may_hold_gradients(place.micro_batch, position):
             return None
-        slots = state.slots_for(executed.num_shared, executed.layers[position].homes)
-        returns = GradientReturn(place, slots, executed.recorder)
-        return WaitingGradients(returns, executed.residents, position, state.num_ranks)
+        buffer = slots.buffer(position, executed.layers[position].homes)
+        assert buffer is not None, "the layer is running"
+        return GradientReturn(slots, buffer, position, place, executed.recorder)
 
     def _check_pass(self, position: int) -> None:
         """Raise EngineError where a layer is recomputed outside of the micro-batch of its forward pass."""
@@ -255,7 +248,7 @@ def execute_plan(
     try:
         for position, layer in enumerate(executed.layers):
             layer.runner = partial(execution.run_layer, position)
-        with executed.preparing(first_prepared=first_prepared), executed.holding_residents():
+        with executed.preparing(first_prepared=first_prepared), executed.slots.in_execution(model):
             yield execution
             executed.agreement.reach(Point.END)
     finally:
@@ -277,20 +270,18 @@ def _begin(
     agreement, source, chunk = agreement_of(layers), (plan, demand), chunk_of(sums)
     known = _known_routes(layers[0].group_state, source, chunk, routes)
     agreed = agree_on_step(plan, demand, by_layer, sums, known, agreement)
-    state, residents = group_state_of(model, layers), None
-    if agreed.demand is not None and plan.resident:
-        plan = keep_slots(plan)
-        residents = Residents(plan, state.rank)
+    keeps = agreed.demand is not None and plan.resident
+    plan = keep_slots(plan) if keeps else plan
+    residency = Residency(plan) if keeps else None
     executed = ExecutedPlan(
         model=model,
         layers=layers,
         source=source,
         plan=plan,
         demand=agreed.demand,
-        residents=residents,
+        slots=ReplicaSlots(group_state_of(model, layers), plan.slots, residency, plan.gradient_wire),
         chunk=chunk,
         agreement=agreement,
-        state=state,
         recorder=TimelineRecorder(dist.get_rank(), dist.get_world_size()),
         routes=routes if agreed.known else {},
     )

@@ -1,14 +1,22 @@
-"""`GroupState`: what all layers of a model share on one rank: process groups, prepared rows, shared slots."""
+"""`GroupState`: what all layers of a model share on one rank: process groups, prepared rows, slots of all layers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from relibra.parallel.preparation import Preparation
 from relibra.parallel.process_groups import make_same_ranks_group
-from relibra.parallel.replicas.replica_slots import HomeParameters, ReplicaSlots
+from relibra.parallel.replicas.gradient_buffers import GradientBuffers
+from relibra.parallel.replicas.slot_buffer import SlotBuffer
+from relibra.parallel.replicas.transfer import Transfer
+from relibra.planning.traffic.rank_tables import Place, Push
+from relibra.timeline import TimelineRecorder
 
 
 class GroupState:
@@ -18,7 +26,7 @@ class GroupState:
     device       of the model
     push_group   the same ranks, for replica weights and gradients, which travel beside the rows
     preparation  of the rows of micro-batches, with a third group of the same ranks
-    slots        None until a layer with replicas runs for the first time; then other parts know shapes and dtypes too
+    buffer       slots of all layers; None before they are used
     live_passes  forward passes that were balanced live
     """
 
@@ -29,19 +37,72 @@ class GroupState:
         self.push_group = _make_push_group(self.group, torch.device(ep_mesh.device_type))
         host_group = make_same_ranks_group(self.group, torch.device(ep_mesh.device_type), backend="gloo")
         self.preparation = Preparation(host_group, device)
-        self.slots: ReplicaSlots | None = None
+        self.buffer: SlotBuffer | None = None
         self.live_passes = 0
+        self._like: dict[str, Tensor] | None = None
+        self._push: Transfer | None = None
 
-    def slots_for(self, num_shared: int, homes: HomeParameters) -> ReplicaSlots:
-        """Return the shared slots, allocated if there are none or another number of them.
+    def shapes(self, homes: Callable[[], dict[str, Tensor]] | None = None) -> dict[str, Tensor] | None:
+        """Return tensors `[0, ...]` like the weights of all layers; None before a layer with replicas has run.
 
-        homes   returns the local parameters of a layer that is running: slots get their shapes and dtypes
+        homes   returns the local parameters of a layer that is running: they have the type of the forward pass
         """
-        if self.slots is None or self.slots.num_shared != num_shared:
-            if self.slots is not None:
-                self.slots.wait()
-            self.slots = ReplicaSlots(homes(), num_shared, self.push_group)
-        return self.slots
+        if self._like is None and homes is not None:
+            self._like = {name: home.detach().new_empty((0, *home.shape[1:])) for name, home in homes().items()}
+        return self._like
+
+    @cached_property
+    def gradient_buffers(self) -> GradientBuffers:
+        """Return the memory for gradients on their way home."""
+        assert self._like is not None, "a layer with replicas has run"
+        return GradientBuffers(self._like)
+
+    def shared_buffer(self, num_slots: int) -> SlotBuffer:
+        """Return the slots of all layers, allocated anew where they were of another number."""
+        assert self._like is not None, "a layer with replicas has run"
+        if self.buffer is None or self.buffer.num_slots != num_slots:
+            self.wait_for_push()
+            self.buffer = SlotBuffer(self._like, num_slots, self.num_ranks, of_layer=False)
+        return self.buffer
+
+    def start_push(
+        self,
+        place: Place,
+        pushes: Sequence[Push],
+        homes: Callable[[], dict[str, Tensor]],
+        buffer: SlotBuffer,
+        recorder: TimelineRecorder,
+    ) -> None:
+        """Start to fill slots for a (layer, micro-batch), after any push under way; collective.
+
+        pushes   of all ranks, the same list on every rank
+        homes    returns the local parameters of the layer
+        """
+        self.wait_for_push()
+        self._push = transfer = Transfer(place, pushes, self.push_group, recorder, homewards=False)
+        rows = homes() if transfer.of_homes else {}
+        for name, weights in buffer.weights.items():
+            # Cast as FSDP casts for the forward pass; `data` hides the write from autograd's version counters.
+            transfer.start(
+                outgoing={n: rows[name][push.home_slot].to(weights.dtype) for n, push in transfer.of_homes},
+                incoming={n: weights.data[push.slot] for n, push in transfer.of_slots},
+            )
+
+    def wait_for_push(self, place: Place | None = None) -> None:
+        """Return when weights of this rank's replicas have arrived, and those of its homes are sent.
+
+        place   wait for a push of this (layer, micro-batch) alone; None: for any
+        """
+        if self._push is not None and place in (None, self._push.place):
+            self._push.finish()
+            self._push = None
+
+    def forget(self) -> None:
+        """Note that the weights of all layers' slots are outdated, and release memory: a step is over or has failed."""
+        if self.buffer is not None:
+            self.buffer.forget()
+        if self._like is not None:
+            self.gradient_buffers.clear()
 
 
 def _make_push_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

@@ -19,11 +19,11 @@ from relibra.parallel.canonical import CanonicalExperts
 from relibra.parallel.micro_batch import PlannedMicroBatch
 from relibra.parallel.replicas.replica_gradients import (
     AddReplicaGradients,
+    GradientReturn,
     LayerReplicas,
     RefillSlots,
     ReturnReplicaGradients,
     ReturnWaitingGradients,
-    WaitingGradients,
 )
 from relibra.parallel.rows.dispatch import combine_choices, combine_tokens, dispatch_choices, dispatch_tokens
 from relibra.parallel.rows.exchange import AllToAll, all_gather, explain_peer_failure
@@ -152,20 +152,17 @@ def _run_homes_and_replicas(
     num_live   live rows, all of them for experts at home
     """
     layer, homes, num_homes = run.layer, run.layer.homes(), run.tables.num_homes
-    home_rows = slice(0, num_live + run.tables.num_home_rows)
+    num_home_rows = num_live + run.tables.num_home_rows
+    at_home, in_slots = slice(0, num_home_rows), slice(num_home_rows, len(rows_YH))
     anchor, *of_homes = AddReplicaGradients.apply(replicas.returns, list(homes), *homes.values())
     with parameters_replaced(layer.experts, dict(zip(homes, of_homes, strict=True))):
-        outputs = [layer.run_rows(rows_YH[home_rows], rows.of(slice(0, num_homes), home_rows), weight_Y1[home_rows])]
+        outputs = [layer.run_rows(rows_YH[at_home], rows.of(slice(0, num_homes), at_home), weight_Y1[at_home])]
     trained = [name for name, home in homes.items() if home.requires_grad]
     weights = ReturnReplicaGradients.apply(replicas, trained, anchor)
-    resident, shared = weights[: len(homes)], weights[len(homes) :]
-    for part, of_slots in ((replicas.resident, resident), (replicas.shared, shared)):
-        planned = run.tables.rows_of(part.slots)
-        own = slice(num_live + planned.start, num_live + planned.stop)
-        if own.start < own.stop:
-            slots = slice(num_homes + part.slots.start, num_homes + part.slots.stop)
-            with parameters_replaced(layer.experts, dict(zip(homes, of_slots, strict=True))):
-                outputs.append(layer.run_rows(rows_YH[own], rows.of(slots, own), weight_Y1[own]))
+    if in_slots.start < in_slots.stop:
+        slots = slice(num_homes, len(rows.ends_P))
+        with parameters_replaced(layer.experts, dict(zip(homes, weights, strict=True))):
+            outputs.append(layer.run_rows(rows_YH[in_slots], rows.of(slots, in_slots), weight_Y1[in_slots]))
     return cast(Sequence[Tensor], RefillSlots.apply(replicas, len(outputs), *outputs, *weights))
 
 
@@ -186,7 +183,7 @@ def run_at_home(
     *,
     canonical: bool,
     ranks_per_node: int,
-    waiting: WaitingGradients | None = None,
+    waiting: GradientReturn | None = None,
 ) -> Tensor:
     """Run every token-slot at the home of its expert, as `all_to_all` does; collective.
 
@@ -205,11 +202,11 @@ def run_at_home(
         return _run_canonical(run, tokens.hidden_TH, tokens.weights_TK)
 
 
-def _run_with_waiting(layer: BalancedEP, tokens: LayerInput, waiting: WaitingGradients) -> Tensor:
+def _run_with_waiting(layer: BalancedEP, tokens: LayerInput, waiting: GradientReturn) -> Tensor:
     """Run the layer at home; its backward pass sends complete sums of resident replicas home."""
     homes = layer.homes()
     trained = [name for name, home in homes.items() if home.requires_grad]
-    anchor, *of_homes = AddReplicaGradients.apply(waiting.returns, list(homes), *homes.values())
+    anchor, *of_homes = AddReplicaGradients.apply(waiting, list(homes), *homes.values())
     with parameters_replaced(layer.experts, dict(zip(homes, of_homes, strict=True))):
         output_TH = layer.run_at_home(tokens)
     result_TH: Tensor = ReturnWaitingGradients.apply(waiting, trained, output_TH, anchor)

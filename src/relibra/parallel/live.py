@@ -33,10 +33,10 @@ from relibra.parallel.balanced import (
     group_state_of,
 )
 from relibra.parallel.canonical import Sums, chunk_of
-from relibra.parallel.group_state import GroupState
 from relibra.parallel.layer import LayerRun, run_experts
 from relibra.parallel.replicas.push_schedule import PushSchedule
 from relibra.parallel.replicas.replica_gradients import LayerReplicas
+from relibra.parallel.replicas.replica_slots import ReplicaSlots
 from relibra.parallel.rows.exchange import all_gather
 from relibra.parallel.rows.prepared_rows import prepare_rows
 from relibra.parallel.rows.row_lists import RowLists, row_lists
@@ -68,7 +68,7 @@ class _Live:
 
     layers           by position
     layer_ids        decoder layer of each
-    slots            replicas per rank
+    slots            of all layers on this rank
     ranks_per_node   copies stay inside a node
     dispatch         how tokens reach other nodes
     chunk            token-slots of a chunk of canonical sums; None: fast sums
@@ -76,13 +76,12 @@ class _Live:
 
     layers: list[BalancedEP]
     layer_ids: list[int]
-    slots: int
+    slots: ReplicaSlots
     ranks_per_node: int
     tolerance: float
     dispatch: Dispatch
     chunk: int | None
     agreement: Agreement
-    state: GroupState
     recorder: TimelineRecorder
 
 
@@ -118,9 +117,7 @@ class LiveBalancing:
         with live.recorder.record("wait solve", layer=place.layer_id, micro_batch=place.micro_batch):
             tables = self._solve(layer, tokens_RE, place)
             pushes = PushSchedule(
-                state=live.state,
-                num_shared=live.slots,
-                residents=None,
+                slots=live.slots,
                 tables_L=[tables],
                 homes_L=[layer.homes],
                 may_push_early=False,
@@ -130,7 +127,7 @@ class LiveBalancing:
             if replicas is not None:
                 replicas.push()
             lists = _list_rows(live, tables, experts_TK)
-        [ends_P] = slot_ends([tables], live.state.device)
+        [ends_P] = slot_ends([tables], live.slots.state.device)
         run = LayerRun(
             layer=layer, tables=tables, lists=lists, ends_P=ends_P, replicas=replicas, recorder=live.recorder
         )
@@ -141,7 +138,7 @@ class LiveBalancing:
 
         A layer that is not behind the last one begins the next forward pass.
         """
-        state = self._live.state
+        state = self._live.slots.state
         if position <= self._last_position:
             state.live_passes += 1
         self._last_position = position
@@ -156,7 +153,7 @@ class LiveBalancing:
         R, E = tokens_RE.shape
         home_E = np.argsort(map_E, kind="stable") // (E // R)
         replica_RB, quota_RB = solve_layer(
-            load_E, home_E, R, live.ranks_per_node, slots=live.slots, tolerance=live.tolerance
+            load_E, home_E, R, live.ranks_per_node, slots=live.slots.num_slots, tolerance=live.tolerance
         )
         tables = layer_tables(tokens_RE, map_E, replica_RB, quota_RB, live.ranks_per_node, place, live.chunk)
         before_R = np.bincount(home_E, weights=load_E, minlength=R)
@@ -210,8 +207,7 @@ def balance_live(
     finally:
         for layer in live.layers:
             layer.runner = None
-        if live.state.slots is not None:
-            live.state.slots.forget()
+        live.slots.state.forget()
 
 
 def _begin_live(
@@ -235,13 +231,12 @@ def _begin_live(
     return _Live(
         layers=layers,
         layer_ids=list(by_layer),
-        slots=slots,
+        slots=ReplicaSlots(group_state_of(model, layers), slots),
         ranks_per_node=per_node,
         tolerance=tolerance,
         dispatch=dispatch,
         chunk=chunk_of(sums),
         agreement=agreement,
-        state=group_state_of(model, layers),
         recorder=TimelineRecorder(dist.get_rank(), dist.get_world_size(), most=MOST_EVENTS),
     )
 
@@ -304,7 +299,7 @@ def _list_rows(live: _Live, tables: RankTables, experts_TK: Int64[Tensor, "T K"]
     experts_TK   on the CPU
     """
     if live.chunk is not None:
-        return row_lists(tables, experts_TK.numpy(), live.state.device)
+        return row_lists(tables, experts_TK.numpy(), live.slots.state.device)
     num_rows, num_experts = len(experts_TK), len(tables.tokens_E)
     routes = BatchRoutes(
         experts_TLK=experts_TK.to(torch.uint8 if num_experts <= 256 else torch.int32).unsqueeze(1),
@@ -318,7 +313,7 @@ def _list_rows(live: _Live, tables: RankTables, experts_TK: Int64[Tensor, "T K"]
         fallback_samples=(),
         coverage=1.0,
     )
-    pinned = live.state.device.type == "cuda"  # from other memory the copy would wait for the work before it
+    pinned = live.slots.state.device.type == "cuda"  # from other memory the copy would wait for the work before it
     rows = prepare_rows([tables], routes, live.agreement.group, send_once=True, dispatch=live.dispatch, pinned=pinned)
-    [lists] = rows.lists_on(live.state.device, None)
+    [lists] = rows.lists_on(live.slots.state.device, None)
     return lists

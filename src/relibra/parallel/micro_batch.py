@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from relibra.parallel.fallback import MicroBatchMode, agree_on_micro_batch, rout
 from relibra.parallel.group_state import GroupState
 from relibra.parallel.preparation import PreparedStep
 from relibra.parallel.replicas.push_schedule import PushSchedule
-from relibra.parallel.replicas.resident_slots import Residents
+from relibra.parallel.replicas.replica_slots import ReplicaSlots
 from relibra.parallel.rows.prepared_rows import RowKinds
 from relibra.parallel.rows.row_lists import RowLists
 from relibra.parallel.rows.sorted_rows import slot_ends
@@ -35,7 +35,7 @@ class ExecutedPlan:
     layers      of the model, by position in the plan
     source      plan and demand as the user gave them
     demand      under the schedule of the plan; None: the plan is not followed, every expert runs at home
-    residents   resident slots of this rank; None: the plan has none, or is not followed
+    slots       of this rank
     chunk       token-slots of a chunk of canonical sums, whose order no plan changes (`canonical.py`); None: fast sums
     routes      of micro-batches that are prepared ahead, in the order in which they run
     """
@@ -45,10 +45,9 @@ class ExecutedPlan:
     source: tuple[StepPlan, Demand]
     plan: StepPlan
     demand: ScheduledDemand | None
-    residents: Residents | None
+    slots: ReplicaSlots
     chunk: int | None
     agreement: Agreement
-    state: GroupState
     recorder: TimelineRecorder
     routes: Mapping[int, BatchRoutes | None]
 
@@ -69,18 +68,14 @@ class ExecutedPlan:
                 self.state.preparation.start(*next(iter(self.routes.items())))
             yield
 
-    def holding_residents(self) -> AbstractContextManager[None]:
-        """Return a context in which an early optimizer step is refused, and after which resident slots are free."""
-        return nullcontext() if self.residents is None else self.residents.watching_steps_of(self.model)
-
     def holds(self, number: int, routes: BatchRoutes | None) -> bool:
         """Return whether this rank has prepared a micro-batch with these routes, or is doing so."""
         return self.state.preparation.holds(*self.source, self.chunk, number, routes)
 
     @property
-    def num_shared(self) -> int:
-        """Return the number of slots that all layers share."""
-        return 0 if self.plan.resident else self.plan.slots
+    def state(self) -> GroupState:
+        """Return the state of the group."""
+        return self.slots.state
 
     def micro_batch_after(self, number: int) -> int | None:
         """Return the micro-batch that is prepared after this one; None: the routes of no other are known."""
@@ -151,17 +146,15 @@ def prepare_micro_batch(executed: ExecutedPlan, number: int, routes: BatchRoutes
     raises   EngineError when ranks are in different micro-batches or modes, or when a peer is gone
     """
     state, preparation = executed.state, executed.state.preparation
-    passes = 0 if executed.residents is None else executed.residents.residency.digest()
     following = executed.micro_batch_after(number)
     mode = MicroBatchMode(
         training=executed.model.training,
-        passes=passes,
+        passes=executed.slots.digest(),
         prepared=executed.holds(number, routes),
         next_prepared=following is None or executed.holds(following, executed.routes[following]),
     )
     prepared, next_prepared = agree_on_micro_batch(executed.agreement, number, mode)
-    if state.slots is not None:
-        state.slots.invalidate()
+    executed.slots.end_pass()
     if executed.demand is None:
         return None
     if not prepared:
@@ -172,9 +165,7 @@ def prepare_micro_batch(executed: ExecutedPlan, number: int, routes: BatchRoutes
     if not routes_fit(rows):
         return None
     pushes = PushSchedule(
-        state=state,
-        num_shared=executed.num_shared,
-        residents=executed.residents,
+        slots=executed.slots,
         tables_L=rows.tables_L,
         homes_L=[layer.homes for layer in executed.layers],
         may_push_early=executed.layers[0].homes_stay_whole,

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from relibra import EngineError
 from relibra.parallel.replicas.residency import Residency, keep_slots
+from relibra.parallel.replicas.slot_buffer import SlotBuffer
 from relibra.planning.costs.copies import pushed_copies
+from relibra.planning.traffic.rank_tables import Push
 from tests.parallel.steps import staying_replicas
 from tests.planning.plans import planned_step
 
@@ -35,36 +37,52 @@ class Slots:
 
     def __init__(self, plan):
         self.plan, self.residency = plan, Residency(plan)
-        self.used_MLRA = np.where(plan.quota_MLRB > 0, plan.replica_MLRB, -1)
-        self.held_LRA = np.full(self.used_MLRA.shape[1:], -1)
+        self.used_MLRB = np.where(plan.quota_MLRB > 0, plan.replica_MLRB, -1)
+        L, R, B = self.used_MLRB.shape[1:]
+        self.buffer_L = [SlotBuffer({}, B, R, of_layer=True) for _ in range(L)]
+        self.held_LRB = np.full((L, R, B), -1)
         self.sums, self.at_home, self.pushed = {}, Counter(), Counter()
 
+    def pushes(self, m, layer):
+        used_RB = self.used_MLRB[m, layer]
+        return [Push(int(used_RB[r, b]), 0, 0, int(r), int(b), 1) for r, b in np.argwhere(used_RB >= 0)]
+
     def push(self, m, layer):
-        missing_RA = self.residency.missing(self.used_MLRA[m])[layer]
-        self.residency.fill(layer, self.used_MLRA[m, layer])
-        self.held_LRA[layer][missing_RA] = self.used_MLRA[m, layer][missing_RA]
-        used = self.used_MLRA[m, layer] >= 0
-        assert (self.held_LRA[layer][used] == self.used_MLRA[m, layer][used]).all()
-        self.pushed[m, layer] += int(missing_RA.sum())
+        missing = self.buffer_L[layer].claim(self.pushes(m, layer), m)
+        for one in missing:
+            self.held_LRB[layer, one.replica, one.slot] = one.expert
+        used = self.used_MLRB[m, layer] >= 0
+        assert (self.held_LRB[layer][used] == self.used_MLRB[m, layer][used]).all()
+        assert not self.buffer_L[layer].lacks(self.pushes(m, layer))
+        self.pushed[m, layer] += len(missing)
+
+    def forget(self):
+        self.held_LRB[:] = -1
+        for buffer in self.buffer_L:
+            buffer.forget()
+
+    def begin_forward(self, m, *, training=True):
+        if self.residency.begin_forward(m, training=training):
+            self.forget()
 
     def forward(self, m, *, follows=True):
-        self.residency.begin_forward(m, training=True)
-        for layer in range(len(self.held_LRA)) if follows else ():
+        self.begin_forward(m)
+        for layer in range(len(self.held_LRB)) if follows else ():
             self.push(m, layer)
 
     def backward(self, m, *, follows=True):
-        for layer in reversed(range(len(self.held_LRA))):
-            used_RA = self.used_MLRA[m, layer] if follows else np.full_like(self.used_MLRA[m, layer], -1)
+        for layer in reversed(range(len(self.held_LRB))):
+            used_RB = self.used_MLRB[m, layer] if follows else np.full_like(self.used_MLRB[m, layer], -1)
             if follows:
                 self.push(m, layer)
-            settled = self.residency.settle(m, layer, used_RA)
+            settled = self.residency.settle(m, layer, self.pushes(m, layer) if follows else [])
             self.go_home(m, layer, settled.before)
-            for rank, slot in np.argwhere(used_RA >= 0).tolist():
+            for rank, slot in np.argwhere(used_RB >= 0).tolist():
                 if (rank, slot) in settled.fresh:
                     assert (layer, rank, slot) not in self.sums, "a sum is forgotten"
-                    self.sums[layer, rank, slot] = (int(used_RA[rank, slot]), [])
+                    self.sums[layer, rank, slot] = (int(used_RB[rank, slot]), [])
                 expert, summed = self.sums[layer, rank, slot]
-                assert expert == used_RA[rank, slot], "gradients of two experts are mixed"
+                assert expert == used_RB[rank, slot], "gradients of two experts are mixed"
                 summed.append(m)
             self.go_home(m, layer, settled.after)
 
@@ -79,9 +97,9 @@ class Slots:
 
     def contributions(self, micro_batches):
         return Counter(
-            (layer, rank, int(self.used_MLRA[m, layer, rank, slot]), m)
+            (layer, rank, int(self.used_MLRB[m, layer, rank, slot]), m)
             for m in micro_batches
-            for layer, rank, slot in np.argwhere(self.used_MLRA[m] >= 0).tolist()
+            for layer, rank, slot in np.argwhere(self.used_MLRB[m] >= 0).tolist()
         )
 
 
@@ -142,8 +160,7 @@ def test_in_any_order_and_with_fallbacks_every_gradient_goes_home_once(plan, ran
                     m = waiting.pop(random.randrange(len(waiting)))
                     slots.backward(m, follows=follows[m])
             slots.residency.refuse_waiting("the group ends")
-            slots.residency.forget_weights()
-            slots.held_LRA[:] = -1
+            slots.forget()
     assert slots.at_home == sum((slots.contributions([m]) for m in followed), Counter())
 
 
@@ -185,14 +202,14 @@ def test_passes_without_gradients_keep_weights_and_leave_gradients_alone():
     slots.forward(0)
     slots.backward(0)
     for m in (0, 1, 2, 0):
-        slots.residency.begin_forward(m, training=False)
+        slots.begin_forward(m, training=False)
         slots.push(m, 0)
     assert sum(slots.pushed.values()) == 1
     for m in (1, 2):
         slots.forward(m)
         slots.backward(m)
     assert slots.at_home.total() == 1
-    slots.residency.begin_forward(0, training=False)  # an optimizer step may have been made
+    slots.begin_forward(0, training=False)  # an optimizer step may have been made
     slots.push(0, 0)
     assert slots.pushed[0, 0] == 2
 
@@ -203,5 +220,6 @@ def test_ranks_that_made_other_passes_have_another_digest():
         slots.forward(0)
         slots.backward(0)
     assert one.residency.digest() == other.residency.digest()
-    other.residency.forget_weights()
+    other.forward(1)
+    other.backward(1)
     assert one.residency.digest() != other.residency.digest()

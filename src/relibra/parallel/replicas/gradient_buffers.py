@@ -24,6 +24,10 @@ class GradientBuffers:
         self._free: dict[tuple[str, torch.dtype], list[Tensor]] = {}
         self._zeros: dict[str, Tensor] = {}
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the type of the weights."""
+        return self._like[name].dtype
+
     def take(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return memory for the gradient of one expert; what it holds is undefined."""
         free = self._free.setdefault((name, dtype), [])
@@ -37,7 +41,7 @@ class GradientBuffers:
     def zeros(self, name: str) -> Tensor:
         """Return the gradient of a replica that computed nothing, to be sent; nobody writes into it."""
         if name not in self._zeros:
-            self._zeros[name] = torch.zeros_like(self._like[name][:1])[0]
+            self._zeros[name] = self._like[name].new_zeros(self._like[name].shape[1:])
         return self._zeros[name]
 
     def clear(self) -> None:

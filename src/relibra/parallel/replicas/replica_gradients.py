@@ -13,61 +13,62 @@ One layer, in the order of the forward pass; the backward pass runs the right co
 Autograd runs ready functions latest first. So gradients of replicas are on their way before the backward pass of the
 experts at home begins, and travel during it.
 
-Of replicas in shared slots the gradients of this micro-batch go home. Those of resident replicas are summed over
-micro-batches first; in the last one of a stay (`residency.py`) the sum goes home, also where the replica is idle, or
-where the micro-batch does not follow the plan (`ReturnWaitingGradients`).
+Gradients go home where the stay of a replica ends (`residency.py`), summed over its micro-batches; from slots of all
+layers in each one. A sum goes home also where the replica is idle by then, or where the micro-batch does not follow the
+plan (`ReturnWaitingGradients`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from relibra.parallel.replicas.push_schedule import PushSchedule
 from relibra.parallel.replicas.replica_slots import ReplicaSlots
-from relibra.parallel.replicas.resident_slots import Residents, ReturnedGradient
+from relibra.parallel.replicas.slot_buffer import SlotBuffer
 from relibra.parallel.replicas.transfer import Transfer
 from relibra.planning.traffic.rank_tables import Place, Push
 from relibra.timeline import TimelineRecorder
 
 
 class GradientReturn:
-    """Gradients of replicas of one (layer, micro-batch) on their way home.
+    """Gradients of replicas of one (layer, micro-batch) on their way home."""
 
-    slots   of this rank; they say shapes and dtypes, and have buffers for what arrives
-    """
+    def __init__(
+        self, slots: ReplicaSlots, buffer: SlotBuffer, position: int, place: Place, recorder: TimelineRecorder
+    ) -> None:
+        """Send nothing yet.
 
-    def __init__(self, place: Place, slots: ReplicaSlots, recorder: TimelineRecorder) -> None:
-        """Send nothing yet."""
-        self.place, self.slots, self.recorder = place, slots, recorder
+        slots, buffer   of this rank, and those of them that the layer computes with
+        position        of the layer
+        """
+        self._slots, self._buffer, self._position, self.place, self._recorder = slots, buffer, position, place, recorder
         self._transfer: Transfer | None = None
         self._arriving: dict[str, dict[int, Tensor]] = {}
 
-    def send(self, returns: Sequence[ReturnedGradient], trained: Sequence[str], *, num_sums: int) -> None:
-        """Start to send gradients home; collective.
+    def send(self, pushes: Sequence[Push], gradients: Mapping[str, Tensor | None], trained: Sequence[str]) -> None:
+        """Add gradients to their sums, and start to send home what ends here; collective.
 
-        returns   of all ranks, the same pushes on every rank
-        trained   parameters that need a gradient
-        num_sums  number of returns at the end of the list that are sums, in single precision
+        pushes      of the replicas of all ranks that computed; none where the plan is not followed
+        gradients   `[B, ...]` of the slots of this rank, by parameter
+        trained     parameters that need a gradient
         """
-        pushes = [one.push for one in returns]
-        self._transfer = transfer = self.transfer(pushes)
+        of_trained = {name: gradients[name] for name in trained} if pushes else {}
+        micro_batch = self.place.micro_batch
+        returns = self._slots.add_gradients(micro_batch, self._position, pushes, self._buffer, of_trained)
+        self._transfer = transfer = self.transfer([returned.push for returned in returns])
         for name in trained:
-            narrow = self.slots.weights[name].dtype
-            wide = torch.promote_types(narrow, torch.float32)
-            self._arriving[name] = {
-                n: self.slots.gradient_buffers.take(name, wide if n >= len(pushes) - num_sums else narrow)
-                for n, _ in transfer.of_homes
-            }
-            transfer.start({n: returns[n].rows[name] for n, _ in transfer.of_slots}, self._arriving[name])
+            wire = self._slots.wire_type(name)
+            arriving = {n: self._slots.state.gradient_buffers.take(name, wire) for n, _ in transfer.of_homes}
+            transfer.start({n: returns[n].rows[name].to(wire) for n, _ in transfer.of_slots}, arriving)
+            self._arriving[name] = arriving
 
     def transfer(self, pushes: Sequence[Push]) -> Transfer:
         """Return a transfer the reverse way of these pushes; nothing moves yet."""
-        return Transfer(self.place, pushes, self.slots.push_group, self.recorder, homewards=True)
+        return Transfer(self.place, pushes, self._slots.state.push_group, self._recorder, homewards=True)
 
     def add_to(self, of_homes: dict[str, Tensor | None]) -> None:
         """Add the gradients that arrived to those of the homes, in place and in the order of their pushes."""
@@ -86,29 +87,28 @@ class GradientReturn:
                 sums[slot] = (sums[slot] if slot in sums else of_home[slot].to(wide)) + row.to(wide)
             for slot, total in sums.items():  # rounded once
                 of_home[slot] = total
-            self.slots.gradient_buffers.give_back(name, rows.values())
+            self._slots.state.gradient_buffers.give_back(name, rows.values())
 
 
 class LayerReplicas:
     """The replicas of one (layer, micro-batch) in one forward pass and its backward pass.
 
-    position           of the layer
-    tables             of the layer, with pushes of any ranks
-    slots              of this rank
-    resident, shared   slots of this layer alone, and those of all layers, with their weights
-    returns            gradients on their way home
+    position   of the layer
+    tables     of the layer, with pushes of any ranks
+    buffer     slots that the layer computes with
+    returns    gradients on their way home
     """
 
     def __init__(self, schedule: PushSchedule, position: int) -> None:
         """Allocate slots if there are none; nothing moves yet."""
-        self.schedule, self.position = schedule, position
-        self.tables, self.slots = schedule.tables_L[position], schedule.slots(position)
-        self.resident, self.shared = schedule.slot_ranges(position, self.slots)
-        self.returns = GradientReturn(self.tables.place, self.slots, schedule.recorder)
+        buffer = schedule.slots.buffer(position, schedule.homes_L[position])
+        assert buffer is not None, "the layer is running"
+        self.schedule, self.position, self.tables, self.buffer = schedule, position, schedule.tables_L[position], buffer
+        self.returns = GradientReturn(schedule.slots, buffer, position, self.tables.place, schedule.recorder)
 
     def push(self) -> None:
         """Start to push the weights into the slots unless they are there; collective."""
-        self.schedule.before_layer(self.position, self.slots)
+        self.schedule.before_layer(self.position, self.buffer)
 
     def refill(self) -> None:
         """Push the weights into the slots unless they are there, and wait for them; collective."""
@@ -117,57 +117,16 @@ class LayerReplicas:
 
     def wait_for_weights(self) -> None:
         """Return when the weights of this layer's replicas have arrived."""
-        self.slots.wait(self.tables.place)
-
-    def weights_of(self, slot: int) -> dict[str, Tensor]:
-        """Return the weights `[1, ...]` in one slot of this rank (0..B-1)."""
-        A = self.resident.slots.stop
-        one, first = (self.resident, slot) if slot < A else (self.shared, slot - A)
-        return {name: weights[first : first + 1] for name, weights in one.weights.items()}
+        self.schedule.slots.state.wait_for_push(self.tables.place)
 
     def send_gradients(self, of_slots: Sequence[Tensor | None], trained: Sequence[str]) -> None:
-        """Start to send gradients home; idle replicas in shared slots send zeros. Collective.
+        """Send the gradients of the slots home, by parameter, and start the push of the previous layer; collective."""
+        self.returns.send(self.tables.pushes, dict(zip(self.buffer.weights, of_slots, strict=True)), trained)
+        self.schedule.after_gradients(self.position)
 
-        of_slots   gradients by parameter: those of the resident slots, then those of the shared ones
-        trained    parameters that need a gradient
-        """
-        names, place, A = list(self.shared.weights), self.tables.place, self.resident.slots.stop
-        of_resident = dict(zip(names, of_slots, strict=False))
-        of_shared = dict(zip(names, of_slots[len(names) :], strict=True))
-        returns, sums = [], list[ReturnedGradient]()
-        for push in self.tables.pushes:
-            if push.slot >= A:
-                own = trained if push.replica == place.rank else ()
-                returns.append(
-                    ReturnedGradient(push, {name: self._row(name, of_shared[name], push.slot - A) for name in own})
-                )
-        if (residents := self.schedule.residents) is not None:
-            gradients = {name: of_resident[name] for name in trained}
-            used_RA = self.schedule.used_LRA[self.position]
-            sums = residents.add_gradients(place.micro_batch, self.position, used_RA, gradients)
-        self.returns.send(returns + sums, trained, num_sums=len(sums))
-
-    def _row(self, name: str, gradient: Tensor | None, slot: int) -> Tensor:
-        """Return the gradient of one shared slot; zeros where nothing was computed."""
-        return self.slots.gradient_buffers.zeros(name) if gradient is None else gradient[slot]
-
-
-class WaitingGradients:
-    """Gradient sums that resident replicas hold where a (layer, micro-batch) does not follow the plan.
-
-    returns   gradients on their way home
-    """
-
-    def __init__(self, returns: GradientReturn, residents: Residents, position: int, num_ranks: int) -> None:
-        """Send nothing yet."""
-        self.returns = returns
-        self._residents, self._position, self._num_ranks = residents, position, num_ranks
-
-    def send(self, trained: Sequence[str]) -> None:
-        """Start to send home what is complete with this micro-batch; collective."""
-        none_RA = np.full((self._num_ranks, self._residents.num_slots), -1, dtype=np.int16)
-        sums = self._residents.add_gradients(self.returns.place.micro_batch, self._position, none_RA, {})
-        self.returns.send(sums, trained, num_sums=len(sums))
+    def weights_of(self, slot: int) -> dict[str, Tensor]:
+        """Return the weights `[1, ...]` in one slot of this rank."""
+        return {name: weights[slot : slot + 1] for name, weights in self.buffer.weights.items()}
 
 
 class AddReplicaGradients(torch.autograd.Function):
@@ -195,19 +154,16 @@ class ReturnReplicaGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, replicas: LayerReplicas, trained: list[str], _anchor: Tensor) -> tuple[Tensor, ...]:
-        """Wait for the weights and return the slots by parameter: resident ones, then shared ones."""
+        """Wait for the weights and return the slots by parameter."""
         ctx.set_materialize_grads(False)
         ctx.replicas, ctx.trained = replicas, trained
         replicas.wait_for_weights()
-        both = (*replicas.resident.weights.values(), *replicas.shared.weights.values())
-        return tuple(weights.detach() for weights in both)
+        return tuple(weights.detach() for weights in replicas.buffer.weights.values())
 
     @staticmethod
     def backward(ctx: Any, *of_slots: Tensor | None) -> tuple[None, None, None]:
         """Send the gradients of the slots home and start the push of the previous layer; collective."""
-        replicas: LayerReplicas = ctx.replicas
-        replicas.send_gradients(of_slots, ctx.trained)
-        replicas.schedule.after_gradients(replicas.position)
+        ctx.replicas.send_gradients(of_slots, ctx.trained)
         return None, None, None
 
 
@@ -231,13 +187,13 @@ class ReturnWaitingGradients(torch.autograd.Function):
     """Output of a layer whose experts ran at home, as it is; backward sends complete sums of resident replicas home."""
 
     @staticmethod
-    def forward(ctx: Any, waiting: WaitingGradients, trained: list[str], output: Tensor, _anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, returns: GradientReturn, trained: list[str], output: Tensor, _anchor: Tensor) -> Tensor:
         """Return a view of the output."""
-        ctx.waiting, ctx.trained = waiting, trained
+        ctx.returns, ctx.trained = returns, trained
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Start to send complete sums home; collective."""
-        ctx.waiting.send(ctx.trained)
+        ctx.returns.send([], {}, ctx.trained)
         return None, None, gradients[0], None

@@ -1,104 +1,173 @@
-"""`ReplicaSlots`: slots on each rank for the weights of experts whose homes are on other ranks.
+"""`ReplicaSlots`: the slots of a rank in all layers, while a plan is executed or a model balances live.
 
-Of the B slots of a rank, the first A may be resident: every layer has A of its own (`resident_slots.py`). The others
-are allocated once and used by every layer in turn. A push fills them before the experts of a layer run, and again
-before its backward pass, because other layers use the slots in between: autograd saves the slot itself, so the right
-weights have to be in it when the backward pass reads it. No slot is a parameter.
+Every slot is filled by a push and returns gradients. What differs is its lifetime: slots of a layer keep weights over
+micro-batches and sum gradients until the replica's stay ends (`residency.py`); slots of all layers keep nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
-import torch.distributed as dist
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from relibra.parallel.replicas.gradient_buffers import GradientBuffers
-from relibra.parallel.replicas.transfer import Transfer
-from relibra.planning.traffic.rank_tables import Place, Push, RankTables
-from relibra.timeline import TimelineRecorder
+from relibra.errors import EngineError
+from relibra.parallel.group_state import GroupState
+from relibra.parallel.replicas.residency import Residency, Settled
+from relibra.parallel.replicas.slot_buffer import SlotBuffer
+from relibra.planning.costs.expert_shape import GradientWire
+from relibra.planning.traffic.rank_tables import Push
 
 HomeParameters = Callable[[], dict[str, Tensor]]
 """Returns the local expert parameters `[E / R, ...]` of a layer, by name."""
 
 
-class SlotRange(NamedTuple):
-    """Consecutive slots of a rank (of 0..B-1), and their weights `[X, ...]` by parameter."""
+class ReturnedGradient(NamedTuple):
+    """A gradient, or a sum of gradients, that goes home.
 
-    slots: slice
-    weights: dict[str, Tensor]
+    push   whose way it goes in reverse
+    rows   `[...]` of one expert, by parameter; {} on ranks other than that of the slot
+    """
+
+    push: Push
+    rows: dict[str, Tensor]
 
 
 class ReplicaSlots:
-    """The shared slots of one rank, filled for one (layer, micro-batch) at a time, and the push that is under way.
+    """The slots of one rank.
 
-    weights           `[X, ...]` per parameter of the experts modules, by name
-    num_shared        X
-    shared_by         tables of the layer whose weights are in the shared slots or on their way; None: outdated ones.
-                      Two plans, or a plan and live balancing, may have tables of one place: these are told apart
-    push_group        process group of pushes and returns
-    gradient_buffers  memory for gradients on their way home
+    state       of the group; keeps the buffer of all layers
+    num_slots   B
+    residency   what stays in slots of a layer; None: one buffer for all layers
+    wire        type in which gradients travel
     """
 
-    def __init__(self, like_homes: dict[str, Tensor], num_shared: int, push_group: dist.ProcessGroup) -> None:
-        """Allocate the slots.
-
-        like_homes   local parameters of any layer as its forward pass sees them; all layers have the same shapes
-        """
-        self.weights = {name: home.new_zeros((num_shared, *home.shape[1:])) for name, home in like_homes.items()}
-        self.num_shared, self.push_group = num_shared, push_group
-        self.gradient_buffers = GradientBuffers(self.weights)
-        self.shared_by: RankTables | None = None
-        self._filling: Transfer | None = None
-
-    def start_push(
-        self,
-        place: Place,
-        pushes: Sequence[Push],
-        homes: HomeParameters,
-        ranges: Sequence[SlotRange],
-        recorder: TimelineRecorder,
+    def __init__(
+        self, state: GroupState, num_slots: int, residency: Residency | None = None, wire: GradientWire = "model"
     ) -> None:
-        """Start to fill slots for a (layer, micro-batch), after any push under way; collective.
+        """Allocate nothing yet."""
+        self.state, self.num_slots, self.residency, self._wire = state, num_slots, residency, wire
+        self._of_layers: dict[int, SlotBuffer] = {}
+        self._open = True
 
-        pushes   of all ranks, the same list on every rank
-        ranges   slots of this rank, shared or not
+    def buffer(self, layer: int, homes: HomeParameters | None = None) -> SlotBuffer | None:
+        """Return the slots of a layer, allocated if necessary; None: their shapes and types are not known yet.
+
+        homes   returns the parameters of the layer, which is running, so that they have the type of the forward pass
         """
-        self.wait()
-        self._filling = transfer = Transfer(place, pushes, self.push_group, recorder, homewards=False)
-        rows = homes() if transfer.of_homes else {}
-        for name, like in self.weights.items():
-            # Cast as FSDP casts for the forward pass; `data` hides the write from autograd's version counters.
-            slots = {slot: row for one in ranges for slot, row in _numbered(one, one.weights[name].data)}
-            transfer.start(
-                outgoing={n: rows[name][push.home_slot].to(like.dtype) for n, push in transfer.of_homes},
-                incoming={n: slots[push.slot] for n, push in transfer.of_slots},
+        state = self.state
+        if (like := state.shapes(homes)) is None:
+            return None
+        if self.residency is None:
+            return state.shared_buffer(self.num_slots)
+        if layer not in self._of_layers:
+            self._of_layers[layer] = SlotBuffer(like, self.num_slots, state.num_ranks, of_layer=True)
+        return self._of_layers[layer]
+
+    def may_hold_gradients(self, micro_batch: int, layer: int) -> bool:
+        """Return whether gradients of any rank may wait in slots of a layer, in which its replicas may be idle."""
+        return self.residency is not None and self.residency.has_replicas(micro_batch, layer)
+
+    def add_gradients(
+        self,
+        micro_batch: int,
+        layer: int,
+        pushes: Sequence[Push],
+        buffer: SlotBuffer,
+        gradients: Mapping[str, Tensor | None],
+    ) -> list[ReturnedGradient]:
+        """Add gradients `[B, ...]` of the replicas of this rank to their sums; return what goes home, of all ranks.
+
+        pushes      of all replicas that got tokens in this (layer, micro-batch)
+        gradients   of trained parameters, by name; {}: this micro-batch adds none
+        raises      EngineError after the end of the execution, where gradients would not go home
+        """
+        residency, rank = self.residency, self.state.rank
+        if not self._open:
+            raise EngineError(
+                f"the backward pass of micro-batch {micro_batch} comes after execute_plan: gradients of resident "
+                "replicas would not go home, so call backward() inside"
             )
+        settled = Settled.at_once(pushes) if residency is None else residency.settle(micro_batch, layer, pushes)
+        own = {(rank, push.slot) for push in pushes if push.replica == rank}
+        alone = settled.fresh & {(push.replica, push.slot) for push in settled.after}  # no sum is made
+        sums = [
+            ReturnedGradient(push, {name: row.clone() for name, row in buffer.sums(push.slot).items()})
+            if push.replica == rank
+            else ReturnedGradient(push, {})
+            for push in settled.before
+        ]
+        for at in own - alone:
+            buffer.add(at[1], gradients, fresh=at in settled.fresh)
+        for push in settled.after:
+            at, rows = (push.replica, push.slot), dict[str, Tensor]()
+            if push.replica == rank:
+                rows = self._rows(gradients, push.slot) if at in alone else buffer.sums(push.slot)
+            sums.append(ReturnedGradient(push, rows))
+        return sums
 
-    def wait(self, place: Place | None = None) -> None:
-        """Return when weights of this rank's replicas have arrived, and those of its homes are sent.
+    def wire_type(self, name: str) -> torch.dtype:
+        """Return the type in which gradients of a parameter travel."""
+        like = self.state.gradient_buffers.dtype(name)
+        return like if self._wire == "model" else torch.promote_types(like, torch.float32)
 
-        place   wait for a push of this (layer, micro-batch) alone; None: for any
+    def begin_forward(self, micro_batch: int, *, training: bool) -> None:
+        """Note that a forward pass begins: a new round over the micro-batches starts without weights."""
+        if self.residency is not None and self.residency.begin_forward(micro_batch, training=training):
+            self.forget_weights()
+
+    def end_pass(self) -> None:
+        """Wait for pushes under way; slots of all layers then keep nothing, because an optimizer step may follow."""
+        self.state.wait_for_push()
+        if self.residency is None:
+            self.forget_weights()
+
+    def forget_weights(self) -> None:
+        """Note that all weights are outdated.
+
+        The next push finishes those under way: later ones could match the messages of dropped ones.
         """
-        if self._filling is not None and place in (None, self._filling.place):
-            self._filling.finish()
-            self._filling = None
+        shared = self.state.buffer if self.residency is None else None
+        for buffer in self._of_layers.values() if shared is None else [shared]:
+            buffer.forget()
 
-    def invalidate(self) -> None:
-        """Mark the weights in the shared slots as outdated, after any push under way."""
-        self.wait()
-        self.shared_by = None
+    def digest(self) -> int:
+        """Return a number that ranks compare: they have made the same passes. 0 where nothing is kept."""
+        if self.residency is None:
+            return 0
+        held = b"".join(buffer.held_bytes() for _, buffer in sorted(self._of_layers.items()))
+        return zlib.crc32(held, self.residency.digest())
 
-    def forget(self) -> None:
-        """Mark the weights in the shared slots as outdated where the step is over or has failed.
+    @contextmanager
+    def in_execution(self, model: nn.Module) -> Iterator[None]:
+        """Forget weights before an optimizer of the model steps inside; free all slots of layers at the end.
 
-        The next use of the slots finishes pushes under way: later pushes could match the messages of dropped ones.
+        raises   EngineError out of the optimizer's `step`, or at the end, while gradients wait
         """
-        self.shared_by = None
-        self.gradient_buffers.clear()
+        residency = self.residency
+        if residency is None:
+            yield
+            return
 
+        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            own = {id(parameter) for parameter in model.parameters()}
+            if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+                residency.refuse_waiting("the optimizer steps")
+                self.forget_weights()
 
-def _numbered(one: SlotRange, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield each slot of a range with its row."""
-    yield from zip(range(one.slots.start, one.slots.stop), rows, strict=True)
+        handle = register_optimizer_step_pre_hook(before_step)
+        try:
+            yield
+            residency.refuse_waiting("execute_plan ends")
+        finally:
+            handle.remove()
+            self._open = False
+            self._of_layers.clear()
+
+    def _rows(self, gradients: Mapping[str, Tensor | None], slot: int) -> dict[str, Tensor]:
+        zeros = self.state.gradient_buffers.zeros
+        return {name: zeros(name) if gradient is None else gradient[slot] for name, gradient in gradients.items()}

@@ -10,11 +10,12 @@ stay     consecutive micro-batches of a group in which an expert is in a slot. I
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int16, Int32, Int64
+from jaxtyping import Int16, Int32, Int64
 from numpy import ndarray
 
 from relibra.errors import EngineError
@@ -34,83 +35,78 @@ class Settled(NamedTuple):
     fresh: set[tuple[int, int]]
     after: list[Push]
 
+    @staticmethod
+    def at_once(pushes: Sequence[Push]) -> Settled:
+        """Return that every gradient goes home in the pass that makes it."""
+        return Settled([], {(push.replica, push.slot) for push in pushes}, list(pushes))
+
 
 class Residency:
     """Contents of the resident slots of all ranks during one execution of a plan."""
 
     def __init__(self, plan: StepPlan) -> None:
         """Start with empty slots. The plan has its replicas where `keep_slots` puts them."""
-        self._replica_MLRA = plan.replica_MLRB
+        self._replica_MLRB = plan.replica_MLRB
         self._group_M = _groups(plan)
-        self._first_MLRA, self._last_MLRA = _stays(self._replica_MLRA, self._group_M)
+        self._first_MLRB, self._last_MLRB = _stays(self._replica_MLRB, self._group_M)
         self._position_LE = np.argsort(plan.physical_to_logical_map, axis=1)
         self._homes_per_rank = plan.num_experts // plan.num_ranks
         self._layer_ids = plan.layer_ids
-        self._held_LRA = np.full(self._replica_MLRA.shape[1:], -1, dtype=np.int16)
-        self._waiting_LRA = self._held_LRA.copy()
-        self._done_ML = np.zeros(self._replica_MLRA.shape[:2], dtype=bool)  # backward passes of this round
+        self._waiting_LRB = np.full(self._replica_MLRB.shape[1:], -1, dtype=np.int16)
+        self._done_ML = np.zeros(self._replica_MLRB.shape[:2], dtype=bool)  # backward passes of this round
         self._begun: set[int] = set()  # micro-batches whose forward pass with gradients has begun in this round
         self._group = -1
 
     def has_replicas(self, micro_batch: int, layer: int) -> bool:
         """Return whether the plan has resident replicas on any rank."""
-        return bool((self._replica_MLRA[micro_batch, layer] >= 0).any())
+        return bool((self._replica_MLRB[micro_batch, layer] >= 0).any())
 
-    def begin_forward(self, micro_batch: int, *, training: bool) -> None:
-        """Start a new round if this forward pass is in another group, or comes a second time: weights may have changed.
+    def begin_forward(self, micro_batch: int, *, training: bool) -> bool:
+        """Return whether a new round begins: in another group, or a second time, when weights may have changed.
 
         training   whether the pass has gradients. A repeated pass without gradients begins a new round only if no
                    gradients wait
         raises     EngineError when gradients of the round before have not gone home
         """
-        again = micro_batch in self._begun and (training or not (self._waiting_LRA >= 0).any())
-        if again or self._group_M[micro_batch] != self._group:
+        again = micro_batch in self._begun and (training or not (self._waiting_LRB >= 0).any())
+        begins = again or bool(self._group_M[micro_batch] != self._group)
+        if begins:
             self.refuse_waiting(f"micro-batch {micro_batch} starts another pass")
-            self.forget_weights()
             self._group = int(self._group_M[micro_batch])
             self._done_ML[:] = False
             self._begun.clear()
         if training:
             self._begun.add(micro_batch)
+        return begins
 
-    def missing(self, used_LRA: Int16[ndarray, "L R A"]) -> Bool[ndarray, "L R A"]:
-        """Return the slots that do not hold the weights of the experts that they are used for (-1: for none)."""
-        missing_LRA: ndarray = (used_LRA >= 0) & (used_LRA != self._held_LRA)
-        return missing_LRA
-
-    def fill(self, layer: int, used_RA: Int16[ndarray, "R A"]) -> None:
-        """Note that the missing weights are there, or on their way."""
-        self._held_LRA[layer] = np.where(used_RA >= 0, used_RA, self._held_LRA[layer])
-
-    def settle(self, micro_batch: int, layer: int, used_RA: Int16[ndarray, "R A"]) -> Settled:
+    def settle(self, micro_batch: int, layer: int, pushes: Sequence[Push]) -> Settled:
         """Note the backward pass of a (layer, micro-batch); return which sums go home.
 
-        used_RA   experts that got tokens in the resident slots, else -1; all -1 where the plan was not followed
+        pushes   of the replicas that got tokens; none where the plan was not followed
         """
-        waiting_RA, target_RA = self._waiting_LRA[layer], self._replica_MLRA[micro_batch, layer]
-        used, other = used_RA >= 0, used_RA != waiting_RA
-        before = self._pushes(layer, np.where(used & other, waiting_RA, -1))
+        waiting_RB, target_RB = self._waiting_LRB[layer], self._replica_MLRB[micro_batch, layer]
+        used_RB = np.full_like(waiting_RB, -1)
+        for push in pushes:
+            used_RB[push.replica, push.slot] = push.expert
+        used, other = used_RB >= 0, used_RB != waiting_RB
+        before = self._pushes(layer, np.where(used & other, waiting_RB, -1))
         fresh = {(int(rank), int(slot)) for rank, slot in np.argwhere(used & other)}
-        waiting_RA[used] = used_RA[used]
+        waiting_RB[used] = used_RB[used]
         self._done_ML[micro_batch, layer] = True
         undone_M1 = np.concatenate([[0], np.cumsum(~self._done_ML[:, layer])])
-        first_RA, last_RA = self._first_MLRA[micro_batch, layer], self._last_MLRA[micro_batch, layer]
-        complete_RA = (undone_M1[last_RA + 1] == undone_M1[first_RA]) & (waiting_RA == target_RA)
-        after = self._pushes(layer, np.where(complete_RA, waiting_RA, -1))
-        waiting_RA[complete_RA] = -1
+        first_RB, last_RB = self._first_MLRB[micro_batch, layer], self._last_MLRB[micro_batch, layer]
+        complete_RB = (undone_M1[last_RB + 1] == undone_M1[first_RB]) & (waiting_RB == target_RB)
+        after = self._pushes(layer, np.where(complete_RB, waiting_RB, -1))
+        waiting_RB[complete_RB] = -1
         return Settled(before, fresh, after)
-
-    def forget_weights(self) -> None:
-        """Mark all weights as outdated."""
-        self._held_LRA[:] = -1
 
     def refuse_waiting(self, event: str) -> None:
         """Raise EngineError if gradients wait: after this event they would be lost, or change other weights."""
-        if not (self._waiting_LRA >= 0).any():
+        if not (self._waiting_LRB >= 0).any():
             return
-        layer, rank, slot = (int(index) for index in np.argwhere(self._waiting_LRA >= 0)[0])
-        expert = int(self._waiting_LRA[layer, rank, slot])
-        self._waiting_LRA[:] = -1  # raised once, not again when the execution ends
+        layer, rank, slot = (int(index) for index in np.argwhere(self._waiting_LRB >= 0)[0])
+        expert = int(self._waiting_LRB[layer, rank, slot])
+        self._waiting_LRB[:] = -1  # raised once, not again when the execution ends
         raise EngineError(
             f"{event} while resident replicas hold gradients that have not gone home (of expert {expert} of layer "
             f"{self._layer_ids[layer]} on rank {rank}, and maybe of others): run forward and backward passes of all "
@@ -119,14 +115,13 @@ class Residency:
 
     def digest(self) -> int:
         """Return a number that ranks compare: they have made the same passes."""
-        arrays = (self._held_LRA, self._waiting_LRA, self._done_ML)
-        return zlib.crc32(b"".join(np.ascontiguousarray(array).tobytes() for array in arrays))
+        return zlib.crc32(self._waiting_LRB.tobytes() + self._done_ML.tobytes())
 
-    def _pushes(self, layer: int, expert_RA: Int16[ndarray, "R A"]) -> list[Push]:
+    def _pushes(self, layer: int, expert_RB: Int16[ndarray, "R B"]) -> list[Push]:
         """Return the ways between slots and homes, by (rank, slot)."""
         found = []
-        for rank, slot in np.argwhere(expert_RA >= 0).tolist():
-            expert = int(expert_RA[rank, slot])
+        for rank, slot in np.argwhere(expert_RB >= 0).tolist():
+            expert = int(expert_RB[rank, slot])
             home, home_slot = divmod(int(self._position_LE[layer, expert]), self._homes_per_rank)
             found.append(Push(expert, home, home_slot, rank, slot, 0))
         return found
@@ -141,21 +136,21 @@ def keep_slots(plan: StepPlan) -> StepPlan:
     replica_MLRB, quota_MLRB = plan.replica_MLRB.copy(), plan.quota_MLRB.copy()
     for m in range(1, len(group_M)):
         if A > 1 and group_M[m] == group_M[m - 1]:
-            order_LRA = _kept_order(replica_MLRB[m - 1], replica_MLRB[m])
+            order_LRB = _kept_order(replica_MLRB[m - 1], replica_MLRB[m])
             for array_MLRB in (replica_MLRB, quota_MLRB):
-                array_MLRB[m] = np.take_along_axis(array_MLRB[m], order_LRA, axis=-1)
+                array_MLRB[m] = np.take_along_axis(array_MLRB[m], order_LRB, axis=-1)
     return replace(plan, replica_MLRB=replica_MLRB, quota_MLRB=quota_MLRB)
 
 
-def _kept_order(before_LRA: Int16[ndarray, "L R A"], now_LRA: Int16[ndarray, "L R A"]) -> Int64[ndarray, "L R A"]:
+def _kept_order(before_LRB: Int16[ndarray, "L R B"], now_LRB: Int16[ndarray, "L R B"]) -> Int64[ndarray, "L R B"]:
     """Return which entry of `now` goes into each slot: experts that stay into their old slot, others into the rest."""
-    A = before_LRA.shape[-1]
-    same_LRAX = (before_LRA[..., :, None] == now_LRA[..., None, :]) & (now_LRA[..., None, :] >= 0)
-    slot_key_LRA = np.where(same_LRAX.any(axis=-1), 0, A) + np.arange(A)
-    entry_key_LRX = np.where(same_LRAX.any(axis=-2), same_LRAX.argmax(axis=-2), A + np.arange(A))
-    order_LRA = np.empty(now_LRA.shape, dtype=np.int64)
-    np.put_along_axis(order_LRA, np.argsort(slot_key_LRA, axis=-1), np.argsort(entry_key_LRX, axis=-1), axis=-1)
-    return order_LRA
+    A = before_LRB.shape[-1]
+    same_LRBX = (before_LRB[..., :, None] == now_LRB[..., None, :]) & (now_LRB[..., None, :] >= 0)
+    slot_key_LRB = np.where(same_LRBX.any(axis=-1), 0, A) + np.arange(A)
+    entry_key_LRX = np.where(same_LRBX.any(axis=-2), same_LRBX.argmax(axis=-2), A + np.arange(A))
+    order_LRB = np.empty(now_LRB.shape, dtype=np.int64)
+    np.put_along_axis(order_LRB, np.argsort(slot_key_LRB, axis=-1), np.argsort(entry_key_LRX, axis=-1), axis=-1)
+    return order_LRB
 
 
 def _groups(plan: StepPlan) -> Int32[ndarray, " M"]:
@@ -163,16 +158,16 @@ def _groups(plan: StepPlan) -> Int32[ndarray, " M"]:
 
 
 def _stays(
-    replica_MLRA: Int16[ndarray, "M L R A"], group_M: Int32[ndarray, " M"]
-) -> tuple[Int64[ndarray, "M L R A"], Int64[ndarray, "M L R A"]]:
+    replica_MLRB: Int16[ndarray, "M L R B"], group_M: Int32[ndarray, " M"]
+) -> tuple[Int64[ndarray, "M L R B"], Int64[ndarray, "M L R B"]]:
     """Return the first and the last micro-batch of the stay that each replica belongs to."""
     M = len(group_M)
-    first_MLRA = np.broadcast_to(np.arange(M)[:, None, None, None], replica_MLRA.shape).copy()
-    last_MLRA = first_MLRA.copy()
+    first_MLRB = np.broadcast_to(np.arange(M)[:, None, None, None], replica_MLRB.shape).copy()
+    last_MLRB = first_MLRB.copy()
     for m in range(1, M):
-        stays = (replica_MLRA[m] == replica_MLRA[m - 1]) & (group_M[m] == group_M[m - 1])
-        first_MLRA[m] = np.where(stays, first_MLRA[m - 1], m)
+        stays = (replica_MLRB[m] == replica_MLRB[m - 1]) & (group_M[m] == group_M[m - 1])
+        first_MLRB[m] = np.where(stays, first_MLRB[m - 1], m)
     for m in reversed(range(M - 1)):
-        stays = (replica_MLRA[m] == replica_MLRA[m + 1]) & (group_M[m] == group_M[m + 1])
-        last_MLRA[m] = np.where(stays, last_MLRA[m + 1], m)
-    return first_MLRA, last_MLRA
+        stays = (replica_MLRB[m] == replica_MLRB[m + 1]) & (group_M[m] == group_M[m + 1])
+        last_MLRB[m] = np.where(stays, last_MLRB[m + 1], m)
+    return first_MLRB, last_MLRB

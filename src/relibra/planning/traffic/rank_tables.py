@@ -139,11 +139,6 @@ class RankTables:
         """Return the pushes into the slots of this rank, with their numbers."""
         return to_slots_on(self.place.rank, self.pushes)
 
-    def rows_of(self, slots: slice) -> slice:
-        """Return the computed rows of consecutive replica slots (0..B-1)."""
-        rows_P1 = np.append(0, np.cumsum(self.receive_RP.sum(axis=0)))
-        return slice(int(rows_P1[self.num_homes + slots.start]), int(rows_P1[self.num_homes + slots.stop]))
-
 
 def rank_tables(
     plan: StepPlan, demand: ScheduledDemand, rank: int, micro_batch: int, layer: int, chunk: int | None = None

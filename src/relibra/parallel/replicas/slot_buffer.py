@@ -1,0 +1,79 @@
+"""`SlotBuffer`: the replica slots of a rank, of one layer or of all layers in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from relibra.planning.traffic.rank_tables import Push
+
+
+class SlotBuffer:
+    """Weights of experts whose homes are on other ranks, and what the same slots of every rank hold.
+
+    Autograd saves the slots themselves, so the right weights have to be in them when a backward pass reads them. No
+    slot is a parameter.
+
+    weights    `[B, ...]` per parameter of the experts modules, by name
+    of_layer   lifetime: True: of one layer, weights stay; False: of all layers, weights stay while one of them uses it
+    """
+
+    def __init__(self, like: Mapping[str, Tensor], num_slots: int, num_ranks: int, *, of_layer: bool) -> None:
+        """Allocate weights.
+
+        like   tensors `[X, ...]` as the forward pass sees the weights
+        """
+        self.weights = {name: tensor.new_zeros((num_slots, *tensor.shape[1:])) for name, tensor in like.items()}
+        self.num_slots, self.of_layer = num_slots, of_layer
+        self._sums: dict[str, Tensor] = {}
+        self._held_RB = np.full((num_ranks, num_slots), -1)  # experts
+        self._user: object = None
+
+    def lacks(self, pushes: Sequence[Push]) -> bool:
+        """Return whether a layer with these replicas may have to push: slots of all layers hold what another left."""
+        return bool(self._missing(pushes)) if self.of_layer else bool(pushes)
+
+    def claim(self, pushes: Sequence[Push], user: object) -> list[Push]:
+        """Return the pushes of weights that are missing, and note that they are on their way.
+
+        pushes   of all replicas that a (layer, micro-batch) computes with
+        user     identifies the pass; it takes slots of all layers from the one before
+        """
+        if not self.of_layer and self._user is not user:
+            self.forget()
+            self._user = user
+        missing = self._missing(pushes)
+        for push in missing:
+            self._held_RB[push.replica, push.slot] = push.expert
+        return missing
+
+    def forget(self) -> None:
+        """Note that all weights are outdated."""
+        self._held_RB[:] = -1
+        self._user = None
+
+    def held_bytes(self) -> bytes:
+        """Return what the slots of all ranks hold, for ranks to compare."""
+        return self._held_RB.tobytes()
+
+    def add(self, slot: int, gradients: Mapping[str, Tensor | None], *, fresh: bool) -> None:
+        """Add gradients `[B, ...]` of one slot to its sums, in float32 or wider; `fresh` ones begin a sum."""
+        for name, gradient in gradients.items():
+            if name not in self._sums:
+                weights = self.weights[name]
+                self._sums[name] = torch.zeros_like(weights, dtype=torch.promote_types(weights.dtype, torch.float32))
+            row = self._sums[name][slot]
+            if fresh:
+                row.zero_()
+            if gradient is not None:
+                row.add_(gradient[slot])
+
+    def sums(self, slot: int) -> dict[str, Tensor]:
+        """Return the sums of one slot by parameter."""
+        return {name: sums[slot] for name, sums in self._sums.items()}
+
+    def _missing(self, pushes: Sequence[Push]) -> list[Push]:
+        return [push for push in pushes if self._held_RB[push.replica, push.slot] != push.expert]
