@@ -192,9 +192,7 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
         **step_metrics.update_metrics(update, referenced=learner.reference is not None),
         **value_metrics,
         **step_metrics.mismatch_metrics_of_ranks(recomputed),
-        **step_metrics.balance_metrics(
-            batch, recomputed, update, None if learner.policy.shape is None else learner.policy.shape.expert
-        ),
+        **step_metrics.balance_metrics(batch, recomputed, update, learner.policy.shape),
         "canary": canary and asdict(canary),
         "bytes": step_metrics.route_bytes(batch, routed=routed, traced=traces.written_bytes),
         "seconds": {name: round(seconds, 4) for name, seconds in clock.seconds.items()},

@@ -108,8 +108,8 @@ MemoryGib = Annotated[
         min=0,
         max=1 << 20,
         metavar="GIB",
-        help="Most memory of a rank for slots; default: what --model leaves of a rank of --cluster. Where it allows, "
-        "every layer has slots of its own, which keep replicas over micro-batches; else one buffer is for all layers.",
+        help="Most memory of a rank for slots of layers, which keep replicas over micro-batches; default: what --model "
+        "leaves of a rank of --cluster. 0: one buffer for all layers.",
         show_default=False,
     ),
 ]

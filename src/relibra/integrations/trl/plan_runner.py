@@ -73,7 +73,6 @@ class PlanRunner:
         self.num_ranks = _check_group(first)
         self._cluster = cluster_preset(cluster, self.num_ranks) if isinstance(cluster, str) else cluster
         self._expert = _expert_shape(model, first)
-        self._estimates_memory = budget is None
         # Samples stay where TRL has put them: its micro-batches are equal in number, and some losses average over them.
         self._budget = replace(budget or Budget(), pack_samples=False)
         self.may_move = self._budget.move_homes
@@ -91,7 +90,7 @@ class PlanRunner:
         """
         self.close()
         budget = self._budget if may_move else replace(self._budget, move_homes=False)
-        if self._estimates_memory:
+        if budget.memory_gib is None:
             budget = replace(budget, memory_gib=self._memory_for_slots(demand))
         plan = plan_step(demand, self._cluster, budget, expert=self._expert, previous=self._plan)
         if not np.array_equal(plan.physical_to_logical_map, plan.previous_map):

@@ -264,11 +264,11 @@ class PlanSettings(Section):
     """How tokens reach other nodes: "flat", each rank that computes for them; "hierarchical", once, forwarded there.
     None: as `cluster` has it, flat for presets. Flat in any case with canonical sums."""
     slots: int | None = Field(None, ge=0, le=MOST_SLOTS)
-    """Most replica slots per rank, for copies of busy experts; none: as many as memory allows and as pay. Live, and for
-    balancers that choose no number, none is 2."""
+    """Most slots per rank for replicas, copies of busy experts; none: as many as pay. Peers and "live" take 2."""
     memory_gib: float | None = Field(None, ge=0, le=1 << 20)
     """Most memory per rank for slots of layers, which keep replicas over micro-batches, with weights and float32
-    gradients; none: what the model leaves of `cluster`, by its sizes. 0: one buffer is for all layers."""
+    gradients; none: what the model leaves of the device memory of `cluster`, by its sizes. 0: one buffer for all
+    layers."""
     move_homes: bool = True
     """Allow experts to move between ranks between steps."""
     pack: bool = True

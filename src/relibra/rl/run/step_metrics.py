@@ -15,7 +15,6 @@ from numpy import ndarray
 from relibra.planning.analysis.explanation import slot_memory
 from relibra.planning.analysis.levers import lever_gaps, static_skew
 from relibra.planning.costs.copies import pushed_copies
-from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.replay.replay import RouterComparison
 from relibra.rl.algorithms.mismatch import MismatchSums, mismatch_metrics, router_metrics
 from relibra.rl.batch.training_batch import TrainingBatch
@@ -24,6 +23,7 @@ from relibra.rl.run.ranks import gather_arrays, largest_over_ranks, sum_over_ran
 from relibra.rl.update.policy_update import PolicyUpdate
 from relibra.rl.update.recompute import Recomputed
 from relibra.routing.statistics import skew
+from relibra.simulation import ModelShape
 
 
 def rollout_metrics(responses: Sequence[Response], cost: RolloutCost, *, by_group: bool) -> dict[str, Any]:
@@ -125,11 +125,11 @@ def route_bytes(batch: TrainingBatch, *, routed: int, traced: int) -> dict[str, 
 
 
 def balance_metrics(
-    batch: TrainingBatch, recomputed: Recomputed, update: PolicyUpdate, expert: ExpertShape | None
+    batch: TrainingBatch, recomputed: Recomputed, update: PolicyUpdate, shape: ModelShape | None
 ) -> dict[str, Any]:
     """Return the skew of expert loads before and after planning or live balancing; the same on all ranks.
 
-    expert    of the model; None: it has none
+    shape   of the model; None: it has no experts
     """
     found: dict[str, Any] = dict.fromkeys(
         (
@@ -144,7 +144,7 @@ def balance_metrics(
     if live is not None and batch.micro_batches:
         before, after = live.skew()
         found |= {"rank_skew": before, "planned_skew": after, "replicas": live.num_copies, "pushes": live.num_copies}
-    if batch.plan is not None and batch.demand is not None and expert is not None:
+    if batch.plan is not None and batch.demand is not None and shape is not None:
         gaps = dict(lever_gaps(batch.plan, batch.demand))
         total = batch.plan.predicted.get("total")
         found |= {
@@ -154,7 +154,7 @@ def balance_metrics(
             "replicas": batch.plan.num_copies,
             "pushes": int(pushed_copies(batch.plan)[0].sum()),
             "moved_experts": batch.plan.num_moved,
-            "slots": slot_memory(batch.plan, expert)._asdict(),
+            "slots": slot_memory(batch.plan, shape.expert)._asdict(),
             "plan_seconds": batch.plan.plan_seconds,
             "expected_seconds": None if total is None else total - batch.plan.predicted["relocation"],
             "expected_moving_seconds": batch.plan.predicted.get("relocation"),
