@@ -4,7 +4,8 @@ What holds for every step: a few layers stand for the whole model, with the outp
 so that shares of the step are those of the whole model; a token is sent once to a rank, counted from single tokens
 (`paper_tokens`) where seconds are reported, while balancers plan from co-routing pairs; copies live in a buffer shared
 by all layers, as in all systems that the papers compare, so EPLB and its like push their copies for each pass instead
-of keeping slots in every layer; only the default has slots of layers, in the memory that the model leaves; every step follows one of the same model, which its homes and history come from.
+of keeping slots in every layer; only relibra's default has slots of layers, in the memory that the model leaves; every
+step follows one of the same model, which its homes and history come from.
 """
 
 from __future__ import annotations
