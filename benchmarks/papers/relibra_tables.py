@@ -172,7 +172,7 @@ def skews_and_costs(quick: bool) -> Iterator[dict]:
     """Skew over group sizes, what reordering costs, and memory of the slots."""
     for ranks in (8, 16) if quick else (8, 16, 32, 64):
         case = steps.case_of(steps.domains(ranks, 1 if quick else 2), MODELS[0], count_rows=False)
-        static, one = steps.made(case, "static"), steps.made(case, steps.TOKENS)
+        static, one = steps.made(case, "static"), steps.made(case, steps.EVEN)
         facts = {"model": MODELS[0], "ranks": ranks, "load": case.load, "configuration": configuration(case)}
         for name, each, cited in (("static", static, "above 2 at large EP"), (RELIBRA, one, "1.00 to 1.08")):
             yield row(

@@ -40,7 +40,7 @@ MODELS = ("qwen3-30b-a3b", "glm4.5-106b-a12b", "qwen3-235b-a22b")
 BALANCED = "Balanced (random routes)"
 RATIO = "throughput / static and / Balanced; skew: token-slots of busiest / mean ranks"
 
-RELIBRA, TOKENS, DEFAULT = "relibra_paper", "relibra_paper_tokens", "relibra"
+RELIBRA, EVEN, DEFAULT = "relibra_paper", "relibra_paper_tokens", "relibra"
 """With the paper's levers, for seconds and for even token-slots; and what training plans by default."""
 
 OTHERS = ("eplb", "lplb", "popfetcher", "ultraep", "foremoe", "flashlb")
