@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from relibra import Budget, Demand, RoutingTrace, ScheduledDemand, StepPlan, cluster_preset, plan_step
 from relibra.parallel import execute_plan, logical_order, logical_parameters, register, relocate
-from relibra.planning.analysis.levers import lever_gaps
+from relibra.reporting.data.levers import lever_gaps
 from relibra.replay import BatchRoutes, replay_routing
 from relibra.routing.synthetic import TraceShape, domain_trace
 from relibra.timeline import merged, read_timeline, write_timeline

@@ -3,7 +3,7 @@
 import numpy as np
 
 from relibra import Budget, cluster_preset, explain_plan, plan_step, validate_plan
-from relibra.planning.analysis.levers import lever_gaps
+from relibra.reporting.data.levers import lever_gaps
 from relibra.routing.micro_batches import schedule_samples
 from relibra.routing.synthetic import TraceShape, domain_trace
 

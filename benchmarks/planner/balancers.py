@@ -17,10 +17,10 @@ from rich.table import Table
 from benchmarks.harness.options import measurement_options
 from benchmarks.harness.provenance import quartiles, write_results
 from relibra.cluster import cluster_preset
-from relibra.planning.analysis.comparison import compare
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import expert_shape
 from relibra.planning.registry import BALANCERS
+from relibra.reporting.data.comparison import compare
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
 from relibra.routing.readers import open_trace
 

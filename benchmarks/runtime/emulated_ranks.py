@@ -28,11 +28,11 @@ from benchmarks.harness.options import measurement_options
 from benchmarks.harness.provenance import write_results
 from relibra.calibration.grouped_experts import GroupedExperts, grouped_experts, seconds_each
 from relibra.cluster import cluster_preset
-from relibra.planning.analysis.comparison import iterate_comparison
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.split import split_tokens
+from relibra.reporting.data.comparison import iterate_comparison
 from relibra.routing.demand import ScheduledDemand
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
 from relibra.routing.readers import open_trace

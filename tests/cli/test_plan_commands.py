@@ -13,11 +13,11 @@ from relibra import write_trace
 from relibra.cli.inputs.machine import fit_cluster
 from relibra.cluster import Topology, cluster_preset, write_cluster
 from relibra.errors import ConfigError
-from relibra.planning.analysis.comparison import comparable
 from relibra.planning.budget import RUN_DEFAULTS
 from relibra.planning.exports import read_vllm_json
 from relibra.planning.plan_files import read_plan
 from relibra.planning.validation import validate_plan
+from relibra.reporting.data.comparison import comparable
 from relibra.routing.demand_files import read_demand
 from relibra.routing.micro_batches import schedule_samples, select_micro_batches
 from relibra.routing.synthetic import TraceShape, domain_trace
@@ -318,7 +318,7 @@ def test_compare_plans_the_second_half_and_shows_the_first_to_those_that_see_his
         seen.update(demand=demand, history_MLE=history_MLE, budget=budget)
         return iter([])
 
-    monkeypatch.setattr("relibra.planning.analysis.comparison.iterate_comparison", spy)
+    monkeypatch.setattr("relibra.reporting.data.comparison.iterate_comparison", spy)
     whole = schedule_samples(routes, 25, 4)
     with pytest.raises(StopIteration):
         run("compare", trace, *CUT, "--balancer", "static")

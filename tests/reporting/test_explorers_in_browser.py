@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from relibra.planning.analysis.comparison import compare
 from relibra.planning.budget import Budget
+from relibra.reporting.data.comparison import compare
 from relibra.reporting.pages.load_section import load_facts
 from relibra.reporting.pages.plan_page import write_plan_page
 from tests.reporting.planned import CLUSTER, EXPERT, compared_step, planned_step

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from relibra import Budget, Demand, StepPlan, cluster_preset, plan_step
-from relibra.planning.analysis.comparison import first_layers
+from relibra.reporting.data.comparison import first_layers
 from relibra.simulation import Execution, model_shape, simulate_groups, simulate_step
 
 MODEL, RANKS, MICRO_BATCHES = model_shape("qwen3-235b-a22b"), 64, 32

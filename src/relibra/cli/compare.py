@@ -23,9 +23,9 @@ from relibra.cli.outputs.terminal import print_note, print_wrapped, progress, st
 from relibra.errors import PlanError
 
 if TYPE_CHECKING:
-    from relibra.planning.analysis.comparison import ComparisonRow
     from relibra.planning.costs.step_bytes import StepBytes
     from relibra.planning.plan import StepPlan
+    from relibra.reporting.data.comparison import ComparisonRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ def compare(request: CompareRequest) -> None:
 
     Example: relibra compare runs/demo --ranks 4 --micro-batch-tokens 64
     """
-    from relibra.planning.analysis.comparison import check_balancer, iterate_comparison
+    from relibra.reporting.data.comparison import check_balancer, iterate_comparison
 
     recording = find_recording(request.source)
     check_outputs(named("--html", request.html), input_files(recording.trace, request.cluster, request.schedule))
@@ -173,7 +173,7 @@ COLUMNS = (
 
 def print_comparison(rows: list[ComparisonRow]) -> None:
     """Print the rows as a table that fits the terminal, a legend, and the errors of balancers without a valid plan."""
-    from relibra.planning.analysis.comparison import describe_scopes
+    from relibra.reporting.data.comparison import describe_scopes
 
     console = stdout_console()
     shown, table = _fitting(rows, console)

@@ -21,10 +21,10 @@ from relibra.errors import ConfigError, PlanError
 from relibra.printable import plural, printable
 
 if TYPE_CHECKING:
-    from relibra.planning.analysis.comparison import ComparisonRow
     from relibra.planning.budget import Budget
     from relibra.planning.costs.step_bytes import StepBytes
     from relibra.planning.plan import StepPlan
+    from relibra.reporting.data.comparison import ComparisonRow
     from relibra.routing.demand import ScheduledDemand
     from relibra.simulation import ModelShape
 
@@ -63,10 +63,10 @@ def plan(request: PlanRequest) -> None:
 
     Example: relibra plan runs/demo --ranks 4 --micro-batch-tokens 64
     """
-    from relibra.planning.analysis.comparison import check_balancer, measure
     from relibra.planning.plan_files import read_plan
     from relibra.planning.planner import plan_step
     from relibra.planning.registry import BALANCERS
+    from relibra.reporting.data.comparison import check_balancer, measure
 
     check_one_balancer("plan", request.balancer)
     _refuse_live(request.balancer)
@@ -154,7 +154,7 @@ def _refuse_live(balancer: str) -> None:
 
 def _compile_kernels(workload: Workload, budget: Budget, balancer: str, given: dict[str, Any]) -> None:
     """Plan two layers before planning is timed, and say what that took where kernels were compiled."""
-    from relibra.planning.analysis.comparison import compile_kernels
+    from relibra.reporting.data.comparison import compile_kernels
 
     with progress("planning two layers, so that kernels are compiled (half a minute, once per installation)"):
         seconds = compile_kernels(workload.demand, workload.machine, budget, balancer, **given)
@@ -192,7 +192,7 @@ def _format_and_path(word: str) -> NamedPath:
 
 def _facts(result: Result) -> dict[str, object]:
     from relibra.planning.analysis.explanation import slot_memory
-    from relibra.planning.analysis.levers import lever_bounds, lever_gaps
+    from relibra.reporting.data.levers import lever_bounds, lever_gaps
 
     plan, row, demand = result.plan, result.row, result.workload.demand
     levers = lever_gaps(plan, demand)
@@ -215,7 +215,7 @@ def _facts(result: Result) -> dict[str, object]:
 
 
 def _print_summary(result: Result) -> None:
-    from relibra.planning.analysis.levers import lever_gaps
+    from relibra.reporting.data.levers import lever_gaps
 
     levers = lever_gaps(result.plan, result.workload.demand)
     for line in workload_in_words(result.workload):
@@ -282,7 +282,7 @@ def _seconds(plan: StepPlan, steps: int) -> float:
 
 
 def _print_levers(plan: StepPlan, demand: ScheduledDemand, levers: list[tuple[str, float]]) -> None:
-    from relibra.planning.analysis.levers import lever_bounds
+    from relibra.reporting.data.levers import lever_bounds
 
     where = "on the node of their home" if plan.scope == "node" else "on any node"
     typer.echo("skew (token-slots of the busiest ranks / mean ranks) after each lever, and the lowest skew that copies")

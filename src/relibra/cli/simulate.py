@@ -59,7 +59,7 @@ def simulate(request: SimulateRequest) -> None:
 
     Example: relibra simulate runs/demo --ranks 8 --cluster h100x8 --model qwen3-30b-a3b
     """
-    from relibra.planning.analysis.comparison import check_balancer
+    from relibra.reporting.data.comparison import check_balancer
     from relibra.simulation import cut_model
 
     check_one_balancer("simulate", request.balancer)

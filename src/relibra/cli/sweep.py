@@ -115,7 +115,7 @@ def sweep(request: SweepRequest) -> None:
 
     Example: relibra sweep runs/demo --ranks 2,4,8 --balancer relibra,eplb
     """
-    from relibra.planning.analysis.comparison import check_balancer
+    from relibra.reporting.data.comparison import check_balancer
 
     points = request.points()
     for point in points:

@@ -33,8 +33,8 @@ from relibra.errors import ConfigError, EngineError, RelibraError, TraceError
 from relibra.integrations.expert_layout import ExpertLayout
 from relibra.integrations.recorded_loads import count_samples, of_used_layers
 from relibra.integrations.repacked_step import RepackedStep, repack_step
+from relibra.integrations.repacking import TrainerSchedule
 from relibra.integrations.said_once import SaidOnce
-from relibra.planning.repacking import TrainerSchedule
 
 Bins = list[list[int]]
 

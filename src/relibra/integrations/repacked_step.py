@@ -9,7 +9,7 @@ from jaxtyping import Float32, Int64
 from numpy import ndarray
 
 from relibra.integrations.expert_layout import ExpertLayout
-from relibra.planning.repacking import TrainerSchedule, attention_skew, lowest_skew, rank_skew, repack
+from relibra.integrations.repacking import TrainerSchedule, attention_skew, lowest_skew, rank_skew, repack
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

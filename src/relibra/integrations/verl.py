@@ -34,9 +34,9 @@ from relibra.errors import EngineError, RelibraError, TraceError
 from relibra.integrations.expert_layout import ExpertLayout
 from relibra.integrations.recorded_loads import count_samples, of_used_layers
 from relibra.integrations.repacked_step import RepackedStep, repack_step
+from relibra.integrations.repacking import TrainerSchedule
 from relibra.integrations.said_once import SaidOnce
 from relibra.integrations.shared_failures import on_all_ranks
-from relibra.planning.repacking import TrainerSchedule
 
 _log = logging.getLogger("relibra.verl")
 _log.setLevel(logging.INFO)  # verl shows warnings only

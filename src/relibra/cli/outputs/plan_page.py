@@ -10,8 +10,8 @@ from relibra.cli.inputs.workload import Workload
 from relibra.cli.outputs.terminal import print_note, progress
 
 if TYPE_CHECKING:
-    from relibra.planning.analysis.comparison import ComparisonRow
     from relibra.planning.plan import StepPlan
+    from relibra.reporting.data.comparison import ComparisonRow
     from relibra.simulation import ModelShape
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from relibra.planning.traffic.byte_ledger import ByteLedger, byte_ledger
+from relibra.reporting.data.byte_ledger import ByteLedger, byte_ledger
 from relibra.reporting.data.compared_plans import ComparedStep
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relibra.planning.analysis.comparison import ComparisonRow, describe_scopes
+from relibra.reporting.data.comparison import ComparisonRow, describe_scopes
 from relibra.reporting.html.html import paragraph, section, table
 from relibra.reporting.html.html_bars import Bar, bar_table
 from relibra.reporting.pages.limits_section import MIN_RELOCATION_SHARE

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from relibra.planning.analysis.fault_coverage import replica_cover, step_cover
 from relibra.reporting.data.compared_plans import ComparedStep
+from relibra.reporting.data.fault_coverage import replica_cover, step_cover
 from relibra.reporting.data.number_format import percent
 from relibra.reporting.html.html import paragraph, section
 from relibra.reporting.html.html_bars import Bar, bar_table

@@ -13,9 +13,9 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from relibra.planning.analysis.explanation import slot_memory
-from relibra.planning.analysis.levers import lever_gaps, static_skew
 from relibra.planning.costs.copies import pushed_copies
 from relibra.replay.replay import RouterComparison
+from relibra.reporting.data.levers import lever_gaps, static_skew
 from relibra.rl.algorithms.mismatch import MismatchSums, mismatch_metrics, router_metrics
 from relibra.rl.batch.training_batch import TrainingBatch
 from relibra.rl.rollout.response import Response, RolloutCost

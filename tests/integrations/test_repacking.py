@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relibra.planning.repacking import TrainerSchedule, attention_skew, lowest_skew, rank_skew, repack
+from relibra.integrations.repacking import TrainerSchedule, attention_skew, lowest_skew, rank_skew, repack
 from tests.planning.levers.schedules import draw_lengths
 
 

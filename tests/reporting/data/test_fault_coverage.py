@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import given
 
-from relibra.planning.analysis.fault_coverage import replica_cover, step_cover
+from relibra.reporting.data.fault_coverage import replica_cover, step_cover
 from tests.planning.plans import planned_step, planned_steps
 
 

@@ -9,19 +9,19 @@ from relibra import Demand, PlanError
 from relibra.cluster import cluster_preset
 from relibra.planning.analysis import comparison
 from relibra.planning.analysis.bounds import any_homes_bound
-from relibra.planning.analysis.comparison import (
+from relibra.planning.balancer import Balancer
+from relibra.planning.budget import Budget
+from relibra.planning.costs.expert_shape import expert_shape
+from relibra.planning.planner import plan_step
+from relibra.planning.registry import BALANCERS
+from relibra.reporting.data.comparison import (
     compare,
     compile_kernels,
     describe_scopes,
     iterate_comparison,
     measure,
 )
-from relibra.planning.analysis.levers import lever_bounds, lever_gaps
-from relibra.planning.balancer import Balancer
-from relibra.planning.budget import Budget
-from relibra.planning.costs.expert_shape import expert_shape
-from relibra.planning.planner import plan_step
-from relibra.planning.registry import BALANCERS
+from relibra.reporting.data.levers import lever_bounds, lever_gaps
 
 EXPERT = expert_shape("mixtral-8x7b")
 CLUSTER = cluster_preset("h100x8", 4, 2)
