@@ -16,13 +16,13 @@ from jaxtyping import Int64
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
+from relibra.planning.levers.homes import SwapPrices, swap_nodes
 from relibra.planning.levers.replication import slot_of
 from relibra.planning.parallel_map import parallel_map
 from relibra.planning.placement import Placement
 from relibra.planning.relibra_paper.nodes_and_ranks import busiest, ranks_inside_nodes
 from relibra.routing.compiled import compiled
 
-SWAPS = 2000
 OVERFULL = 1.03
 """Load of the fullest machine / mean above which experts leave it."""
 
@@ -40,7 +40,7 @@ def decide(request: PlacementRequest) -> Placement:
         load_ME = np.ascontiguousarray(load_MLE[:, layer])
         home_E = before_LE[layer].astype(np.int64)
         if budget.move_homes:
-            home_E = _search_homes(request, load_ME, home_E, layer)
+            home_E = _search_homes(request, load_ME, home_E)
         if request.slots:
             _spill_layer(
                 load_ME,
@@ -61,19 +61,16 @@ def decide(request: PlacementRequest) -> Placement:
     )
 
 
-def _search_homes(
-    request: PlacementRequest, load_ME: ndarray, before_E: Int64[ndarray, " E"], layer: int
-) -> Int64[ndarray, " E"]:
+def _search_homes(request: PlacementRequest, load_ME: ndarray, before_E: Int64[ndarray, " E"]) -> Int64[ndarray, " E"]:
     """Return the homes of levels 1 and 1b, or the old ones unless the gain exceeds the cost of moves."""
     cluster = request.cluster
     G, N, E = cluster.ranks_per_node, cluster.num_nodes, load_ME.shape[1]
-    generator = np.random.default_rng([0, layer])
-    swaps = generator.integers(0, E, (SWAPS if N > 1 else 0, 2))
     machine_E = before_E // G
     if N > 1:
         dealt_E = deal_machines(load_ME, N)
-        found_E = min((machine_E.copy(), dealt_E), key=lambda map_E: busiest(load_ME, map_E))
-        swap_machines(load_ME, found_E, N, swaps)
+        found_E = min((machine_E, dealt_E), key=lambda map_E: busiest(load_ME, map_E))
+        nowhere_MNE = np.zeros((len(load_ME), N, E), dtype=np.int64)
+        found_E = swap_nodes(load_ME, nowhere_MNE, found_E, SwapPrices(network=0.0, move=0.0))
         if busiest(load_ME, found_E) < busiest(load_ME, machine_E):
             machine_E = found_E
     total_1E = load_ME.sum(axis=0, keepdims=True)  # level 1b of the paper: longest first by step totals, no annealing
@@ -118,36 +115,6 @@ def deal_machines(load_ME, num_machines) -> ndarray:
             load_MN[m, best] += load_ME[m, e]
             top_M[m] = max(top_M[m], load_MN[m, best])
     return machine_E
-
-
-@compiled
-@no_type_check
-def swap_machines(load_ME, machine_E, num_machines, swaps) -> None:
-    """Try each pair of experts: swap their machines if the sum of maxima falls."""
-    M, E = load_ME.shape
-    load_MN = np.zeros((M, num_machines), np.int64)
-    for e in range(E):
-        for m in range(M):
-            load_MN[m, machine_E[e]] += load_ME[m, e]
-    for i, j in swaps:
-        a, b = machine_E[i], machine_E[j]
-        if a == b:
-            continue
-        change = 0
-        for m in range(M):
-            top, others = 0, 0
-            for n in range(num_machines):
-                top = max(top, load_MN[m, n])
-                if n != a and n != b:
-                    others = max(others, load_MN[m, n])
-            moved = load_ME[m, j] - load_ME[m, i]
-            change += max(others, load_MN[m, a] + moved, load_MN[m, b] - moved) - top
-        if change < 0:
-            for m in range(M):
-                moved = load_ME[m, j] - load_ME[m, i]
-                load_MN[m, a] += moved
-                load_MN[m, b] -= moved
-            machine_E[i], machine_E[j] = b, a
 
 
 @compiled
