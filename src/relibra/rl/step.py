@@ -15,7 +15,9 @@ from torch import nn
 from relibra.cluster import Cluster
 from relibra.errors import ConfigError, EngineError, library_errors
 from relibra.parallel import relocate
+from relibra.planning.balancers.lasting import with_residents
 from relibra.rl.algorithms.mismatch import alarms
+from relibra.rl.batch.step_plan import exchange_residents
 from relibra.rl.batch.training_batch import TrainingBatch, build_batch, current_homes, executing, plan_recorded_routes
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.model.optimizer import StepCount
@@ -70,6 +72,7 @@ class Progress:
     value_skips           of the value model
     explained_variance    share of the variance of returns that the value model explained last; None: not known
     planned               whether a step was planned, so that the next plan starts from the current homes
+    residents             experts `[L][R][B]` in slots of layers that last, chosen from the step before; None: none
     """
 
     live: Sequence[Response] = ()
@@ -82,6 +85,7 @@ class Progress:
     value_skips: int = 0
     explained_variance: float | None = None
     planned: bool = False
+    residents: list | None = None
 
     def as_state(self) -> dict[str, Any]:
         """Return the part of a checkpoint beside responses, for `from_state`; the same on all ranks."""
@@ -93,7 +97,7 @@ class Progress:
 
         raises    ConfigError for a checkpoint of another version of relibra
         """
-        state = {**dict.fromkeys(("policy_skips", "value_skips"), 0), **state}  # 0.2.0 did not count them
+        state = {**dict.fromkeys(("policy_skips", "value_skips"), 0), "residents": None, **state}  # 0.2.0 had none
         if missing := [name for name in ("next_sample", "passed_over", *_STATE) if name not in state]:
             raise ConfigError(
                 f"the checkpoint lacks {', '.join(missing)}: another version of relibra wrote it; finish the run with "
@@ -109,7 +113,7 @@ class Progress:
 
 _STATE = (
     *("finished", "policy_steps", "value_steps", "policy_skips", "value_skips"),
-    *("explained_variance", "planned"),
+    *("explained_variance", "planned", "residents"),
 )
 
 
@@ -205,6 +209,7 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
         policy_steps=update.count.made,
         policy_skips=update.count.skipped_in_a_row,
         planned=progress.planned or batch.plan is not None,
+        residents=exchange_residents(batch.lasting) if config.plan.lasting else None,
     )
     check_live_responses(progress.live, cursor=progress.cursor, finished=progress.finished, settings=config.rollout)
     return StepResult(metrics=metrics, responses=rollout.responses, progress=progress)
@@ -267,6 +272,8 @@ def _build_and_recompute(
     policy, settings, cluster = learner.policy, config.algorithm, learner.cluster
     with clock.stage("plan"):
         previous = current_homes(policy, cluster.topology) if progress.planned else None
+        if previous is not None and progress.residents is not None:
+            previous = with_residents(previous, progress.residents)
         batch = build_batch(responses, policy, config, previous=previous, cluster=cluster)
     _move_homes(learner, batch, clock)
     with clock.stage("recompute"), executing(policy, batch, config.plan, cluster) as context:

@@ -32,6 +32,14 @@ class Residents(Homes):
     replica_LRB: Int16[ndarray, "L R B"]
 
 
+def with_residents(homes: Homes, experts: list) -> Homes:
+    """Return homes with the experts `[L][R][B]` that slots hold; of another number of ranks, the homes alone."""
+    replica_LRB = np.array(experts, dtype=np.int16)
+    if replica_LRB.shape[1] != homes.num_ranks:
+        return homes
+    return Residents(**{field.name: getattr(homes, field.name) for field in fields(Homes)}, replica_LRB=replica_LRB)
+
+
 def choose_residents(request: PlacementRequest, plan: StepPlan) -> Residents:
     """Return the homes of a plan, and for each layer the replicas that serve its whole step at the least seconds.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,12 +14,13 @@ from numpy import ndarray
 from safetensors.numpy import load, save
 
 from relibra.cluster import Cluster
+from relibra.planning.balancers.lasting import Residents
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.costs.prediction import predict
 from relibra.planning.placement import Homes
 from relibra.planning.plan import StepPlan
 from relibra.planning.plan_files import plan_from_tensors, plan_to_tensors
-from relibra.planning.planner import plan_step
+from relibra.planning.planner import choose_residents, plan_step
 from relibra.rl.batch.plan_budget import plan_budget
 from relibra.rl.batch.schedule import Schedule, draw_unit_order, make_schedule
 from relibra.rl.config.settings import PlanSettings, UpdateSettings
@@ -27,6 +29,7 @@ from relibra.rl.run.ranks import gather_arrays, gather_json, gather_several, sum
 from relibra.routing.demand import Demand, ScheduledDemand, count_token_slots
 from relibra.routing.statistics import count_pairs
 
+_PLANNER = ThreadPoolExecutor(1, thread_name_prefix="planner")
 _PAIR_TOKENS = 1 << 14
 """Most tokens whose pairs of experts one rank counts: 48 layers of 8 choices take about 0.1 s."""
 
@@ -141,12 +144,14 @@ def _count_pairs(responses: Sequence[Response], num_experts: int, num_layers: in
 class PlannedStep:
     """The plan of a step, and what it is compared with.
 
+    lasting          on rank 0, with `plan.lasting`: replicas of the next step, chosen in a thread while this one trains
     static_seconds   modelled seconds of the same schedule with every expert at its static home, no replicas and no
                      moves; the plan's own are in `StepPlan.predicted`
     """
 
     plan: StepPlan
     static_seconds: float
+    lasting: Future[Residents] | None = None
 
 
 def plan_together(
@@ -162,14 +167,19 @@ def plan_together(
     """Return the plan of a step, the same on all ranks: rank 0 plans, and the others get its arrays. Collective.
 
     expert        size of one expert of the model
-    previous      where the experts are now; None: in the static layout
+    previous      where the experts are now, and replicas that last, if any were chosen; None: in the static layout
     memory_gib    for slots where the settings set no limit
     rank_tokens   most tokens of a rank in a micro-batch, which packing keeps; None: as many as the schedule has
     """
-    plan, static_seconds = None, 0.0
+    plan, static_seconds, lasting = None, 0.0, None
     if dist.get_rank() == 0:
         budget = replace(plan_budget(settings, memory_gib), rank_tokens=rank_tokens)
-        plan = plan_step(demand, cluster, budget, settings.balancer, expert=expert, previous=previous)
+        residents = previous if isinstance(previous, Residents) else None
+        plan = plan_step(
+            demand, cluster, budget, settings.balancer, expert=expert, previous=previous, residents=residents
+        )
+        if settings.lasting:
+            lasting = _PLANNER.submit(choose_residents, plan, demand, cluster, budget, expert=expert)
         static = StepPlan.static(demand, cluster.topology, dispatch=cluster.dispatch)
         static_seconds = predict(static, demand, cluster, expert).total
     arrays, facts = ({}, {}) if plan is None else plan_to_tensors(plan)
@@ -178,4 +188,10 @@ def plan_together(
     return PlannedStep(
         plan=plan or plan_from_tensors("the plan of rank 0", load(packed.tobytes()), facts),
         static_seconds=static_seconds,
+        lasting=lasting,
     )
+
+
+def exchange_residents(lasting: Future[Residents] | None) -> list | None:
+    """Return the experts `[L][R][B]` in lasting slots, chosen on rank 0, on all ranks; None: none. Collective."""
+    return gather_json(None if lasting is None else lasting.result().replica_LRB.tolist())[0]

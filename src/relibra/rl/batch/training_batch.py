@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from relibra.cluster import Cluster, Topology
 from relibra.parallel import LiveBalancing, PlanExecution, balance_live, execute_plan
 from relibra.parallel.balanced import balanced_layers
+from relibra.planning.balancers.lasting import Residents
 from relibra.planning.placement import Homes
 from relibra.planning.plan import StepPlan
 from relibra.replay import BatchRoutes, RoutingReplay, replay_routing
@@ -48,6 +50,7 @@ class TrainingBatch:
     demand          counted from the replayed routes; None: no routes are replayed
     plan            None: every expert at its home
     static_seconds  modelled seconds of the step without the plan; None without one
+    lasting         replicas of the next step (`PlannedStep.lasting`)
     sent_bytes      of responses and routes that went from this rank to others
     """
 
@@ -57,6 +60,7 @@ class TrainingBatch:
     demand: ScheduledDemand | None
     plan: StepPlan | None
     static_seconds: float | None = None
+    lasting: Future[Residents] | None = None
     sent_bytes: int = 0
 
     def of_mini_batch(self, number: int) -> list[tuple[int, TokenBatch]]:
@@ -68,7 +72,7 @@ class TrainingBatch:
         """Return the batch with a plan, if there is one."""
         if planned is None:
             return self
-        return replace(self, plan=planned.plan, static_seconds=planned.static_seconds)
+        return replace(self, plan=planned.plan, static_seconds=planned.static_seconds, lasting=planned.lasting)
 
     def filled(self, **values: Sequence[Any]) -> TrainingBatch:
         """Return the batch with fields of its `TokenBatch`es set: for each field one tensor per micro-batch."""

@@ -277,6 +277,9 @@ class PlanSettings(Section):
     """Accepted excess of the busiest rank's load over the lowest possible (0.01 = 1 %); larger means fewer copies."""
     steps_served: int = Field(Budget.steps_served, ge=1, le=LONGEST)
     """Steps over which the time of moving an expert to a new home is spread: how long routes stay alike."""
+    lasting: bool = False
+    """Choose replicas in slots of layers from the step before, while it trains: of a new step only the split of its
+    token-slots is planned."""
     gradient_wire: GradientWire = "model"
     """Type in which the gradient of a replica travels home: "model", that of the weights, or "float32"; sums are in
     float32."""
