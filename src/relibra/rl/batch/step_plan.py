@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
+from threading import Thread
 
 import numpy as np
 import torch
@@ -29,7 +31,6 @@ from relibra.rl.run.ranks import gather_arrays, gather_json, gather_several, sum
 from relibra.routing.demand import Demand, ScheduledDemand, count_token_slots
 from relibra.routing.statistics import count_pairs
 
-_PLANNER = ThreadPoolExecutor(1, thread_name_prefix="planner")
 _PAIR_TOKENS = 1 << 14
 """Most tokens whose pairs of experts one rank counts: 48 layers of 8 choices take about 0.1 s."""
 
@@ -179,7 +180,7 @@ def plan_together(
             demand, cluster, budget, settings.balancer, expert=expert, previous=previous, residents=residents
         )
         if settings.lasting:
-            lasting = _PLANNER.submit(choose_residents, plan, demand, cluster, budget, expert=expert)
+            lasting = _in_thread(partial(choose_residents, plan, demand, cluster, budget, expert=expert))
         static = StepPlan.static(demand, cluster.topology, dispatch=cluster.dispatch)
         static_seconds = predict(static, demand, cluster, expert).total
     arrays, facts = ({}, {}) if plan is None else plan_to_tensors(plan)
@@ -190,6 +191,20 @@ def plan_together(
         static_seconds=static_seconds,
         lasting=lasting,
     )
+
+
+def _in_thread(choose: Callable[[], Residents]) -> Future[Residents]:
+    """Return what a thread will choose; it does not keep the process from ending."""
+    future: Future[Residents] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(choose())
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
+            future.set_exception(error)
+
+    Thread(target=run, name="planner", daemon=True).start()
+    return future
 
 
 def exchange_residents(lasting: Future[Residents] | None) -> list | None:
