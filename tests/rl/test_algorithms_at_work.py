@@ -346,6 +346,7 @@ def test_two_ranks_train_what_one_trains(name, on_two_ranks, tmp_path):
     about_ranks = {
         *PLAN_COLUMNS,
         "ran_at_home",
+        "pass_skews",
         "k3_kl",
         "idle_share",
         "decode_steps",

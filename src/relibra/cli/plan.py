@@ -192,7 +192,7 @@ def _format_and_path(word: str) -> NamedPath:
 
 def _facts(result: Result) -> dict[str, object]:
     from relibra.planning.analysis.explanation import slot_memory
-    from relibra.reporting.data.levers import lever_bounds, lever_gaps
+    from relibra.planning.analysis.levers import lever_bounds, lever_gaps
 
     plan, row, demand = result.plan, result.row, result.workload.demand
     levers = lever_gaps(plan, demand)
@@ -215,7 +215,7 @@ def _facts(result: Result) -> dict[str, object]:
 
 
 def _print_summary(result: Result) -> None:
-    from relibra.reporting.data.levers import lever_gaps
+    from relibra.planning.analysis.levers import lever_gaps
 
     levers = lever_gaps(result.plan, result.workload.demand)
     for line in workload_in_words(result.workload):
@@ -282,7 +282,7 @@ def _seconds(plan: StepPlan, steps: int) -> float:
 
 
 def _print_levers(plan: StepPlan, demand: ScheduledDemand, levers: list[tuple[str, float]]) -> None:
-    from relibra.reporting.data.levers import lever_bounds
+    from relibra.planning.analysis.levers import lever_bounds
 
     where = "on the node of their home" if plan.scope == "node" else "on any node"
     typer.echo("skew (token-slots of the busiest ranks / mean ranks) after each lever, and the lowest skew that copies")

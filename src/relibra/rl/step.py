@@ -14,12 +14,20 @@ from torch import nn
 
 from relibra.cluster import Cluster
 from relibra.errors import ConfigError, EngineError, library_errors
-from relibra.parallel import relocate
+from relibra.parallel import LiveBalancing, LiveSkew, relocate
 from relibra.planning.balancers.lasting import with_residents
 from relibra.rl.algorithms.mismatch import alarms
 from relibra.rl.batch.step_plan import exchange_residents
-from relibra.rl.batch.training_batch import TrainingBatch, build_batch, current_homes, executing, plan_recorded_routes
+from relibra.rl.batch.training_batch import (
+    TrainingBatch,
+    balancing,
+    build_batch,
+    current_homes,
+    executing,
+    plan_recorded_routes,
+)
 from relibra.rl.config.run_config import RunConfig
+from relibra.rl.config.settings import PlanSettings
 from relibra.rl.model.optimizer import StepCount
 from relibra.rl.model.policy import Policy
 from relibra.rl.model.tokenizer import Tokenizer
@@ -153,10 +161,11 @@ class StepResult:
 
 @dataclass
 class Stopwatch:
-    """Seconds per stage of a step."""
+    """Seconds per stage of a step, and the skew in the stages that balanced live."""
 
     step: int
     seconds: dict[str, float] = field(default_factory=dict)
+    skews: dict[str, LiveSkew] = field(default_factory=dict)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -169,6 +178,18 @@ class Stopwatch:
         with library_errors(f"the stage {name!r} of step {self.step} failed", EngineError, stays=is_peer_loss):
             yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    @contextmanager
+    def balanced_stage(self, name: str, model: nn.Module, settings: PlanSettings, cluster: Cluster) -> Iterator[None]:
+        """Balance a model live in a stage, and keep its skew; collective."""
+        with self.stage(name), balancing(model, settings, cluster) as live:
+            yield
+            self.keep_skew(name, live)
+
+    def keep_skew(self, name: str, live: LiveBalancing | None) -> None:
+        """Keep the skew of a stage before and after balancing."""
+        if live is not None:
+            self.skews[name] = live.skew()
 
 
 def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, traces: StepTraces) -> StepResult:
@@ -196,7 +217,7 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
         **step_metrics.update_metrics(update, referenced=learner.reference is not None),
         **value_metrics,
         **step_metrics.mismatch_metrics_of_ranks(recomputed),
-        **step_metrics.balance_metrics(batch, recomputed, update, learner.policy.shape),
+        **step_metrics.balance_metrics(batch, recomputed, update, learner.policy.shape, clock.skews),
         "canary": canary and asdict(canary),
         "bytes": step_metrics.route_bytes(batch, routed=routed, traced=traces.written_bytes),
         "seconds": {name: round(seconds, 4) for name, seconds in clock.seconds.items()},
@@ -286,6 +307,7 @@ def _build_and_recompute(
             record=settings.replay == "R2",
         )
         recomputed = replace(recomputed, ran_at_home=context.ran_at_home, live=context.live)
+        clock.keep_skew("recompute", context.live)
     if settings.replay == "R2":
         with clock.stage("plan"):
             batch = plan_recorded_routes(batch, recomputed.routes, policy, config, previous=previous, cluster=cluster)
@@ -317,7 +339,7 @@ def _run_value_model(
     if critic is None:
         nothing: dict[str, float | None] = dict.fromkeys(("explained_variance", "cut_auroc", "value_loss"))
         return replace(progress, live=(), for_values=()), None, {**nothing, "skipped_value_updates": 0}
-    with clock.stage("values"):
+    with clock.balanced_stage("values", critic.model, config.plan, learner.cluster):
         values = compute_values(critic.model, responses, config.update.micro_batch_tokens)
         explained = variance_explained(responses, values, settings.gamma)
         explained = progress.explained_variance if explained is None else explained
@@ -334,7 +356,7 @@ def _run_value_model(
     value_loss, skipped = None, 0
     count = StepCount(rl_step=step, made=progress.value_steps, skipped_in_a_row=progress.value_skips)
     if int(sum_over_ranks(torch.tensor([len(for_values)]))) >= config.critic.min_finished:
-        with clock.stage("update values"):
+        with clock.balanced_stage("update values", critic.model, config.plan, learner.cluster):
             value_loss, count, skipped = update_values(
                 critic.model,
                 critic.optimizer,
@@ -381,7 +403,7 @@ def _with_targets(
     )
     if learner.reference is None:
         return batch
-    with clock.stage("reference"):
+    with clock.balanced_stage("reference", learner.reference, config.plan, learner.cluster):
         return batch.filled(ref_log_probs_X=reference_log_probs(learner.reference, batch, config.rollout.temperature))
 
 
@@ -401,4 +423,5 @@ def _update_policy(
             count=count,
             num_ranks=dist.get_world_size(),
         )
+        clock.keep_skew("update", context.live)
         return replace(update, ran_at_home=context.ran_at_home)

@@ -283,7 +283,7 @@ def _build_learner(
     sync_weights(engine, policy, step, canary)
     reference = None
     if config.algorithm.kl_coefficient:
-        reference = reference_policy(policy, run / "reference", device, dtype=config.model.dtype, write=not resumed)
+        reference = reference_policy(policy, run / "reference", device, settings=config.model, write=not resumed)
     learner = Learner(
         policy=policy,
         optimizer=optimizer,

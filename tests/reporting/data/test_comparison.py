@@ -21,7 +21,7 @@ from relibra.reporting.data.comparison import (
     iterate_comparison,
     measure,
 )
-from relibra.reporting.data.levers import lever_bounds, lever_gaps
+from relibra.planning.analysis.levers import lever_bounds, lever_gaps
 
 EXPERT = expert_shape("mixtral-8x7b")
 CLUSTER = cluster_preset("h100x8", 4, 2)

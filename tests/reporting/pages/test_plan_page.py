@@ -20,7 +20,7 @@ from relibra.planning.traffic.distinct_rows import distinct_rows_of_step
 from relibra.reporting.data.byte_ledger import byte_ledger
 from relibra.reporting.data.compared_plans import ComparedStep, compare_plan, compare_static
 from relibra.reporting.data.comparison import ComparisonRow, compare
-from relibra.reporting.data.levers import lever_bounds, lever_gaps
+from relibra.planning.analysis.levers import lever_bounds, lever_gaps
 from relibra.reporting.data.number_format import percent
 from relibra.reporting.html.html_bars import waterfall
 from relibra.reporting.pages.balancers_section import balancers_section

@@ -1,13 +1,19 @@
 """The value model: where it starts, and sequences laid end to end."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import transformers
 from torch.distributed.tensor import DTensor
 
+from relibra.cluster import cluster_preset
+from relibra.rl.batch.training_batch import balancing
+from relibra.rl.config.settings import PlanSettings
 from relibra.rl.model.critic import build_critic, token_values, value_model_class
 from relibra.rl.model.optimizer import clip_gradients, make_optimizer
 from relibra.rl.model.packed_sequences import use_explicit_masks
+from relibra.rl.model.policy import reference_policy
 from tests.replay.tiny_models import CONFIGS, random_tokens, tiny_model
 from tests.rl.joined import CPU, alone, on_ranks, policy_of, tiny_config
 
@@ -145,3 +151,45 @@ def test_two_ranks_learn_values_as_one_does(tmp_path):
             assert both[rank][name]["norm"] == pytest.approx(
                 alone[name]["norm"], rel=0.05 if name == "narrow" else 1e-4
             )
+
+
+def passes_balanced_and_not(folder):
+    """Return values, gradients and reference logits of this rank with and without balancing, and the skews."""
+    found, rank = {}, torch.distributed.get_rank()
+    tokens, positions = random_tokens(1, 40, seed=rank), torch.arange(40)[None]
+    for sums in ("fast", "canonical"):
+        config = tiny_config("algorithm.preset=ppo", f"plan.sums={sums}", ranks=2)
+        policy = policy_of(config, folder)
+        critic = build_critic(config.model, policy, folder, CPU)
+        reference = reference_policy(policy, folder / "reference", CPU, settings=config.model, write=True)
+        randomise_head(critic)
+        settings = PlanSettings(sums=sums, slots=2, tolerance=0.0)
+        for balanced in (False, True):
+            critic.zero_grad()
+            machine = cluster_preset("laptop", 2)
+            with balancing(critic, settings, machine) if balanced else nullcontext() as live:
+                values = token_values(critic, tokens, positions)
+                values.square().sum().backward()
+            with balancing(reference, settings, machine) if balanced else nullcontext() as frozen, torch.no_grad():
+                logits = reference(input_ids=tokens, position_ids=positions, use_cache=False).logits
+            found[sums, balanced] = {
+                "values": values.detach(),
+                "gradients": {name: p.grad.full_tensor() for name, p in critic.named_parameters()},
+                "logits": logits,
+                "skews": [(one.skew(), one.num_copies) for one in (live, frozen) if one is not None],
+            }
+        found[sums, "policy"] = policy.copy(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    return found
+
+
+@pytest.mark.slow
+def test_balanced_values_and_gradients_equal_unbalanced(tmp_path):
+    for found in on_ranks(2, passes_balanced_and_not, tmp_path):
+        for sums in ("fast", "canonical"):
+            plain, balanced = found[sums, False], found[sums, True]
+            for part in ("values", "gradients", "logits"):
+                torch.testing.assert_close(balanced[part], plain[part], rtol=1e-5, atol=1e-6, msg=f"{sums}: {part}")
+            torch.testing.assert_close(balanced["logits"], found[sums, "policy"], rtol=1e-4, atol=1e-5)
+        for skew, num_copies in found["fast", True]["skews"]:  # canonical sums move whole chunks, which few tokens lack
+            assert num_copies > 0
+            assert 1 <= skew.after < skew.before

@@ -13,7 +13,7 @@ import relibra
 from relibra.planning.plan import StepPlan
 from relibra.reporting.data.compared_plans import ComparedPlan, ComparedStep
 from relibra.reporting.data.comparison import ComparisonRow
-from relibra.reporting.data.levers import lever_bounds, lever_gaps
+from relibra.planning.analysis.levers import lever_bounds, lever_gaps
 from relibra.reporting.data.number_format import count, exact_percent, plural
 from relibra.reporting.data.step_simulation import StepSimulation, simulate_plans, simulate_timelines
 from relibra.reporting.html.glossary import LOAD_WORDS, PLAN_WORDS, glossary

@@ -32,6 +32,7 @@ from relibra.rl.batch.token_batch import TokenBatch, make_token_batch, with_rout
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.config.settings import PlanSettings
 from relibra.rl.model.policy import Policy
+from relibra.rl.model.sharding import is_balanced
 from relibra.rl.rollout.response import Response
 from relibra.rl.rollout.response_arrays import bytes_to_others, exchange_responses
 from relibra.routing.demand import ScheduledDemand
@@ -237,25 +238,33 @@ def executing(
 ) -> Iterator[BatchExecution]:
     """Yield the contexts of the micro-batches: the plan, the replay of their routes, or neither; collective.
 
-    Without a plan, layers of a balanced policy balance live inside if the settings say so.
+    Without a plan, layers of a balanced policy balance live inside.
     """
     model = policy.trained
     if batch.plan is not None and batch.demand is not None:
         routes = {m: micro_batch.routes for m, micro_batch in enumerate(batch.micro_batches)}
         with execute_plan(model, batch.plan, batch.demand, sums=settings.sums, routes=routes) as execution:
             yield BatchExecution(model, batch, execution)
-    elif policy.balanced and settings.live:
-        with balance_live(
-            model,
-            slots=settings.live_slots,
-            ranks_per_node=cluster.ranks_per_node,
-            tolerance=settings.tolerance,
-            sums=settings.sums,
-            dispatch=cluster.dispatch,
-        ) as live:
-            yield BatchExecution(model, batch, None, live)
     else:
-        yield BatchExecution(model, batch, None)
+        with balancing(model, settings, cluster) as live:
+            yield BatchExecution(model, batch, None, live)
+
+
+@contextmanager
+def balancing(model: nn.Module, settings: PlanSettings, cluster: Cluster) -> Iterator[LiveBalancing | None]:
+    """Balance a model live inside; None: none of its experts can be copied. Collective."""
+    if not is_balanced(model):
+        yield None
+        return
+    with balance_live(
+        model,
+        slots=0 if settings.balancer == "static" else settings.live_slots,
+        ranks_per_node=cluster.ranks_per_node,
+        tolerance=settings.tolerance,
+        sums=settings.sums,
+        dispatch=cluster.dispatch,
+    ) as live:
+        yield live
 
 
 def replaying(model: nn.Module, routes: BatchRoutes | None) -> AbstractContextManager[RoutingReplay | None]:

@@ -21,7 +21,7 @@ from relibra.rl.model.sharding import load_sharded, without_randomness
 def build_critic(settings: ModelSettings, policy: Policy, folder: Path, device: torch.device) -> nn.Module:
     """Return a value model with the policy's current weights, and a head that predicts 0; collective.
 
-    It is sharded as the policy is, has its own routers, and executes no plan.
+    It is sharded as the policy is, and has its own routers: no plan knows their choices, so it balances live.
 
     folder    for a temporary file of weights
     raises    ConfigError, the same on all ranks, if the folder cannot be written
@@ -39,6 +39,7 @@ def build_critic(settings: ModelSettings, policy: Policy, folder: Path, device: 
         settings=settings,
         device=device,
         has_experts=policy.num_experts > 0,
+        experts="relibra" if policy.balanced else "all_to_all",
     )
     policy.separate_sequences(critic)
     head: Any = critic.score

@@ -321,20 +321,40 @@ def _name(settings: ModelSettings) -> str:
     return f"model.path {settings.path!r}" if settings.path else "the built-in model"
 
 
-def reference_policy(policy: Policy, folder: Path, device: torch.device, *, dtype: str, write: bool) -> nn.Module:
-    """Return a full frozen copy on every rank, loaded from a folder; collective.
+def reference_policy(
+    policy: Policy, folder: Path, device: torch.device, *, settings: ModelSettings, write: bool
+) -> nn.Module:
+    """Return a frozen copy, loaded from a folder; collective.
 
-    dtype    of the policy's forward pass
+    It is sharded as a policy that is balanced; else every rank holds all of it.
+
     write    write the current policy into the folder first (a new run); False: the folder exists (a resumed run)
     raises   ConfigError, the same on all ranks, if the folder cannot be written or read
     """
     if write:
         write_weights(policy, folder)
+    what = f"the reference policy {str(folder)!r}"
 
     def load() -> nn.Module:
-        with loading(f"the reference policy {str(folder)!r}"), quiet_loading():
-            return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        with loading(what), quiet_loading():
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, settings.dtype))
 
-    reference = on_all_ranks(load).to(device).eval().requires_grad_(False)
+    if policy.balanced:
+        with loading(what):
+            model_config = AutoConfig.from_pretrained(folder)
+            if not policy.copy.all_tied_weights_keys:
+                set_tied(model_config, tied=False)
+            reference = load_sharded(
+                AutoModelForCausalLM,
+                str(folder),
+                model_config=without_randomness(model_config),
+                settings=settings,
+                device=device,
+                has_experts=True,
+                experts="relibra",
+            )
+    else:
+        reference = on_all_ranks(load).to(device)
+    reference.eval().requires_grad_(False)
     policy.separate_sequences(reference)
     return reference

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch.distributed as dist
 from jaxtyping import Float
 from numpy import ndarray
 
+from relibra.parallel import LiveSkew
 from relibra.planning.analysis.explanation import slot_memory
+from relibra.planning.analysis.levers import lever_gaps, static_skew
 from relibra.planning.costs.copies import pushed_copies
 from relibra.replay.replay import RouterComparison
-from relibra.reporting.data.levers import lever_gaps, static_skew
 from relibra.rl.algorithms.mismatch import MismatchSums, mismatch_metrics, router_metrics
 from relibra.rl.batch.training_batch import TrainingBatch
 from relibra.rl.rollout.response import Response, RolloutCost
@@ -125,12 +126,18 @@ def route_bytes(batch: TrainingBatch, *, routed: int, traced: int) -> dict[str, 
 
 
 def balance_metrics(
-    batch: TrainingBatch, recomputed: Recomputed, update: PolicyUpdate, shape: ModelShape | None
+    batch: TrainingBatch,
+    recomputed: Recomputed,
+    update: PolicyUpdate,
+    shape: ModelShape | None,
+    live_skews: Mapping[str, LiveSkew],
 ) -> dict[str, Any]:
     """Return the skew of expert loads before and after planning or live balancing; the same on all ranks.
 
-    shape   of the model; None: it has no experts
+    shape        of the model; None: it has no experts
+    live_skews   of the passes that balanced live
     """
+    pass_skews: dict[str, Sequence[float]] = dict(live_skews)
     found: dict[str, Any] = dict.fromkeys(
         (
             *("rank_skew", "expert_skew", "planned_skew", "plan_bound", "replicas", "pushes", "moved_experts", "slots"),
@@ -161,4 +168,6 @@ def balance_metrics(
             "expected_static_seconds": batch.static_seconds,
             "ran_at_home": recomputed.ran_at_home + update.ran_at_home,
         }
-    return found
+        planned = (found["rank_skew"], found["planned_skew"])
+        pass_skews = {**dict.fromkeys(("recompute", "update"), planned), **pass_skews}
+    return {**found, "pass_skews": {name: list(skews) for name, skews in pass_skews.items()}}

@@ -81,13 +81,11 @@ def recompute(
 
 @torch.no_grad()
 def reference_log_probs(model: nn.Module, batch: TrainingBatch, temperature: float) -> list[Float[Tensor, " _"]]:
-    """Return the log-probs of the response tokens of each micro-batch under a frozen policy, which routes by itself."""
-    return [
-        log_probs_and_entropy(model, micro_batch, temperature)[0].float()
-        if micro_batch.num_responses
-        else torch.zeros(0)
-        for micro_batch in batch.micro_batches
-    ]
+    """Return the log-probs of the response tokens of each micro-batch under a frozen policy, which routes by itself.
+
+    Collective where the policy is sharded: fillers run too.
+    """
+    return [log_probs_and_entropy(model, micro_batch, temperature)[0].float() for micro_batch in batch.micro_batches]
 
 
 def response_logits(model: nn.Module, batch: TokenBatch) -> Float[Tensor, "X V"]:
