@@ -1,6 +1,7 @@
 """Resident slots: replicas stay over micro-batches, gradients come home when a stay ends; weights equal dense ones."""
 
 from dataclasses import replace
+from itertools import product
 from unittest import mock
 
 import numpy as np
@@ -18,7 +19,7 @@ from tests.parallel.test_balanced import assert_equals_dense
 from tests.parallel.test_faults import assert_all_say_where
 from tests.parallel.test_refusals import with_other_routes
 from tests.parallel.test_training import BYTES_OF_EXPERT, assert_slots_are_right, of, relative_error, rounded
-from tests.parallel.trainings import moved, plans_of, step_with_frozen_experts, watched_step
+from tests.parallel.trainings import moved, noted_timelines, plans_of, step_with_frozen_experts, watched_step
 
 pytestmark = pytest.mark.slow
 
@@ -140,7 +141,8 @@ def test_weights_come_once_and_gradients_go_once_as_the_timeline_says(tmp_path):
     cases[2] = replace(cases[True], checkpointing=True)
     found = on_ranks(2, {str(A): case for A, case in cases.items()}, tmp_path, watched_step)
     for A, case in cases.items():
-        comes_MLRB, again_MLRB, leaves_MLRB = pushed_copies(case.plan)
+        used_MLRB = (case.plan.quota_MLRB > 0) | case.plan.resident  # an idle replica for one pass needs no weights
+        comes_MLRB, again_MLRB, leaves_MLRB = (copied & used_MLRB for copied in pushed_copies(case.plan))
         assert_equals_dense(case, found[str(A)])
         for result in found[str(A)]:
             assert_slots_are_right(result, of_layers=case.plan.resident)
@@ -175,6 +177,36 @@ def test_gradients_in_half_precision_are_as_good_as_those_of_all_to_all(tmp_path
     error = {name: relative_error(results_R, exact) for name, results_R in found.items()}
     assert 1e-4 < error["all_to_all"] < 0.1, error
     assert error["resident"] <= 1.5 * error["all_to_all"], error
+
+
+def timed_step(case, folder):
+    with noted_timelines() as timelines:
+        return step_on_rank(case, folder) | {"timeline": timelines[-1]}
+
+
+def test_gradient_wire_sends_its_type_and_rounds_little(tmp_path):
+    """Each replica stays for three micro-batches; the shared one sends what autograd gives, which float32 keeps."""
+    sizes = {"lengths": (9, 12, 7, 10, 8, 11), "schedule": ([0, 0, 1, 1, 2, 2], [0, 1] * 3)}
+    case, cases = by_hand(**sizes), {}
+    for resident, wire in product((True, False), ("model", "float32")):
+        plan = replace(case.plan, resident=resident, gradient_wire=wire)
+        cases[resident, wire] = replace(case, dtype="bfloat16", plan=plan)
+    found = on_ranks(2, cases, tmp_path, timed_step)
+    sent = {
+        at: sum(event.bytes for one in results_R for event in one["timeline"].events if event.stage == "return")
+        for at, results_R in found.items()
+    }
+    for resident, stays in ((True, 1), (False, 3)):
+        number = int((case.plan.quota_MLRB > 0).sum()) if stays > 1 else 3 * len(REPLICAS)
+        assert sent[resident, "model"] == number * BYTES_OF_EXPERT // 2
+        assert sent[resident, "float32"] == number * BYTES_OF_EXPERT
+        wide = {
+            name: gradient.float()
+            for name, gradient in found[resident, "float32"][0]["gradients"].items()
+            if ".experts." in name
+        }
+        error = relative_error(found[resident, "model"], wide)
+        assert (error < 4e-3) if resident else (error == 0), (resident, error)
 
 
 def test_frozen_experts_leave_the_gradients_of_the_rest(tmp_path):

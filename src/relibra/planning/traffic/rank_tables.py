@@ -39,7 +39,7 @@ class Push(NamedTuple):
 
     expert            logical expert
     home, home_slot   rank of the home, and the expert's position in that rank's parameters
-    replica, slot     rank of the replica, and its spare slot (0..B-1): resident slots first, then the shared ones
+    replica, slot     rank of the replica, and its spare slot (0..B-1)
     tokens            token-slots that the replica computes; 0: the way home of a sum over micro-batches
     """
 

@@ -10,10 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import relibra
+from relibra.planning.analysis.levers import lever_bounds, lever_gaps
 from relibra.planning.plan import StepPlan
 from relibra.reporting.data.compared_plans import ComparedPlan, ComparedStep
 from relibra.reporting.data.comparison import ComparisonRow
-from relibra.planning.analysis.levers import lever_bounds, lever_gaps
 from relibra.reporting.data.number_format import count, exact_percent, plural
 from relibra.reporting.data.step_simulation import StepSimulation, simulate_plans, simulate_timelines
 from relibra.reporting.html.glossary import LOAD_WORDS, PLAN_WORDS, glossary
