@@ -102,9 +102,11 @@ class Balancer:
     sees        loads that it plans from
     based_on    its paper or code; "after ...": no public code exists
     own_slots   its plan has as many slots as its system reserves, also where the budget gives fewer (but not for 0)
+    for_tokens  it evens token-slots out, whatever that costs: its plans are never replaced by cheaper ones
     """
 
     decide: Callable[[PlacementRequest], Placement]
     sees: Sees
     based_on: str
     own_slots: bool = False
+    for_tokens: bool = False

@@ -55,7 +55,8 @@ def plan_step(
     previous      current homes, for example the plan of the last step; None: the static layout
     history_MLE   loads of earlier micro-batches, for balancers that see "history"; None: they plan from even loads
     residents     homes and replicas chosen from an earlier step (`choose_residents`): only token-slots are split
-    never_worse   False: return the plan of the balancer even if one without replicas is cheaper, to compare balancers
+    never_worse   False: return the plan of the balancer even if one without replicas is cheaper, to compare balancers;
+                  so does a balancer that evens token-slots out (`Balancer.for_tokens`)
     raises        PlanError when sizes of demand, cluster and budget disagree
     """
     budget = budget or Budget()
@@ -69,7 +70,7 @@ def plan_step(
         plan = _finished_plan(balancer, BALANCERS[balancer].decide(request), request)
     else:
         plan = _finished_plan("lasting residents", split_over(request, residents), request)
-    if never_worse and balancer != "static":
+    if never_worse and balancer != "static" and not BALANCERS[balancer].for_tokens:
         plan = _plan_or_bare_homes(plan, request)
     return replace(plan, plan_seconds=time.perf_counter() - start, assumed_model="" if expert else DEFAULT_MODEL)
 

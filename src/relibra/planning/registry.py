@@ -33,11 +33,15 @@ BALANCERS: dict[str, Balancer] = {
         decide=relibra_paper.decide, sees="micro-batches", based_on="after ReLibra, arXiv 2605.08639, for seconds"
     ),
     "relibra_paper_tokens": Balancer(
-        decide=relibra_paper.decide_tokens, sees="micro-batches", based_on="the same for even token-slots, as its paper"
+        decide=relibra_paper.decide_tokens,
+        sees="micro-batches",
+        for_tokens=True,
+        based_on="the same for even token-slots, as its paper",
     ),
     "relibra_paper_anywhere": Balancer(
         decide=relibra_paper.decide_tokens_across_nodes,
         sees="micro-batches",
+        for_tokens=True,
         based_on="the same with replicas on any node",
     ),
     "foremoe": Balancer(decide=foremoe.decide, sees="micro-batches", based_on="after ForeMoE, arXiv 2606.11867"),
