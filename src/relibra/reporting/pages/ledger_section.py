@@ -10,6 +10,7 @@ import numpy as np
 from relibra.reporting.data.byte_ledgers import NamedLedger, byte_ledgers
 from relibra.reporting.data.compared_plans import ComparedStep
 from relibra.reporting.data.number_format import count, percent
+from relibra.reporting.data.step_simulation import StepSimulation
 from relibra.reporting.html.html import paragraph, section, table
 from relibra.reporting.html.svg_lines import line_legend, line_panel
 
@@ -24,8 +25,11 @@ SEND_ONCE_FACTORS = tuple(factor for factor in FACTORS if factor[1] in ("routing
 """Factors that can be below 1 where each token goes to a rank once."""
 
 
-def ledger_section(step: ComparedStep) -> str:
-    """Show useful, duplicate and forwarded bytes and the three factors, in total and per layer; "" on one rank."""
+def ledger_section(step: ComparedStep, found: StepSimulation | None) -> str:
+    """Show bytes by kind, then the ledger of dispatches, in total and per layer; "" on one rank.
+
+    found    the simulated step, for its bytes
+    """
     ledgers = byte_ledgers(step)
     if not any(one.total.useful_L.any() for one in ledgers):
         return ""
@@ -40,6 +44,7 @@ def ledger_section(step: ComparedStep) -> str:
     return section(
         "bytes",
         "Bytes between ranks",
+        _kinds_table(step, found) if found else "",
         paragraph(_summary(ledgers, step)),
         paragraph(_method(ledgers, step), "how"),
         table("Byte ledger", ("all layers together", *names), _total_rows(ledgers), text_columns=(0,)),
@@ -47,6 +52,20 @@ def ledger_section(step: ComparedStep) -> str:
         f'<div class="panels">{panels}</div>',
         _layer_table(ledgers, layer_ids),
     )
+
+
+def _kinds_table(step: ComparedStep, found: StepSimulation) -> str:
+    """Return the bytes of the whole step: forward and backward, copies of experts, and all moves."""
+    sent = [one.bytes.as_dict() for one in (found.before, found.after)]
+    links = ("inside", "between") if step.cluster.num_nodes > 1 else ("inside",)
+    rows = [
+        [f"{kind}, {link} nodes", *(_gigabytes(one[kind][link]) for one in sent)]
+        for link in links
+        for kind in sent[0]
+        if any(one[kind][link] for one in sent)
+    ]
+    header = ("GB in a step", *(one.name for one in step.plans))
+    return table("Bytes by kind", header, rows, text_columns=(0,))
 
 
 def _summary(ledgers: Sequence[NamedLedger], step: ComparedStep) -> str:

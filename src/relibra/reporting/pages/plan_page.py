@@ -88,7 +88,7 @@ def step_sections(step: ComparedStep, timelines: Sequence[tuple[str, Timeline]] 
         *(_levers_section(one, number) for number, one in enumerate(step.plans) if not one.is_static),
         load_section(step),
         failure_section(step),
-        ledger_section(step),
+        ledger_section(step, found),
         limits_section(step, found, remedy=remedy) if found else "",
         _timelines(step, found, timelines),
     ]
