@@ -54,8 +54,8 @@ def scheduled(trace, micro_batch_S, rank_S, num_ranks) -> Demand:
 
 
 def planned(demand, num_ranks, slots=1) -> StepPlan:
-    budget = Budget(slots=slots, move_homes=False, place_samples=False, objective="tokens")
-    return plan_step(demand, cluster(1, num_ranks), budget)
+    budget = Budget(slots=slots, move_homes=False, pack_samples=False)
+    return plan_step(demand, cluster(1, num_ranks), budget, "relibra_paper_tokens", never_worse=False)
 
 
 def by_hand(demand, num_ranks, replicas) -> StepPlan:

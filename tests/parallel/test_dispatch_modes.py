@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from relibra import Budget, plan_step
+from relibra.planning.costs.expert_shape import ExpertShape
+from relibra.planning.costs.prediction import predict
+from relibra.planning.traffic.distinct_rows import distinct_rows_of_step
 from relibra.planning.traffic.rank_tables import rank_tables
+from relibra.routing.demand_rows import sample_of_rows
+from relibra.simulation import model_shape, simulate_step
 from tests.parallel import ranks_at_work
 from tests.parallel.lives import live_step
 from tests.parallel.ranks_at_work import dense_step, on_ranks, step_on_rank
@@ -21,6 +26,7 @@ from tests.planning.cases import cluster
 slow = pytest.mark.slow
 
 ROW_BYTES = 32 * 4
+TINY = ExpertShape(hidden=32, width=16, bytes_per_value=4)
 OF_FOUR = ([0] * 4 + [1] * 4, [0, 1, 2, 3] * 2)
 
 
@@ -96,12 +102,48 @@ def assert_bytes_as_planned(case, results_R):
     assert 0 < total_2[1] < total_2[0]
 
 
+def assert_bytes_by_kind(case, results_R):
+    """Bytes of a step, in the prediction and in the simulator, are those that the ranks sent."""
+    events = [event for result in results_R for event in result["timeline"].events]
+
+    def sent(stages, label):
+        found = [event for event in events if event.stage.split()[0] in stages and event.label == label]
+        between = sum(event.bytes_between_nodes for event in found)
+        return sum(event.bytes for event in found) - between, between
+
+    def copied(stage):
+        """Split the bytes of each event over the pushes of its rank; those of a layer are equally large."""
+        links = np.zeros(2)
+        for event in (one for one in events if one.stage == stage and one.bytes):
+            layer = case.plan.layer_ids.tolist().index(event.layer)
+            pushes = rank_tables(case.plan, case.demand, event.rank, event.micro_batch, layer).pushes
+            own = [one for one in pushes if event.rank == (one.home if stage == "push" else one.replica)]
+            crossing = sum(one.home // 2 != one.replica // 2 for one in own)
+            links += np.array([len(own) - crossing, crossing]) * event.bytes / len(own)
+        return tuple(links.tolist())
+
+    plan, demand = case.plan, case.plan.scheduled(case.demand)
+    rows = distinct_rows_of_step(plan, demand, case.trace.experts_TLK, sample_of_rows(case.trace, case.demand))
+    model = replace(model_shape("qwen3-30b-a3b"), hidden=32, expert=TINY, moe_layers=3, experts=8, top_k=2)
+    found = simulate_step(plan, demand, cluster(2, 2), model, distinct=rows).bytes
+    assert found.rows == sent(("dispatch", "combine"), "rows")
+    assert found.gates == sent(("dispatch", "combine"), "gate weights")
+    assert found.weights == copied("push")
+    assert found.gradients == copied("return")
+    assert min(found.weights) > 0
+    predicted = predict(plan, demand, cluster(2, 2), TINY).bytes
+    kinds = ("gates", "weights", "gradients", "moves")
+    assert [getattr(predicted, kind) for kind in kinds] == [getattr(found, kind) for kind in kinds]
+
+
 def planned_both_ways():
     """Return one planned step, with hierarchical and with flat dispatch."""
     case = step(4, lengths=range(5, 13), schedule=OF_FOUR, slots=2, ahead=True)
-    budget = Budget(slots=2, move_homes=False, place_samples=False, objective="tokens")
-    plan = plan_step(case.demand, replace(cluster(2, 2), dispatch="hierarchical"), budget)
+    budget = Budget(slots=2, move_homes=False, pack_samples=False)
+    machine = replace(cluster(2, 2), dispatch="hierarchical")
+    plan = plan_step(case.demand, machine, budget, "relibra_paper_anywhere", expert=TINY, never_worse=False)
     assert (plan.dispatch, plan.num_nodes) == ("hierarchical", 2)
+    assert plan.num_cross_node_copies
     case = replace(case, plan=plan)
     return {"hierarchical": case, "flat": replace(case, plan=replace(plan, dispatch="flat"))}
 
@@ -112,6 +154,7 @@ def test_rows_cross_to_a_node_once_with_the_bits_of_a_flat_dispatch(tmp_path):
     assert_equals_dense(cases["hierarchical"], found["hierarchical"])
     for name, case in cases.items():
         assert_bytes_as_planned(case, found[name])
+        assert_bytes_by_kind(case, found[name])
     assert_same_bits(found["hierarchical"], found["flat"], "planned")
 
 

@@ -38,8 +38,8 @@ def moved(case: Case, seed: int) -> Case:
     there = replace(
         plan, physical_to_logical_map=random_LE, replica_MLRB=nobody, quota_MLRB=np.zeros_like(plan.quota_MLRB)
     )
-    budget = Budget(slots=plan.slots, move_homes=False, place_samples=False, objective="tokens")
-    planned = plan_step(case.demand, cluster(1, plan.num_ranks), budget, previous=there)
+    budget, machine = Budget(slots=plan.slots, move_homes=False, pack_samples=False), cluster(1, plan.num_ranks)
+    planned = plan_step(case.demand, machine, budget, "relibra_paper_tokens", previous=there, never_worse=False)
     assert (planned.physical_to_logical_map == random_LE).all()
     return replace(case, plan=planned)
 

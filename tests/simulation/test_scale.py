@@ -29,7 +29,7 @@ def planned():
         top_k=MODEL.top_k,
     ).with_schedule((np.arange(S) // RANKS).astype(np.int32), (np.arange(S) % RANKS).astype(np.int32), RANKS)
     cluster = cluster_preset("h100x8", RANKS)
-    budget = Budget(slots=2, move_homes=False, place_samples=False, objective="tokens")
+    budget = Budget(slots=2, move_homes=False, pack_samples=False)
     plan = plan_step(demand, cluster, budget, expert=MODEL.expert)
     return plan, plan.scheduled(demand), cluster
 

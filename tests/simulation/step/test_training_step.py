@@ -51,14 +51,39 @@ def test_without_overlap_the_terms_are_those_of_the_objective(seed, live, dispat
     plan = replace(plan, dispatch=dispatch)
     step = simulate_step(plan, demand, cluster, model, Execution(overlap=False, live=live))
     prediction = predict(plan, demand, cluster, model.expert, attention_seconds=0.0, live=live)
+    terms = {**step.terms, "exchange": step.terms["exchange"] + step.terms["gates"]}
     for term in ("compute", "exchange", "copies", "host", "relocation"):
-        assert step.terms[term] == pytest.approx(getattr(prediction, term), rel=1e-9, abs=1e-9), term
-    sent = sum(float(step.sent_bytes[kind].sum()) for kind in ("dispatch", "combine"))
-    assert sent == pytest.approx(prediction.sent_bytes)
-    assert float(step.network_bytes_R.sum()) == pytest.approx(prediction.network_bytes)
-    copied = sum(float(step.received_bytes[kind].sum()) for kind in ("push", "return"))
-    assert copied == prediction.copy_bytes
+        assert terms[term] == pytest.approx(getattr(prediction, term), rel=1e-9, abs=1e-9), term
     assert not step.host_bytes_R.any()
+
+
+@given(SEEDS, st.booleans(), DISPATCHES)
+@FEW
+def test_bytes_by_kind_are_those_of_ranks_and_of_predictions(seed, recompute, dispatch):
+    plan, demand, cluster, model = random_step(seed)
+    plan = replace(plan, dispatch=dispatch)
+    step = simulate_step(plan, demand, cluster, model)
+    assert step.bytes == predict(plan, demand, cluster, model.expert).bytes
+    step = simulate_step(plan, demand, cluster, model, Execution(recompute_activations=recompute))
+    of_kind = {"rows": ("dispatch", "combine"), "gates": ("gates",), "weights": ("push",), "gradients": ("return",)}
+    for kind, stages in of_kind.items():
+        sent = sum(float(step.sent_bytes[stage].sum()) for stage in stages)
+        assert getattr(step.bytes, kind).total == pytest.approx(sent), kind
+        assert min(getattr(step.bytes, kind)) >= 0
+    assert step.bytes.rows.between == pytest.approx(float(step.network_bytes_R.sum()))
+    assert step.bytes.moves.total == plan.num_moved * model.expert.state_bytes
+
+
+def test_copies_between_nodes_are_counted_by_hand():
+    plan, demand, cluster, model = random_step(4, micro_batches=2, layers=2, nodes=2, per_node=2)
+    inside = between = 0
+    for m, layer, rank, slot in np.argwhere(plan.replica_MLRB >= 0):
+        home = plan.home_LE[layer, plan.replica_MLRB[m, layer, rank, slot]]
+        inside, between = inside + (home // 2 == rank // 2), between + (home // 2 != rank // 2)
+    found = simulate_step(replace(plan, resident=False), demand, cluster, model, Execution(overlap=False)).bytes
+    weights = 2 * model.expert.weight_bytes
+    assert min(inside, between) > 0
+    assert found.weights == (inside * weights, between * weights)
 
 
 def test_with_pairs_too_and_the_planner_s_own_plan():
@@ -66,12 +91,13 @@ def test_with_pairs_too_and_the_planner_s_own_plan():
     pairs_LEE = np.einsum("sle,slf->lef", demand.counts_SLE, demand.counts_SLE).astype(np.int64)
     demand, cluster = replace(demand, pairs_LEE=pairs_LEE), cluster_preset("h100x8", 8, 4)
     model = replace(model_shape("qwen3-30b-a3b"), moe_layers=3, experts=16, top_k=4)
-    plan = plan_step(demand, cluster, Budget(slots=2, objective="tokens"), expert=model.expert)
+    plan = plan_step(demand, cluster, Budget(slots=2), "relibra_paper_tokens", expert=model.expert, never_worse=False)
     demand = plan.scheduled(demand)
     prediction = predict(plan, demand, cluster, model.expert, attention_seconds=0.0)
     step = simulate_step(plan, demand, cluster, model, Execution(overlap=False))
+    terms = {**step.terms, "exchange": step.terms["exchange"] + step.terms["gates"]}
     for term in ("compute", "exchange", "copies", "relocation"):
-        assert step.terms[term] == pytest.approx(getattr(prediction, term), rel=1e-9), term
+        assert terms[term] == pytest.approx(getattr(prediction, term), rel=1e-9), term
     assert step.terms["copies"] > 0
 
 
@@ -287,7 +313,7 @@ def test_counted_rows_are_sent_and_lie_between_their_bounds():
     trace = domain_trace(shape, np.random.default_rng(0))
     demand, cluster = cut_recorded(trace, 200, 8), cluster_preset("h100x8", 8, 4)
     model = replace(model_shape("qwen3-30b-a3b"), moe_layers=2, experts=16, top_k=4)
-    plan = plan_step(demand, cluster, Budget(slots=1, objective="tokens"), expert=model.expert)
+    plan = plan_step(demand, cluster, Budget(slots=1), expert=model.expert)
     scheduled = plan.scheduled(demand)
     rows = distinct_rows_of_step(plan, scheduled, trace.experts_TLK, sample_of_rows(trace, demand))
     counted = simulate_step(plan, scheduled, cluster, model, distinct=rows)
