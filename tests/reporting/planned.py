@@ -30,7 +30,9 @@ def planned_step(layers: int = 3, *, slots: int = 1) -> tuple[StepPlan, Demand]:
         top_k=4,
     )
     demand = demand.with_schedule(np.arange(40) % 5, np.arange(40) // 5 % 4, 4)
-    return plan_step(demand, CLUSTER, Budget(slots=slots, objective="tokens"), expert=EXPERT), demand
+    budget = Budget(slots=slots)
+    plan = plan_step(demand, CLUSTER, budget, "relibra_paper_tokens", expert=EXPERT, never_worse=False)
+    return plan, demand
 
 
 def compared_plans(layers: int = 3) -> tuple[ComparedPlan, ComparedPlan]:

@@ -25,7 +25,7 @@ FOCUS = (
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
     _, demand = planned_step()
-    rows = compare(demand, CLUSTER, Budget(slots=1), ["static", "relibra+packing+cross-node"], expert=EXPERT)
+    rows = compare(demand, CLUSTER, Budget(slots=1), ["static", "relibra_paper_anywhere"], expert=EXPERT)
     return write_plan_page(tmp_path / "plan.html", compared_step(), balancers=rows)
 
 

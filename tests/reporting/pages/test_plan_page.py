@@ -83,7 +83,7 @@ def traced_step() -> ComparedStep:
     demand = Demand(
         counts_SLE=counts_SLE, layer_ids=np.arange(L), sample_ids=np.arange(S), top_k=K, pairs_LEE=pairs_LEE
     ).with_schedule(np.arange(S) % 5, np.arange(S) // 5, 4)
-    plan = plan_step(demand, CLUSTER, Budget(slots=1, objective="tokens"), expert=EXPERT, never_worse=False)
+    plan = plan_step(demand, CLUSTER, Budget(slots=1), "relibra_paper_tokens", expert=EXPERT, never_worse=False)
     before, after = compare_static(plan, demand), compare_plan("the plan", plan, demand)
     rows = tuple(distinct_rows_of_step(one.plan, one.demand, experts_TLK, sample_T) for one in (before, after))
     return replace(compared_step(before, after), distinct_rows=rows)
@@ -107,6 +107,20 @@ def test_the_card_of_the_expert_layers_is_the_sum_of_the_parts_below_it() -> Non
     assert f"{seconds_in_words(planner)} by the planner’s own model, which uses a lower bound of rows" in page
 
 
+def test_bytes_by_kind_are_those_of_the_simulated_step() -> None:
+    compared = traced_step()
+    page = render_plan_page(compared, MADE)
+    words = page[page.index('aria-label="Bytes by kind"') :]
+    words = words[: words.index("</table>")]
+    for one, counted in compared.plans_with_rows:
+        sent = simulate_step(one.plan, one.demand, CLUSTER, compared.model, distinct=counted).bytes
+        for links in sent.as_dict().values():
+            assert all(f">{size / 1e9:.3g}<" in words for size in links.values() if size)
+    assert sent.weights.inside > 0
+    assert "rows, between nodes" in words
+    assert "moves, between nodes" in words
+
+
 def test_without_tokens_the_page_says_that_rows_are_bounds() -> None:
     page = render_plan_page(replace(traced_step(), distinct_rows=None), MADE)
     assert "Rows between ranks are a lower bound from pairs of experts." in page
@@ -125,7 +139,7 @@ def test_seconds_without_relocation_stand_beside_those_with_it() -> None:
     ratio = static.seconds / (step.seconds - moved)
     assert f"{seconds_in_words(step.seconds - moved)} without relocation, which is paid once: {ratio:.2f}×" in card
     assert "without relocation, which is paid once" in _card(page, "Expert layers, simulated")
-    other = plan_step(before.given, CLUSTER, Budget(slots=1, objective="tokens"), "ultraep", expert=EXPERT)
+    other = plan_step(before.given, CLUSTER, Budget(slots=1), "ultraep", expert=EXPERT)
     page = render_plan_page(compared_step(after, compare_plan("plan two", other, before.given)), MADE)
     card = _card(page, "Step, simulated, plan two")
     assert f"the plan {seconds_in_words(step.seconds)} ({seconds_in_words(step.seconds - moved)} without" in card
@@ -192,7 +206,7 @@ def test_what_limits_the_model_comes_after_what_is_counted_and_is_what_the_simul
 
 def test_two_plans_stand_side_by_side() -> None:
     plan, demand = planned_step()
-    other = plan_step(demand, CLUSTER, Budget(slots=0, objective="tokens"), expert=EXPERT)
+    other = plan_step(demand, CLUSTER, Budget(slots=0), expert=EXPERT)
     first, second = compare_plan("plan <one>", other, demand), compare_plan("plan two", plan, demand)
     page = render_plan_page(compared_step(first, second), MADE)
     assert "<one>" not in page
@@ -204,7 +218,7 @@ def test_two_plans_stand_side_by_side() -> None:
 
 def test_every_card_of_two_plans_says_which_plan_it_is_about() -> None:
     plan, demand = planned_step()
-    other = plan_step(demand, CLUSTER, Budget(slots=1, objective="tokens"), "ultraep", expert=EXPERT)
+    other = plan_step(demand, CLUSTER, Budget(slots=1), "ultraep", expert=EXPERT)
     first, second = compare_plan("plan one", other, demand), compare_plan("plan two", plan, demand)
     page = render_plan_page(compared_step(first, second), MADE)
     labels = re.findall(r"<dt>([^<]+)</dt><dd class=", page)
@@ -295,7 +309,7 @@ def large_step() -> ComparedStep:
     demand = Demand(counts_SLE=counts_SLE.astype(np.int32), layer_ids=np.arange(L), sample_ids=places, top_k=8)
     demand = demand.with_schedule(places // R, places % R, R)
     cluster = cluster_preset("h100x8", R)
-    plan = plan_step(demand, cluster, Budget(slots=2, objective="tokens"), "foremoe", expert=EXPERT)
+    plan = plan_step(demand, cluster, Budget(slots=2), "foremoe", expert=EXPERT)
     model = replace(model_shape("qwen3-30b-a3b"), moe_layers=L)
     before, after = compare_static(plan, demand), compare_plan("the plan", plan, demand)
     return ComparedStep(before=before, after=after, cluster=cluster, model=model)

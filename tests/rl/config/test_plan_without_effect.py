@@ -43,8 +43,8 @@ def test_live_balancing_needs_slots():
 
 
 def test_live_balancing_follows_no_setting_of_whole_steps():
-    [sentence] = said("plan.balancer=live", "plan.objective=tokens", "plan.pack=false", "plan.tolerance=0.1")
-    assert sentence.startswith("plan.objective, plan.pack have no effect: plan.balancer='live'")
+    [sentence] = said("plan.balancer=live", "plan.memory_gib=1", "plan.pack=false", "plan.tolerance=0.1")
+    assert sentence.startswith("plan.memory_gib, plan.pack have no effect: plan.balancer='live'")
 
 
 def test_hierarchical_dispatch_needs_several_nodes_and_fast_sums():

@@ -31,9 +31,13 @@ def refusal(*overrides, path=None):
     return sentence
 
 
-def test_static_rows_of_earlier_runs_are_read_or_refused():
-    assert load_config(None, ["plan.static_rows=false"]).plan == load_config(None, []).plan
+def test_removed_plan_settings_are_read_or_refused():
+    defaults = ["plan.static_rows=false", "plan.objective=seconds"]
+    assert load_config(None, defaults).plan == load_config(None, []).plan
+    assert load_config(None, [], base={"plan": {"objective": "seconds", "slots": 4}}).plan.slots == 4
     assert "plan.static_rows" in refusal("plan.static_rows=true")
+    assert 'plan.balancer = "relibra_paper_tokens"' in refusal("plan.objective=tokens")
+    assert "allowed are static, balanced, relibra" in refusal("plan.balancer=auto")
 
 
 @pytest.mark.parametrize(
