@@ -41,6 +41,10 @@ _STEP: tuple[Column, ...] = (
     ("plan s", lambda row: row["plan_seconds"]),
     "configuration",
 )
+_SHARES: tuple[Column, ...] = (
+    ("executor", lambda row: row["executor_ratio"]),
+    ("balance", lambda row: row["balance_ratio"]),
+)
 COLUMNS: dict[str, tuple[Column, ...]] = {
     "recordings": ("case", "ranks", "mean", "median", "p95", "configuration"),
     "streaming": (
@@ -79,6 +83,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         _BALANCERS := (
             "balancer",
             "sees",
+            "slots",
             "8 ranks",
             "16 ranks",
             "32 ranks",
@@ -136,6 +141,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("tokens/s", lambda row: f"{row['tokens_per_second']:,.0f}"),
         ("quartiles", lambda row: tokens_between(row)),
         ("/ all_to_all", lambda row: row["ratio_to_all_to_all"]),
+        *_SHARES,
         ("/ balanced", lambda row: row["ratio_to_balanced"]),
         ("exposed %", lambda row: f"{100 * row['exposed_share']:.1f}"),
         ("peak MiB", lambda row: f"{row['peak_bytes'] / 2**20:,.0f}"),
@@ -201,6 +207,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("tokens/s", lambda row: f"{row['tokens_per_second']:,.0f}"),
         ("quartiles", lambda row: tokens_between(row)),
         ("/ all_to_all", lambda row: row["ratio_to_all_to_all"]),
+        *_SHARES,
         ("/ balanced", lambda row: row["ratio_to_balanced"]),
         ("peak MiB", lambda row: f"{row['peak_bytes'] / 2**20:,.0f}"),
         ("pushes", lambda row: f"{row['pushes']:.2f}"),
@@ -224,6 +231,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("quartiles", lambda row: between(row, "step_seconds")),
         ("/ static", lambda row: row["ratio_to_static"]),
         ("train / static", lambda row: row["ratio_train"]),
+        *_SHARES,
         ("expert share", lambda row: f"{row['expert_share']:.0%}"),
         ("rollout s", lambda row: row["seconds_per_stage"]["rollout"]),
         ("recompute s", lambda row: row["seconds_per_stage"]["recompute"]),

@@ -180,3 +180,42 @@ def test_balancers_are_held_against_static_with_the_same_sums(capsys):
     assert lines[5].endswith("are the same")
     rl.print_rows(rows)
     assert "relibra, fast sums" in capsys.readouterr().out
+
+
+def test_shares_of_executor_and_balance_multiply_to_the_whole():
+    from benchmarks.rl import rl
+
+    def steps(update):
+        common = {"reward": 0.5, "response_length": 9, "loss": 0.1, "rank_skew": 1.5, "planned_skew": None}
+        common |= {"pushes": 0, "moved_experts": 0}
+        return [
+            {**common, "seconds": {"rollout": 1.0, "recompute": 0.5, "update": one}} for one in (9.0, update, update)
+        ]
+
+    updates = {"static": (2.5, 2.9), rl.EXECUTOR: (1.9, 2.1), "relibra": (1.3, 1.7)}
+    cases = [
+        rl.Case(balancer=name, sums="fast", turns=[steps(update) for update in of_turns], expert_seconds=1.0)
+        for name, of_turns in updates.items()
+    ]
+    native, executed, planned = rl.result_rows(cases)
+    assert (native["executor_ratio"], native["balance_ratio"]) == (1, 1)
+    assert executed["executor_ratio"] == executed["ratio_train"] == pytest.approx(3.2 / 2.5)
+    assert executed["balance_ratio"] == 1
+    assert planned["executor_ratio"] == executed["executor_ratio"]
+    assert planned["balance_ratio"] == pytest.approx(2.5 / 2.0)
+    assert planned["ratio_train"] == pytest.approx(planned["executor_ratio"] * planned["balance_ratio"])
+    assert planned["ratio_train low"] == pytest.approx((3.4 / 2.2) + (3.0 / 1.8 - 3.4 / 2.2) / 4)
+
+
+def test_throughput_over_all_to_all_is_executor_times_balance():
+    from benchmarks.runtime.runtime import with_shares
+
+    seconds = {"all_to_all": 3.0, "relibra": 2.0, "balanced routes": 1.8, "balanced routes, all_to_all": 1.98}
+    rows = [
+        {"case_skew": 1.5, "balancer": name, "seconds": [one], "ratio_to_all_to_all": 3.0 / one}
+        for name, one in seconds.items()
+    ]
+    of = {row["balancer"]: row for row in with_shares([*rows, {**rows[0], "case_skew": 1.2}])}
+    assert of["relibra"]["executor_ratio"] == pytest.approx(1.1)
+    assert of["relibra"]["balance_ratio"] == pytest.approx(1.5 / 1.1)
+    assert (of["all_to_all"]["executor_ratio"], of["all_to_all"]["balance_ratio"]) == (1, 1)

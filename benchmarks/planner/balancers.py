@@ -9,6 +9,7 @@ Two minutes. --quick plans for 8 ranks only, once, and writes no rows.
 import json
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -31,6 +32,8 @@ CASES = {
 RANKS = (8, 16, 32)
 
 
+OWN_SLOTS = {"ultraep": 2, "ultraep_shipped": 2}
+"""Spare slots per rank that a system ships with, where they are not the one that others get."""
 REPETITIONS = 3
 """Of planning, for its time; skew and copies are the same each time."""
 
@@ -72,13 +75,15 @@ def _rows(
             {
                 "case": f"{model}, {balancer}",
                 "label": "measured",
-                "unit": "skew, 1 spare slot per rank, nodes of 8 ranks, later half of the micro-batches of "
-                f"{tokens} tokens in recorded order; on {all_ranks[-1]} ranks: copies per micro-batch and layer, share "
-                "of token-slots computed on another node, milliseconds of planning per layer, median",
+                "unit": "skew, nodes of 8 ranks, later half of the micro-batches of "
+                f"{tokens} tokens in recorded order; on {all_ranks[-1]} ranks: slots per rank, copies per "
+                "micro-batch and layer, share of token-slots computed on another node, milliseconds of planning per "
+                "layer, median",
                 "seed": 0,
                 "repetitions": repetitions,
                 "balancer": balancer,
                 "sees": last.sees,
+                "slots": last.slots,
                 **{f"{ranks} ranks": found[ranks].skew for ranks in all_ranks},
                 "copies": last.copies_per_micro_batch_layer,
                 "across nodes": last.cross_node_token_slots / token_slots,
@@ -91,7 +96,7 @@ def _rows(
 
 def print_rows(rows: list[dict], all_ranks: tuple[int, ...]) -> None:
     """Print the skews and what planning takes."""
-    columns = ("balancer", "sees", *(f"{ranks} ranks" for ranks in all_ranks), "copies", "plan ms")
+    columns = ("balancer", "sees", "slots", *(f"{ranks} ranks" for ranks in all_ranks), "copies", "plan ms")
     table = Table(title=rows[0]["case"].split(",")[0], title_justify="left", box=None, padding=(0, 1), pad_edge=False)
     for column in columns:
         table.add_column(column, justify="left" if column in ("balancer", "sees") else "right", no_wrap=True)
@@ -104,12 +109,19 @@ def print_rows(rows: list[dict], all_ranks: tuple[int, ...]) -> None:
 def _compared(trace, ranks: int, tokens: int, model: str) -> dict:
     whole = cut_recorded(trace, tokens, ranks)
     half = len(whole.load_MLE) // 2
-    rows = compare(
-        select_micro_batches(whole, half),
-        cluster_preset("h100x8", ranks, 8),
-        Budget(slots=1),
-        list(BALANCERS),
-        expert=expert_shape(model),
-        history_MLE=whole.load_MLE[:half],
-    )
-    return {row.balancer: row for row in rows}
+    budget, names = Budget(slots=1), list(BALANCERS)
+    own = [(replace(budget, slots=slots), [name]) for name, slots in OWN_SLOTS.items()]
+    others = [name for name in names if name not in OWN_SLOTS]
+    rows = [
+        row
+        for each, balancers in [(budget, others), *own]
+        for row in compare(
+            select_micro_batches(whole, half),
+            cluster_preset("h100x8", ranks, 8),
+            each,
+            balancers,
+            expert=expert_shape(model),
+            history_MLE=whole.load_MLE[:half],
+        )
+    ]
+    return {row.balancer: row for row in sorted(rows, key=lambda row: names.index(row.balancer))}

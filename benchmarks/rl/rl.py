@@ -1,11 +1,12 @@
 """RL training with static and with planned experts: whole runs on two processes.
 
 The same policy, from one warm-up, is trained with every expert at its home (transformers' `all_to_all`) and by plans;
-with canonical sums both follow the same bits. The experts of the policy are numbered by falling load, which changes no
+with canonical sums both follow the same bits. A third run executes the static layout as plans are executed: what it
+gains is the executor's, the rest balance. The experts of the policy are numbered by falling load, which changes no
 result and puts the busy ones on rank 0: small models trained for minutes have even routes, real ones have not.
 Runs of a pair take turns, so that a slow minute of the machine meets both.
 Rows go to results/rl.json.
-Run: relibra bench rl [--quick] [--json] [--output FOLDER]. Fifteen minutes.
+Run: relibra bench rl [--quick] [--json] [--output FOLDER]. Half an hour.
 --quick takes a small model and few steps, and writes no rows.
 """
 
@@ -44,8 +45,14 @@ SETTINGS = (
     "update.micro_batch_tokens=1024",
 )
 WARM_UP = ("warmup.steps=40", "warmup.batch=32", "warmup.learning_rate=2e-3")
-BALANCERS = ("static", "relibra")
-TURNS = {"fast": 2, "canonical": 1}
+EXECUTOR = "executor"
+BALANCERS = {
+    "static": ("plan.balancer=static",),
+    EXECUTOR: ("plan.balancer=relibra", "plan.slots=0", "plan.move_homes=false", "plan.pack=false"),
+    "relibra": ("plan.balancer=relibra",),
+}
+"""Settings by name; "static" is transformers' `all_to_all`."""
+TURNS = {"fast": 3, "canonical": 1}
 STEPS = {"fast": 6, "canonical": 4}
 """Of one run; with fast sums every turn trains the same steps again."""
 QUICK = (
@@ -65,8 +72,9 @@ UNIT = (
     "seconds per stage and step: medians over steps without the first one of a run; plan share: planning with what it "
     "has to tell other ranks and the move of responses, share of the step; skew: busiest / mean rank in token-slots, "
     "static layout and plan; ratios: seconds of static with the same sums, over the row's, of the step and of "
-    "recompute and update; expert share: products of the busiest rank's experts in the last step, timed beside those "
-    "of the other rank, share of that step's update"
+    "recompute and update; executor: that of the static layout executed as plans are, balance: what a plan adds to it, "
+    "as factors of recompute and update; expert share: products of the busiest rank's experts in the last step, timed "
+    "beside those of the other rank, share of that step's update"
 )
 
 
@@ -99,7 +107,7 @@ def cases(folder: Path, *, quick: bool) -> Iterator[Case]:
         turns: dict[str, list[Rows]] = {balancer: [] for balancer in BALANCERS}
         for turn in range(TURNS[sums]):
             for balancer in BALANCERS:
-                own = (f"run.steps={3 if quick else steps}", f"plan.balancer={balancer}", f"plan.sums={sums}")
+                own = (f"run.steps={3 if quick else steps}", f"plan.sums={sums}", *BALANCERS[balancer])
                 turns[balancer].append(trained((*settings, *own), policy, folder, f"{balancer}-{sums}-{turn}"))
         settings_of = dict(setting.split("=") for setting in settings)
         busiest = busiest_rank_seconds(
@@ -116,20 +124,27 @@ def cases(folder: Path, *, quick: bool) -> Iterator[Case]:
 def result_rows(found: list[Case]) -> list[dict]:
     """Make a row of each case."""
     rows: list[dict] = []
-    static = {case.sums: case for case in found if case.balancer == "static"}
+    static, executed = ({case.sums: case for case in found if case.balancer == name} for name in ("static", EXECUTOR))
     for case in found:
         steps, totals = case.turns[0], _step_seconds(case.later)
         stages = {name: _median([row["seconds"].get(name, 0.0) for row in case.later]) for name in steps[0]["seconds"]}
         rewards = [row["reward"] for row in steps]
         edge = min(EDGE, len(steps))
         base = static[case.sums]
+        ratio = _ratio_train(base, case)
+        executor = 1.0 if case is base else _ratio_train(base, executed[case.sums])
+        ratios = [
+            _median(_train_seconds(one[1:])) / _median(_train_seconds(other[1:]))
+            for one, other in zip(base.turns, case.turns, strict=True)
+        ]
         rows.append({
             "case": f"{case.balancer}, {case.sums} sums", "label": "measured", "unit": UNIT, "seed": 0,
             "repetitions": len(case.later), "balancer": case.balancer, "sums": case.sums, "steps": len(steps),
             "plan": case.balancer,
             "seconds_train": _median(_train_seconds(case.later)), "seconds_step": _median(totals),
             "seconds_per_stage": stages, "step_seconds": _median(totals), **quartiles(totals, "step_seconds"),
-            "ratio_train": _median(_train_seconds(base.later)) / _median(_train_seconds(case.later)),
+            "ratio_train": ratio, **quartiles(ratios, "ratio_train"),
+            "executor_ratio": executor, "balance_ratio": ratio / executor,
             "ratio_to_static": _median(_step_seconds(base.later)) / _median(totals),
             "expert_share": case.expert_seconds / base.turns[0][-1]["seconds"]["update"],
             "reward_first": float(np.mean(rewards[:edge])), "reward_last": float(np.mean(rewards[-edge:])),
@@ -149,6 +164,11 @@ def result_rows(found: list[Case]) -> list[dict]:
             "configuration": _configuration(),
         })  # fmt: skip
     return rows
+
+
+def _ratio_train(base: Case, case: Case) -> float:
+    """Return the speed of recompute and update, as a multiple of another case's."""
+    return _median(_train_seconds(base.later)) / _median(_train_seconds(case.later))
 
 
 def _step_seconds(rows: Rows) -> list[float]:
@@ -186,6 +206,8 @@ def print_rows(rows: list[dict]) -> None:
         "s /\nstep",
         "/\nstatic",
         "train\n/ st.",
+        "exe-\ncutor",
+        "bal-\nance",
         "static\nskew",
         "plan's\nskew",
         "plan\n%",
@@ -201,7 +223,7 @@ def print_rows(rows: list[dict]) -> None:
             str(row["steps"]),
             f"{row['step_seconds']:.2f}",
             f"{row['ratio_to_static']:.3f}",
-            f"{row['ratio_train']:.3f}",
+            *(f"{row[name]:.3f}" for name in ("ratio_train", "executor_ratio", "balance_ratio")),
             f"{row['rank_skew']:.2f}",
             f"{row['planned_skew']:.2f}",
             f"{100 * row['plan_share']:.1f}",
@@ -229,6 +251,7 @@ def summary(rows: list[dict]) -> list[str]:
     return [
         f"rank skew {planned['rank_skew']:.2f}; experts are {planned['expert_share']:.0%} of the static update",
         told("recompute and update", planned["ratio_train"], TRAIN_TARGET),
+        f"of that {planned['balance_ratio']:.2f}x is balance, {planned['executor_ratio']:.2f}x the executor",
         told("whole step", planned["ratio_to_static"], STEP_TARGET),
         f"planning takes {planned['plan_share']:.1%} of a step, target {PLAN_TARGET:.0%}: {met}",
         f"fast sums: losses differ by at most {planned['largest_loss_difference']:.1g}",

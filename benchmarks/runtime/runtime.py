@@ -70,7 +70,7 @@ def main() -> None:
     if ranks is not None:
         _run_under_torchrun(ranks, options)
         return
-    rows = list(_rows(options.data, options.quick, options.repetitions))
+    rows = with_shares(list(_rows(options.data, options.quick, options.repetitions)))
     reached = list(_reached(rows))
     if options.json:
         print(json.dumps(rows, indent=1))
@@ -91,7 +91,7 @@ def _run_under_torchrun(ranks: TorchrunRanks, options: argparse.Namespace) -> No
     torch.set_num_threads(1)
     # All ranks plan, and all go through the same cases: what they would print is the same.
     with ranks.connected(), redirect_stderr(sys.stderr if ranks.rank == 0 else io.StringIO()):
-        rows = list(_rows(options.data, options.quick, options.repetitions, ranks))
+        rows = with_shares(list(_rows(options.data, options.quick, options.repetitions, ranks)))
     if ranks.rank:
         return
     if options.json:
@@ -259,6 +259,20 @@ def make_variant(sizes: steps.Sizes, trace: RoutingTrace, name: str, slots: int 
     )
 
 
+def with_shares(rows: list[dict]) -> list[dict]:
+    """Return the rows with the factors of `ratio_to_all_to_all`: the executor's, and what balance adds.
+
+    The executor's is that of routes without skew; 1 for transformers' own expert parallelism.
+    """
+    found = []
+    for row in rows:
+        of = {one["balancer"]: one for one in rows if one["case_skew"] == row["case_skew"]}
+        native = row["balancer"].endswith("all_to_all")
+        executor = 1.0 if native else _ratio(of["balanced routes"], of["balanced routes, all_to_all"])
+        found.append({**row, "executor_ratio": executor, "balance_ratio": row["ratio_to_all_to_all"] / executor})
+    return found
+
+
 def _reached(rows: list[dict]) -> Iterator[dict]:
     """Hold what was measured against what is to be reached; `at_most` says which way."""
 
@@ -317,7 +331,7 @@ def _print(rows: list[dict]) -> None:
             title=f"{case}, rank skew {skew:.2f}", title_justify="left", box=None, padding=(0, 1), pad_edge=False
         )
         table.add_column("balancer", no_wrap=True)
-        for title in ("plan", "tok/s", "/ a2a", "/ even", "exposed", "pushed", "MiB"):
+        for title in ("plan", "tok/s", "/ a2a", "executor", "balance", "/ even", "exposed", "pushed", "MiB"):
             table.add_column(title, justify="right", no_wrap=True)
         for row in rows:
             if (row["case"], row["case_skew"]) == (case, skew):
@@ -325,7 +339,7 @@ def _print(rows: list[dict]) -> None:
                     row["balancer"].removeprefix("relibra, "),
                     f"{row['planned_skew']:.2f}",
                     f"{row['tokens_per_second']:.0f}",
-                    f"{row['ratio_to_all_to_all']:.3f}",
+                    *(f"{row[name]:.3f}" for name in ("ratio_to_all_to_all", "executor_ratio", "balance_ratio")),
                     f"{row['ratio_to_balanced']:.3f}",
                     f"{100 * row['exposed_share']:.1f} %" if "exposed_share" in row else "-",
                     f"{row['pushes']:.1f}",
@@ -333,7 +347,8 @@ def _print(rows: list[dict]) -> None:
                 )
         Console().print(table, "")
     print(
-        "plan: skew under the plan; a2a: transformers' all_to_all; even: balanced routes, the same step\n"
+        "plan: skew under the plan; a2a: transformers' all_to_all, a product of executor (that of routes\n"
+        "without skew) and balance; even: balanced routes, the same step\n"
         "with as many token-slots for every expert, by the same runtime; exposed: waiting for pushes and\n"
         "returns, and of live balancing for counts and solver, share of the step; pushed: experts per\n"
         "micro-batch and layer, forward and backward; MiB: memory of the busier rank at its peak, above\n"
