@@ -102,7 +102,7 @@ def print_rows(rows: list[dict], all_ranks: tuple[int, ...]) -> None:
         table.add_column(column, justify="left" if column in ("balancer", "sees") else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(f"{row[c]:.3f}" if isinstance(row[c], float) else str(row[c]) for c in columns))
-    Console().print(table)
+    Console(width=110).print(table)
     print(rows[0]["unit"])
 
 

@@ -20,7 +20,6 @@ from relibra.planning.exports import read_vllm_json
 from relibra.planning.plan_files import read_plan
 from relibra.planning.registry import BALANCERS
 from relibra.planning.validation import validate_plan
-from relibra.reporting.data.comparison import comparable
 from relibra.routing.demand_files import read_demand
 from relibra.routing.micro_batches import schedule_samples, select_micro_batches
 from relibra.routing.synthetic import TraceShape, domain_trace

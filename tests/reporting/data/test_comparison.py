@@ -9,6 +9,7 @@ from relibra import Demand, PlanError
 from relibra.cluster import cluster_preset
 from relibra.planning.analysis import comparison
 from relibra.planning.analysis.bounds import any_homes_bound
+from relibra.planning.analysis.levers import lever_bounds, lever_gaps
 from relibra.planning.balancer import Balancer
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import expert_shape
@@ -21,7 +22,6 @@ from relibra.reporting.data.comparison import (
     iterate_comparison,
     measure,
 )
-from relibra.planning.analysis.levers import lever_bounds, lever_gaps
 
 EXPERT = expert_shape("mixtral-8x7b")
 CLUSTER = cluster_preset("h100x8", 4, 2)

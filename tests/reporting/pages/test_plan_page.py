@@ -13,6 +13,7 @@ import pytest
 
 from relibra.cluster import cluster_preset
 from relibra.errors import ConfigError
+from relibra.planning.analysis.levers import lever_bounds, lever_gaps
 from relibra.planning.budget import Budget
 from relibra.planning.costs.prediction import predict
 from relibra.planning.planner import plan_step
@@ -20,7 +21,6 @@ from relibra.planning.traffic.distinct_rows import distinct_rows_of_step
 from relibra.reporting.data.byte_ledger import byte_ledger
 from relibra.reporting.data.compared_plans import ComparedStep, compare_plan, compare_static
 from relibra.reporting.data.comparison import ComparisonRow, compare
-from relibra.planning.analysis.levers import lever_bounds, lever_gaps
 from relibra.reporting.data.number_format import percent
 from relibra.reporting.html.html_bars import waterfall
 from relibra.reporting.pages.balancers_section import balancers_section
