@@ -9,11 +9,12 @@ from itertools import pairwise, product
 
 import numpy as np
 
+from benchmarks.deployment.brute_force import brute_force
+from benchmarks.deployment.node_costs import node_costs
 from benchmarks.deployment.rows import BASIS, GPUS, LEVEL, MODELS, PAIRS, SEED, row
-from relibra.planning.deployment.brute_force import brute_force
 from relibra.planning.deployment.colocated import search_colocated
 from relibra.planning.deployment.deployment_plan import DeploymentPlan, cache_rows
-from relibra.planning.deployment.expert_redundancy import node_costs, place_copies
+from relibra.planning.deployment.expert_redundancy import place_copies
 from relibra.planning.deployment.performance import Efficiency
 from relibra.planning.deployment.search import PAPER_SPACE, SearchSpace, search_pair, search_pairs, value
 from relibra.planning.deployment.served_model import ServedModel

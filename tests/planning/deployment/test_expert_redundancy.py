@@ -3,8 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.deployment.node_costs import node_costs
 from relibra import PlanError
-from relibra.planning.deployment.expert_redundancy import node_costs, place_copies
+from relibra.planning.deployment.expert_redundancy import place_copies
 
 
 def skew(load_E, placed_NP, **more):

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.deployment.brute_force import brute_force
 from relibra import ConfigError
 from relibra.planning.deployment.accelerator import ACCELERATORS, accelerator
-from relibra.planning.deployment.brute_force import brute_force
 from relibra.planning.deployment.performance import Efficiency
 from relibra.planning.deployment.search import PAPER_SPACE, SearchSpace, search_pair, search_pairs, value
 from relibra.planning.deployment.served_model import PAPER_MODELS, ServedModel

@@ -3,7 +3,7 @@
 accelerator, served_model, service_level   inputs: GPUs with prices, sizes of a model, load and limit
 performance, pipeline_time                 seconds of attention, experts, hops; of micro-batches that take turns at them
 deployment_plan, deployment_files          the decision, and its file
-search, brute_force                        the best plan of a pair of accelerators; every plan of a small space
+search                                     the best plan of a pair of accelerators
 colocated, decision                        the same model without separation, and which of both is better
 expert_redundancy                          copies of hot experts on expert nodes
 """

@@ -2,7 +2,7 @@
 
 With the general pipeline time, so that one or two micro-batches and slow links are priced too, and with any number of
 experts on a node. A larger micro-batch never gives fewer tokens per second here, because every time is the larger of
-lines that start at or above zero, so the largest one that memory and latency allow is taken; `brute_force` tries all.
+lines that start at or above zero, so the largest one that memory and latency allow is taken; a test tries all.
 """
 
 from __future__ import annotations
