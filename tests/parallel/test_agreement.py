@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from relibra import EngineError
 from relibra.parallel import execute_plan
-from relibra.parallel.agreement import LastForward, Mode, Point, explain_points, refuse_other_modes
+from relibra.parallel.agreement import LastForward, Point, explain_points, refuse_differences
 from relibra.planning.traffic.rank_tables import Place
 from relibra.replay import BatchRoutes
 from tests.parallel.ranks_at_work import load, on_ranks
@@ -32,10 +32,10 @@ def test_ranks_and_points_are_named():
 
 
 def test_modes_that_differ_name_the_ranks():
-    modes = [Mode([1, 1, 1], "train", "do not"), Mode([1, 0, 1], "enter with gradients", "without")]
-    with pytest.raises(EngineError, match=r"ranks \[0, 2\] enter with gradients and ranks \[1\] without"):
-        refuse_other_modes(Place(0, -1, 2), modes)
-    refuse_other_modes(Place(0, -1, 2), modes[:1])
+    told_RX = torch.tensor([[1, 1], [1, 0], [1, 1]])
+    with pytest.raises(EngineError, match=r"ranks differ in gradients, by rank \[1, 0, 1\]"):
+        refuse_differences(Place(0, -1, 2), told_RX, ("training mode", "gradients"))
+    refuse_differences(Place(0, -1, 2), told_RX[:, :1], ("training mode",))
 
 
 def differ(case, folder, *, kind: str, rank: int, micro_batch: int) -> str:

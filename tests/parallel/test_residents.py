@@ -226,7 +226,7 @@ EXPECTED = {
     "a group left early": f"EngineError: micro-batch 2 starts another pass {WAITING}",
     "an early optimizer step": f"EngineError: the optimizer steps {WAITING}",
     "backward after the plan": "EngineError: the backward pass of micro-batch 0 comes after execute_plan",
-    "an optimizer step on one rank": "are in states of resident slots",
+    "an optimizer step on one rank": "ranks differ in passes",
     "another model's optimizer": "no error",
     "an error of the user": "RuntimeError: out of patience",
     "afterwards": "no error",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -104,30 +103,16 @@ def explain_points(told_RX: Sequence[Sequence[int]]) -> str:
     )
 
 
-class Mode(NamedTuple):
-    """One thing that ranks do alike.
-
-    values_R                the mode on each rank
-    where_set, where_not    words for ranks with a true and with a false value
-    """
-
-    values_R: Sequence[int]
-    where_set: str
-    where_not: str
-
-
-def refuse_other_modes(place: Place, modes: Sequence[Mode]) -> None:
-    """Raise EngineError where ranks differ in a mode."""
-    for values_R, where_set, where_not in modes:
+def refuse_differences(place: Place, told_RX: Int64[Tensor, "R X"], names: Sequence[str]) -> None:
+    """Raise EngineError where ranks differ in one of these numbers, each with a name."""
+    for name, values_R in zip(names, told_RX.T.tolist(), strict=True):
         if len(set(values_R)) > 1:
-            ranks_of = [[rank for rank, value in enumerate(values_R) if bool(value) is kind] for kind in (True, False)]
             raise EngineError(
-                f"{place}: ranks {ranks_of[0]} {where_set} and ranks {ranks_of[1]} {where_not}: enter a micro-batch "
-                "alike on all ranks, also on those without samples"
+                f"{place}: ranks differ in {name}, by rank {values_R}: run the same passes with the same settings on "
+                "all ranks, a filler batch on ranks without samples"
             )
 
 
-def digest_words(content: bytes) -> tuple[int, int]:
-    """Return two numbers that ranks compare in place of a content."""
-    digest = hashlib.sha256(content).digest()
-    return int.from_bytes(digest[:8], signed=True), int.from_bytes(digest[8:16], signed=True)
+def digest_word(content: bytes) -> int:
+    """Return a number that ranks compare in place of a content."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], signed=True)

@@ -184,12 +184,8 @@ def _empty_partials(slots: Tensor, rows: int) -> Tensor:
 
 def _autocast_now(device_type: str) -> Callable[[], torch.autocast]:
     """Return a function that makes a context with the current autocast settings."""
-    return partial(
-        torch.autocast,
-        device_type,
-        dtype=torch.get_autocast_dtype(device_type),
-        enabled=torch.is_autocast_enabled(device_type),
-    )
+    dtype, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
+    return partial(torch.autocast, device_type, dtype=dtype, enabled=enabled)
 
 
 def _only(weights: dict[str, Tensor], slot: int) -> dict[str, Tensor]:

@@ -20,8 +20,7 @@ from relibra.errors import EngineError
 from relibra.parallel.agreement import LastForward, Point
 from relibra.parallel.balanced import LayerInput, agreement_of, balanced_layers, group_state_of
 from relibra.parallel.canonical import Sums, chunk_of
-from relibra.parallel.fallback import KnownRoutes, agree_on_step
-from relibra.parallel.group_state import GroupState
+from relibra.parallel.fallback import agree_on_step
 from relibra.parallel.layer import run_at_home, run_layer
 from relibra.parallel.micro_batch import ExecutedPlan, PlannedMicroBatch, prepare_micro_batch
 from relibra.parallel.replicas.replica_gradients import GradientReturn
@@ -41,18 +40,6 @@ class _Current(NamedTuple):
 
     number: int
     planned: PlannedMicroBatch | None
-
-
-class _Once:
-    """A hook of several tensors that does its work with the first gradient of any of them."""
-
-    def __init__(self, work: Callable[[], object]) -> None:
-        self._work, self._is_done = work, False
-
-    def __call__(self, _gradient: Tensor) -> None:
-        if not self._is_done:
-            self._is_done = True
-            self._work()
 
 
 def _register_first_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
@@ -84,17 +71,14 @@ class PlanExecution:
         """Replay routes inside, forward and backward, and run the experts as the plan says; collective.
 
         With activation checkpointing the backward pass has to be inside too. Several micro-batches may be in flight:
-        enter the context of one again, with the same `BatchRoutes`, around its backward pass.
+        enter the context of one again, with the same `BatchRoutes`, around its backward pass. If the routes of any rank
+        are not those of the plan, all ranks run this micro-batch at home.
 
         number    micro-batch of the plan, from 0
         routes    recorded routes of this rank's batch. Rows of samples that are not valid, such as last tokens, go
-                  where the router sends them, at home, beside the planned ones; no expert computes padding. None: this
-                  rank has no sample in this micro-batch, and its whole batch is filler, which no expert computes
+                  where the router sends them, at home; no expert computes padding. None: this rank has no sample here
         raises    EngineError inside another micro-batch, for a number that the plan does not have, or when a peer is
                   gone
-
-        If the routes of any rank are not those of the plan, all ranks run this micro-batch at home, and the first such
-        rank logs a warning with the difference.
         """
         executed, state = self._executed, self._executed.state
         if self._current is not None:
@@ -166,11 +150,17 @@ class PlanExecution:
             return
         agreement, number = self._executed.agreement, self._current.number
         agreement.last_forward = LastForward.WITHOUT_GRADIENTS
-        begins = _Once(lambda: agreement.reach(Point.BACKWARD, number))
+        begun: list[None] = []
+
+        def begin(_gradient: Tensor) -> None:
+            if not begun:  # with the first gradient of any output
+                begun.append(None)
+                agreement.reach(Point.BACKWARD, number)
+
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 agreement.last_forward = LastForward.WITH_GRADIENTS
-                _register_first_hook(tensor, begins)
+                _register_first_hook(tensor, begin)
 
     def forget_weights(self) -> None:
         """Mark the weights in all slots as outdated: the step is over or has failed."""
@@ -217,22 +207,18 @@ def execute_plan(
 ) -> Iterator[PlanExecution]:
     """Execute a plan inside a model that was loaded with `ep_implementation="relibra"`.
 
-    Collective over the expert-parallel group; the first time for a model, which makes process groups, over all ranks.
-    Outputs and gradients are those of the same model without a plan, up to the order of sums. Outside of
-    `micro_batch` the model runs as with `all_to_all`.
+    Collective over the expert-parallel group; the first time for a model over all ranks. Outputs and gradients are
+    those of the same model without a plan, up to the order of sums. Outside of `micro_batch` the model runs as with
+    `all_to_all`. A plan that breaks a rule, or that ranks disagree on, is not followed (`fallback.py`).
 
     plan     of the same layers, experts and ranks; its homes are where the model's experts are (`relocate`)
     demand   what the plan was made for, under any schedule
-    sums     "fast", or "canonical": outputs, gradients and so the whole run have the same bits under every plan of one
-             schedule, at a price (docs/execution.md)
+    sums     "fast", or "canonical": the same bits under every plan of one schedule (`canonical.py`)
     routes   recorded routes of this rank's batches by micro-batch, in the order in which they will run, None for those
-             without a sample: then each micro-batch is prepared in a thread while the one before it runs. Pass
-             `micro_batch` the same objects
+             without a sample: each is prepared in a thread while the one before it runs. Pass `micro_batch` the same
+             objects
     raises   EngineError when plan and model do not fit, or another plan is being executed; and on all ranks when they
-             are at different points of the step, such as one without a backward pass or without `relocate`
-
-    A plan that breaks a rule, or that ranks disagree on, is not followed: every micro-batch runs at home, and one rank
-    logs one warning with the reason.
+             are at different points of the step
 
         with execute_plan(model, plan, demand) as step:
             for m, batch in enumerate(batches):
@@ -268,8 +254,9 @@ def _begin(
     if any(layer.runner is not None for layer in layers):
         raise EngineError("the model is executing another plan, or balances live: leave that context first")
     agreement, source, chunk = agreement_of(layers), (plan, demand), chunk_of(sums)
-    known = _known_routes(layers[0].group_state, source, chunk, routes)
-    agreed = agree_on_step(plan, demand, by_layer, sums, known, agreement)
+    state, first = layers[0].group_state, next(iter(routes.items()), None)
+    prepared = state is not None and first is not None and state.preparation.holds(*source, chunk, *first)
+    agreed = agree_on_step(plan, demand, by_layer, sums, list(routes), agreement, prepared=prepared)
     keeps = agreed.demand is not None and plan.resident
     plan = keep_slots(plan) if keeps else plan
     residency = Residency(plan) if keeps else None
@@ -286,20 +273,3 @@ def _begin(
         routes=routes if agreed.known else {},
     )
     return executed, agreed.prepared
-
-
-def _known_routes(
-    state: GroupState | None,
-    source: tuple[StepPlan, Demand],
-    chunk: int | None,
-    routes: dict[int, BatchRoutes | None],
-) -> KnownRoutes:
-    """Return which routes this rank knows.
-
-    state   None: no plan has run in this model yet, so nothing is prepared
-    """
-    if state is None or not routes:
-        return KnownRoutes(list(routes), prepared=False)
-    first, first_routes = next(iter(routes.items()))
-    prepared = state.preparation.holds(*source, chunk, first, first_routes)
-    return KnownRoutes(list(routes), prepared)

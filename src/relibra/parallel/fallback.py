@@ -14,11 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Int64
-from torch import Tensor
 
 from relibra.errors import EngineError, PlanError
-from relibra.parallel.agreement import Agreement, Mode, Point, digest_words, refuse_other_modes
+from relibra.parallel.agreement import Agreement, Point, digest_word, refuse_differences
 from relibra.parallel.balanced import BalancedEP, expert_shapes
 from relibra.parallel.rows.prepared_rows import PreparedRows
 from relibra.planning.plan import StepPlan
@@ -27,21 +25,6 @@ from relibra.planning.validation import validate_plan
 from relibra.routing.demand import Demand, ScheduledDemand
 
 _log = logging.getLogger(__name__)
-
-_USABLE, _ORDER, _PREPARED = 0, 7, 8
-_HOMES, _SUMS, _PLAN = slice(1, 3), slice(3, 5), slice(5, 7)
-"""Columns of what ranks tell one another before a step (`_exchange_digests`)."""
-
-
-class KnownRoutes(NamedTuple):
-    """Micro-batches whose routes this rank knows when a step begins.
-
-    order      in which they will run
-    prepared   this rank has prepared the first of them before
-    """
-
-    order: Sequence[int]
-    prepared: bool
 
 
 class AgreedStep(NamedTuple):
@@ -62,67 +45,65 @@ def agree_on_step(
     demand: Demand,
     layers: dict[int, BalancedEP],
     sums: str,
-    routes: KnownRoutes,
+    order: Sequence[int],
     agreement: Agreement,
+    *,
+    prepared: bool,
 ) -> AgreedStep:
     """Return what all ranks agree on; a plan that is not followed is logged with the reason. Collective.
 
-    layers   by decoder layer
-    sums     "fast" or "canonical", the same on all ranks
-    raises   EngineError when homes or sums differ between ranks, or the plan does not fit the model
+    layers     by decoder layer
+    sums       "fast" or "canonical", the same on all ranks
+    order      micro-batches whose routes this rank knows, as they will run
+    prepared   this rank has prepared the first of them before
+    raises     EngineError when homes or sums differ between ranks, or the plan does not fit the model
     """
-    scheduled = _schedule(plan, demand)
-    told_RX = _exchange_digests(plan, scheduled, list(layers.values()), sums, routes, agreement)
-    known, prepared = bool((told_RX[:, _ORDER] == told_RX[0, _ORDER]).all()), bool(told_RX[:, _PREPARED].all())
-    problem = _find_disagreement(told_RX, scheduled)
-    if problem is None:
-        assert isinstance(scheduled, ScheduledDemand), "a rank without a demand is a disagreement"
+    scheduled, problem = None, ""
+    try:
+        scheduled = plan.scheduled(demand)
+    except PlanError as error:
+        problem = f" ({error})"
+    homes = np.stack([layer.physical_to_logical_E for layer in layers.values()]).astype("<i8").tobytes()
+    tokens = b"" if scheduled is None else np.ascontiguousarray(scheduled.tokens_MLRE).tobytes()
+    contents = (homes, sums.encode(), plan.digest().encode() + tokens, np.array(order, dtype="<i8").tobytes())
+    own = [*(digest_word(content) for content in contents), scheduled is not None, prepared]
+    told_RX = agreement.reach(Point.PLAN, own=own)
+    refuse_differences(Place(agreement.rank, -1, -1), told_RX[:, :2], ("homes of experts (relocate)", "sums"))
+    plan_R, order_R, usable_R, prepared_R = told_RX[:, 2:].unbind(dim=1)
+    known, all_prepared = bool((order_R == order_R[0]).all()), bool(prepared_R.all())
+    if unusable := (usable_R == 0).nonzero().flatten().tolist():
+        problem = f"ranks {unusable} hold a demand that the plan was not made for{problem}"
+    elif others := (plan_R != plan_R[0]).nonzero().flatten().tolist():
+        problem = (
+            f"ranks {others} hold another plan or demand than rank 0: make the plan on one rank and send it to the "
+            "others, or plan with the same demand and version everywhere and without a deadline"
+        )
+    else:
+        assert scheduled is not None, "every rank has a demand"
         _check_fit(plan, layers)
-        if (problem := _find_broken_rule(plan, scheduled)) is None:
-            return AgreedStep(scheduled, known, prepared)
+        if not (problem := _find_broken_rule(plan, scheduled)):
+            return AgreedStep(scheduled, known, all_prepared)
     if agreement.rank == 0:
         _log.warning("the plan is not followed, every expert runs at home: %s", problem)
-    return AgreedStep(None, known, prepared)
+    return AgreedStep(None, known, all_prepared)
 
 
-class MicroBatchMode(NamedTuple):
-    """What this rank is about to do in a micro-batch.
+def agree_on_micro_batch(
+    agreement: Agreement, micro_batch: int, *, training: bool, passes: int, prepared: bool, next_prepared: bool
+) -> tuple[bool, bool]:
+    """Return what all ranks have prepared, or are about to: this micro-batch, the one behind it; collective.
 
-    training        the model is in training mode: then activation checkpointing recomputes layers
-    passes          digest of what this rank's passes have left in resident slots (`Residency.digest`); 0 without any
-    prepared        this rank has prepared the micro-batch, or is doing so
-    next_prepared   the same of the micro-batch behind it
+    training   the model is in training mode: then activation checkpointing recomputes layers
+    passes     digest of what this rank's passes have left in its slots (`ReplicaSlots.digest`)
+    raises     EngineError, on all ranks, when they differ in micro-batch, gradients, training or passes: later messages
+               could match a wrong receive
     """
-
-    training: bool
-    passes: int
-    prepared: bool
-    next_prepared: bool
-
-
-def agree_on_micro_batch(agreement: Agreement, micro_batch: int, mode: MicroBatchMode) -> tuple[bool, bool]:
-    """Exchange what each rank is about to do; return what all ranks have prepared: this one, the next; collective.
-
-    raises   EngineError, on all ranks, when they differ in micro-batch, gradients, training or passes: later messages
-             could match a wrong receive
-    """
-    place = Place(agreement.rank, -1, micro_batch)
-    told_RX = agreement.reach(Point.MICRO_BATCH, micro_batch, [torch.is_grad_enabled(), *mode])
-    gradients_R, training_R, passes_R, prepared_R, next_R = told_RX.unbind(dim=1)
-    refuse_other_modes(
-        place,
-        [
-            Mode(gradients_R.tolist(), "enter with gradients", "without (torch.no_grad)"),
-            Mode(training_R.tolist(), "have the model in training mode", "in evaluation mode (model.eval())"),
-        ],
-    )
-    if (passes_R != passes_R[0]).any():
-        raise EngineError(
-            f"{place}: the ranks of the group are in states of resident slots (a number tells them apart) "
-            f"{passes_R.tolist()}: run forward and backward passes in one order on all ranks; optimizers step on all "
-            "ranks or on none"
-        )
-    return bool(prepared_R.all()), bool(next_R.all())
+    own = [torch.is_grad_enabled(), training, passes, prepared, next_prepared]
+    told_RX = agreement.reach(Point.MICRO_BATCH, micro_batch, own)
+    modes = ("gradients (torch.no_grad)", "training mode (model.eval())", "passes or optimizer steps")
+    refuse_differences(Place(agreement.rank, -1, micro_batch), told_RX[:, :3], modes)
+    this, following = told_RX[:, 3:].all(dim=0).tolist()
+    return this, following
 
 
 def routes_fit(rows: PreparedRows) -> bool:
@@ -138,72 +119,13 @@ def routes_fit(rows: PreparedRows) -> bool:
     return True not in rows.differs_R
 
 
-def _schedule(plan: StepPlan, demand: Demand) -> ScheduledDemand | PlanError:
-    """Return the demand under the schedule of the plan, or the error, the reason to run at home."""
-    try:
-        return plan.scheduled(demand)
-    except PlanError as error:
-        return error
-
-
-def _exchange_digests(
-    plan: StepPlan,
-    demand: ScheduledDemand | PlanError,
-    layers: list[BalancedEP],
-    sums: str,
-    routes: KnownRoutes,
-    agreement: Agreement,
-) -> Int64[Tensor, "R X"]:
-    """Return what all ranks tell; collective. Columns as in `_USABLE` and the others.
-
-    Told are: whether the demand fits the plan; two numbers each of digests of homes, sums, and plan with demand; one of
-    the order of micro-batches with known routes; whether the first of them is prepared.
-    """
-    homes = np.stack([layer.physical_to_logical_E for layer in layers]).astype("<i8").tobytes()
-    usable = not isinstance(demand, PlanError)
-    tokens = b"" if isinstance(demand, PlanError) else np.ascontiguousarray(demand.tokens_MLRE).tobytes()
-    parts = [digest_words(part) for part in (homes, sums.encode(), plan.digest().encode() + tokens)]
-    order = digest_words(np.array(routes.order, dtype="<i8").tobytes())[0]
-    return agreement.reach(Point.PLAN, own=[usable, *(word for part in parts for word in part), order, routes.prepared])
-
-
-def _find_disagreement(told_RX: Int64[Tensor, "R X"], demand: ScheduledDemand | PlanError) -> str | None:
-    """Return why the ranks cannot follow the plan; None: they can.
-
-    told_RX   see `_exchange_digests`
-    raises    EngineError when homes or sums differ: then running at home is wrong too
-    """
-
-    def differing(part: slice) -> list[int]:
-        return (told_RX[:, part] != told_RX[0, part]).any(dim=1).nonzero().flatten().tolist()
-
-    if ranks := differing(_HOMES):
-        raise EngineError(
-            f"ranks {ranks} have experts at other homes than rank 0, so weights are mixed up: relocate on all ranks "
-            "alike, and resume from the last checkpoint"
-        )
-    if ranks := differing(_SUMS):
-        raise EngineError(
-            f"ranks {ranks} execute with other sums than rank 0: pass the same to execute_plan on all ranks"
-        )
-    if unusable := (told_RX[:, _USABLE] == 0).nonzero().flatten().tolist():
-        own_reason = f" ({demand})" if isinstance(demand, PlanError) else ""
-        return f"ranks {unusable} hold a demand that the plan was not made for{own_reason}"
-    if ranks := differing(_PLAN):
-        return (
-            f"ranks {ranks} hold another plan or demand than rank 0: make the plan on one rank and send it to the "
-            "others, or plan with the same demand and version everywhere and without a deadline"
-        )
-    return None
-
-
-def _find_broken_rule(plan: StepPlan, demand: Demand) -> str | None:
-    """Return which rule the plan breaks; None: it is valid."""
+def _find_broken_rule(plan: StepPlan, demand: Demand) -> str:
+    """Return which rule the plan breaks; "": it is valid."""
     try:
         validate_plan(plan, plan.topology, demand)
     except PlanError as error:
         return str(error)
-    return None
+    return ""
 
 
 def _check_fit(plan: StepPlan, layers: dict[int, BalancedEP]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from relibra.parallel.preparation import Preparation
 from relibra.parallel.process_groups import make_same_ranks_group
-from relibra.parallel.replicas.gradient_buffers import GradientBuffers
 from relibra.parallel.replicas.slot_buffer import SlotBuffer
 from relibra.parallel.replicas.transfer import Transfer
 from relibra.planning.traffic.rank_tables import Place, Push
@@ -50,12 +48,6 @@ class GroupState:
         if self._like is None and homes is not None:
             self._like = {name: home.detach().new_empty((0, *home.shape[1:])) for name, home in homes().items()}
         return self._like
-
-    @cached_property
-    def gradient_buffers(self) -> GradientBuffers:
-        """Return the memory for gradients on their way home."""
-        assert self._like is not None, "a layer with replicas has run"
-        return GradientBuffers(self._like)
 
     def shared_buffer(self, num_slots: int) -> SlotBuffer:
         """Return the slots of all layers, allocated anew where they were of another number."""
@@ -98,11 +90,9 @@ class GroupState:
             self._push = None
 
     def forget(self) -> None:
-        """Note that the weights of all layers' slots are outdated, and release memory: a step is over or has failed."""
+        """Note that the weights of all layers' slots are outdated: a step is over or has failed."""
         if self.buffer is not None:
             self.buffer.forget()
-        if self._like is not None:
-            self.gradient_buffers.clear()
 
 
 def _make_push_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

@@ -2,8 +2,7 @@
 
 Each forward pass of each layer decides for itself, after its router (as UltraEP and MoonEP do): the ranks exchange how
 many token-slots each expert gets, every rank solves the same placement of replicas (`planning/baselines/live.py`), and
-the layer runs as under a plan (`layer.py`), forward and backward. Counts, solver, row lists and pushes are on the
-critical path; with known routes `execute_plan` has all of them ready before the layer begins.
+the layer runs as under a plan (`layer.py`). Counts, solver, row lists and pushes are on the critical path.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from relibra.cluster import Dispatch
 from relibra.errors import EngineError
-from relibra.parallel.agreement import Agreement, Point, digest_words
+from relibra.parallel.agreement import Agreement, Point, digest_word, refuse_differences
 from relibra.parallel.balanced import (
     BalancedEP,
     LayerInput,
@@ -66,11 +65,8 @@ class LiveSkew(NamedTuple):
 class _Live:
     """What does not change while a model balances live.
 
-    layers           by position
-    layer_ids        decoder layer of each
-    slots            of all layers on this rank
+    layers           by position, with the decoder layer of each
     ranks_per_node   copies stay inside a node
-    dispatch         how tokens reach other nodes
     chunk            token-slots of a chunk of canonical sums; None: fast sums
     """
 
@@ -178,17 +174,14 @@ def balance_live(
 ) -> Iterator[LiveBalancing]:
     """Balance the experts of a model that was loaded with `ep_implementation="relibra"`, without recorded routes.
 
-    Collective over the expert-parallel group; the first time for a model, which makes process groups, over all ranks.
-    Inside, every forward pass is balanced by its own routes, and its backward pass follows; call that inside too.
-    Outputs and gradients are those of the same model without balancing, up to the order of sums.
+    Collective over the expert-parallel group; the first time for a model over all ranks. Inside, every forward pass is
+    balanced by its own routes; call its backward pass inside too. Results are those without balancing, up to the order
+    of sums.
 
     slots            replicas per rank; all layers share them
     ranks_per_node   ranks that are one node, inside which copies stay; None: the whole group
-    tolerance        how far the busiest rank may stay above the lowest load that copies can reach, for fewer copies;
-                     as a share of that load
-    sums             as for `execute_plan`
-    dispatch         how often a token is sent to another node: "flat", once to each rank that computes it, or
-                     "hierarchical", once, and a rank there forwards it; on a CPU the bits are the same
+    tolerance        share by which the busiest rank may exceed the lowest load that copies can reach, for fewer copies
+    sums, dispatch   as for `execute_plan`, and `Cluster.dispatch`
     raises           EngineError when the model cannot be balanced, is executing a plan, or ranks differ in a setting;
                      and on all ranks when they run different layers or passes
 
@@ -222,7 +215,10 @@ def _begin_live(
     per_node = num_ranks if ranks_per_node is None else ranks_per_node
     _check_settings(slots, per_node, num_ranks, tolerance, dispatch)
     agreement = agreement_of(layers)
-    _agree_on_settings(layers, repr((slots, per_node, float(tolerance), sums, dispatch)), agreement)
+    homes = np.stack([layer.physical_to_logical_E for layer in layers]).astype("<i8").tobytes()
+    settings = repr((slots, per_node, float(tolerance), sums, dispatch)).encode()
+    told_RX = agreement.reach(Point.LIVE, own=[digest_word(homes), digest_word(settings)])
+    refuse_differences(Place(agreement.rank, -1, -1), told_RX, ("homes of experts", "settings of balance_live"))
     if slots and len(shapes := expert_shapes(layers)) > 1:
         raise EngineError(
             f"balance_live: the model has experts of different shapes, {shapes}: all layers use the same replica "
@@ -243,32 +239,14 @@ def _begin_live(
 
 def _check_settings(slots: int, per_node: int, num_ranks: int, tolerance: float, dispatch: Dispatch) -> None:
     """Raise EngineError for a setting that is not allowed."""
-    if not isinstance(slots, int) or not 0 <= slots <= MOST_SLOTS:
-        raise EngineError(f"balance_live: slots is {slots!r}: allowed are whole numbers from 0 to {MOST_SLOTS}")
-    if not 0 <= tolerance <= MOST_TOLERANCE:
-        raise EngineError(f"balance_live: tolerance is {tolerance}: allowed are shares from 0 to {MOST_TOLERANCE}")
-    if per_node < 1 or num_ranks % per_node:
-        raise EngineError(
-            f"balance_live: ranks_per_node {per_node} does not divide the {num_ranks} ranks of the expert-parallel "
-            "group: pass a divisor, or None"
-        )
-    if dispatch not in get_args(Dispatch):
-        raise EngineError(f"balance_live: dispatch is {dispatch!r}: allowed are {', '.join(get_args(Dispatch))}")
-
-
-def _agree_on_settings(layers: list[BalancedEP], settings: str, agreement: Agreement) -> None:
-    """Raise EngineError, on all ranks, where they differ in homes or settings; collective.
-
-    settings   text that differs if a setting does
-    """
-    homes = np.stack([layer.physical_to_logical_E for layer in layers]).astype("<i8").tobytes()
-    told_RX = agreement.reach(Point.LIVE, own=[*digest_words(homes), *digest_words(settings.encode())])
-    for what, part_RX in (("experts at other homes", told_RX[:, :2]), ("other settings", told_RX[:, 2:])):
-        if (part_RX != part_RX[0]).any():
-            ranks = (part_RX != part_RX[0]).any(dim=1).nonzero().flatten().tolist()
-            raise EngineError(
-                f"ranks {ranks} enter balance_live with {what} than rank 0: call it, and relocate, alike on all ranks"
-            )
+    for name, value, is_allowed, allowed in (
+        ("slots", slots, isinstance(slots, int) and 0 <= slots <= MOST_SLOTS, f"whole numbers from 0 to {MOST_SLOTS}"),
+        ("tolerance", tolerance, 0 <= tolerance <= MOST_TOLERANCE, f"shares from 0 to {MOST_TOLERANCE}"),
+        ("ranks_per_node", per_node, per_node > 0 and num_ranks % per_node == 0, f"divisors of {num_ranks} ranks"),
+        ("dispatch", dispatch, dispatch in get_args(Dispatch), ", ".join(get_args(Dispatch))),
+    ):
+        if not is_allowed:
+            raise EngineError(f"balance_live: {name} is {value!r}: allowed are {allowed}")
 
 
 def _exchange_counts(live: _Live, experts_TK: Int64[Tensor, "T K"], place: Place) -> Int64[ndarray, "R E"]:
@@ -280,17 +258,9 @@ def _exchange_counts(live: _Live, experts_TK: Int64[Tensor, "T K"], place: Place
     num_experts = len(live.layers[0].physical_to_logical_E)
     counts_E = torch.bincount(experts_TK.flatten(), minlength=num_experts)
     told_X = torch.cat([torch.tensor([place.layer_id, place.micro_batch, torch.is_grad_enabled()]), counts_E])
-    told_RX = torch.stack(all_gather(told_X, live.agreement.group, "the exchange of counts", place)).numpy()
-    if (told_RX[:, :3] != told_RX[0, :3]).any():
-        at = [
-            f"rank {rank} runs layer {layer} in pass {number} {'with' if gradients else 'without'} gradients"
-            for rank, (layer, number, gradients) in enumerate(told_RX[:, :3].tolist())
-        ]
-        raise EngineError(
-            f"the ranks of the group are in different passes ({'; '.join(at)}): run forward and backward passes alike "
-            "on all ranks, a filler batch on ranks without samples"
-        )
-    return told_RX[:, 3:]
+    told_RX = torch.stack(all_gather(told_X, live.agreement.group, "the exchange of counts", place))
+    refuse_differences(place, told_RX[:, :3], ("the layer", "the forward pass", "gradients"))
+    return told_RX[:, 3:].numpy()
 
 
 def _list_rows(live: _Live, tables: RankTables, experts_TK: Int64[Tensor, "T K"]) -> RowLists:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from relibra.errors import EngineError
 from relibra.parallel.agreement import Agreement
 from relibra.parallel.balanced import BalancedEP
-from relibra.parallel.fallback import MicroBatchMode, agree_on_micro_batch, routes_fit
+from relibra.parallel.fallback import agree_on_micro_batch, routes_fit
 from relibra.parallel.group_state import GroupState
 from relibra.parallel.preparation import PreparedStep
 from relibra.parallel.replicas.push_schedule import PushSchedule
@@ -32,12 +32,11 @@ from relibra.timeline import TimelineRecorder
 class ExecutedPlan:
     """A plan, the model that executes it, and this rank's part in it.
 
-    layers      of the model, by position in the plan
-    source      plan and demand as the user gave them
-    demand      under the schedule of the plan; None: the plan is not followed, every expert runs at home
-    slots       of this rank
-    chunk       token-slots of a chunk of canonical sums, whose order no plan changes (`canonical.py`); None: fast sums
-    routes      of micro-batches that are prepared ahead, in the order in which they run
+    layers   of the model, by position in the plan
+    source   plan and demand as the user gave them
+    demand   under the schedule of the plan; None: the plan is not followed, every expert runs at home
+    chunk    token-slots of a chunk of canonical sums (`canonical.py`); None: fast sums
+    routes   of micro-batches that are prepared ahead, in the order in which they run
     """
 
     model: nn.Module
@@ -147,13 +146,14 @@ def prepare_micro_batch(executed: ExecutedPlan, number: int, routes: BatchRoutes
     """
     state, preparation = executed.state, executed.state.preparation
     following = executed.micro_batch_after(number)
-    mode = MicroBatchMode(
+    prepared, next_prepared = agree_on_micro_batch(
+        executed.agreement,
+        number,
         training=executed.model.training,
         passes=executed.slots.digest(),
         prepared=executed.holds(number, routes),
         next_prepared=following is None or executed.holds(following, executed.routes[following]),
     )
-    prepared, next_prepared = agree_on_micro_batch(executed.agreement, number, mode)
     executed.slots.end_pass()
     if executed.demand is None:
         return None

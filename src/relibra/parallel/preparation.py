@@ -46,10 +46,7 @@ class PreparedStep:
 
 
 class _Kept(NamedTuple):
-    """Rows of a micro-batch, or their preparation under way.
-
-    routes   that they are prepared from, if the caller still holds them; None: this rank has no sample
-    """
+    """Rows of a micro-batch, or their preparation under way, and their routes; None: this rank has no sample."""
 
     routes: weakref.ref[BatchRoutes] | None
     rows: Future[PreparedRows]

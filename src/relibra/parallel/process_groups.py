@@ -38,9 +38,8 @@ def make_same_ranks_group(
 def _make_group(members: tuple[int, ...], timeout: timedelta, backend: str | None) -> dist.ProcessGroup:
     """Make one group; collective over all ranks.
 
-    Beside a default group of NCCL that is bound to a device, torch lets ranks that are not in the new group take part
-    in a split of the default communicator, for which those of a gloo group never come: both would wait forever
-    (pytorch/pytorch#145376). So the default group is not bound while a gloo group is made.
+    While a gloo group is made the default group is not bound to a device: else torch makes ranks outside of the new
+    group wait for a split of the default communicator (pytorch/pytorch#145376).
     """
     default = dist.group.WORLD
     assert default is not None, "a model on several ranks has process groups"

@@ -1,12 +1,9 @@
 """`relocate`: move experts to other homes, with their gradients and optimizer states.
 
 The rows of an expert in a parameter, in its gradient and in each optimizer state of its shape travel together, as
-bytes. What each rank sends and receives follows from the old and the new map, so no counts are exchanged. Parameters,
-gradients and states are written in place, so FSDP and the optimizer keep the same tensors.
-
-A layer is written only after a collective has confirmed that all of its rows have arrived on all ranks. A transfer that
-fails leaves the layer as it was, and the layers before it moved. If a rank is lost after that and before it has
-written, its rows are lost: the job resumes from its last checkpoint.
+bytes; counts follow from the old and the new map. They are written in place, so FSDP and the optimizer keep the same
+tensors, and only after a collective has confirmed that all rows of the layer have arrived on all ranks: a transfer that
+fails leaves the layer as it was, and the layers before it moved.
 """
 
 from __future__ import annotations
@@ -58,8 +55,7 @@ def relocate(
     optimizer                 the one that trains the experts; its state follows them. None: there is none yet
     raises                    EngineError before anything moves when maps differ between ranks or are no permutations,
                               a plan is being executed, layers balance live, gradients wait to be reduced, or the
-                              optimizer keeps a state that cannot be cut by experts. Also when some ranks do something
-                              else instead, and when a transfer fails or outlasts the group's time-out
+                              optimizer keeps a state that cannot be cut by experts; and when a transfer fails
     """
     start = time.perf_counter()
     layers = balanced_layers(model)

@@ -15,15 +15,13 @@ from relibra.timeline import TimelineRecorder
 class PushSchedule:
     """The pushes of one micro-batch. All ranks of the group start the same pushes in the same order.
 
-    forward    before_forward      first layer that lacks weights
-               before_layer        this layer, unless it was pushed early
-               after_layer         next layer that lacks weights
-    backward   before_layer        this layer again, unless its weights are still in the slots
-               after_gradients     previous layer that lacks weights: the gradients of this one have left the slots
+    forward    before_forward    first layer that lacks weights
+               before_layer      this layer, unless it was pushed early
+               after_layer       next layer that lacks weights
+    backward   before_layer      this layer again, unless its weights are still in the slots
+               after_gradients   previous layer that lacks weights: the gradients of this one have left the slots
 
-    Slots of all layers lack weights as soon as another layer has used them; those of a layer when an expert comes, or,
-    with micro-batches in flight, when the slot was given to another expert before the backward pass. Early pushes need
-    weights that exist before their layer runs, and slots, whose types the first layer with replicas shows when it runs.
+    Early pushes need slots, whose types the first layer with replicas shows when it runs.
 
     tables_L        by position of the layer
     homes_L         functions that return the local parameters of each layer

@@ -10,9 +10,7 @@ One layer, in the order of the forward pass; the backward pass runs the right co
     experts of replicas                             experts of replicas
     RefillSlots              view the outputs       push lacking weights again, wait for them
 
-Autograd runs ready functions latest first. So gradients of replicas are on their way before the backward pass of the
-experts at home begins, and travel during it.
-
+Autograd runs ready functions latest first, so gradients of replicas travel during the backward pass of the homes.
 Gradients go home where the stay of a replica ends (`residency.py`), summed over its micro-batches; from slots of all
 layers in each one. A sum goes home also where the replica is idle by then, or where the micro-batch does not follow the
 plan (`ReturnWaitingGradients`).
@@ -61,8 +59,9 @@ class GradientReturn:
         returns = self._slots.add_gradients(micro_batch, self._position, pushes, self._buffer, of_trained)
         self._transfer = transfer = self.transfer([returned.push for returned in returns])
         for name in trained:
-            wire = self._slots.wire_type(name)
-            arriving = {n: self._slots.state.gradient_buffers.take(name, wire) for n, _ in transfer.of_homes}
+            like = self._buffer.weights[name]
+            wire = self._slots.wire_type(like)
+            arriving = {n: like.new_empty(like.shape[1:], dtype=wire) for n, _ in transfer.of_homes}
             transfer.start({n: returns[n].rows[name].to(wire) for n, _ in transfer.of_slots}, arriving)
             self._arriving[name] = arriving
 
@@ -87,7 +86,6 @@ class GradientReturn:
                 sums[slot] = (sums[slot] if slot in sums else of_home[slot].to(wide)) + row.to(wide)
             for slot, total in sums.items():  # rounded once
                 of_home[slot] = total
-            self._slots.state.gradient_buffers.give_back(name, rows.values())
 
 
 class LayerReplicas:

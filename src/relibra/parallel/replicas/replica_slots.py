@@ -93,27 +93,25 @@ class ReplicaSlots:
                 "replicas would not go home, so call backward() inside"
             )
         settled = Settled.at_once(pushes) if residency is None else residency.settle(micro_batch, layer, pushes)
-        own = {(rank, push.slot) for push in pushes if push.replica == rank}
         alone = settled.fresh & {(push.replica, push.slot) for push in settled.after}  # no sum is made
-        sums = [
-            ReturnedGradient(push, {name: row.clone() for name, row in buffer.sums(push.slot).items()})
+        before = {push.slot: buffer.sums(push.slot, clone=True) for push in settled.before if push.replica == rank}
+        for push in pushes:
+            if push.replica == rank and (rank, push.slot) not in alone:
+                buffer.add(push.slot, gradients, fresh=(rank, push.slot) in settled.fresh)
+        after = {
+            push.slot: buffer.rows(gradients, push.slot) if (rank, push.slot) in alone else buffer.sums(push.slot)
+            for push in settled.after
             if push.replica == rank
-            else ReturnedGradient(push, {})
-            for push in settled.before
+        }
+        return [
+            ReturnedGradient(push, rows[push.slot] if push.replica == rank else {})
+            for ends, rows in ((settled.before, before), (settled.after, after))
+            for push in ends
         ]
-        for at in own - alone:
-            buffer.add(at[1], gradients, fresh=at in settled.fresh)
-        for push in settled.after:
-            at, rows = (push.replica, push.slot), dict[str, Tensor]()
-            if push.replica == rank:
-                rows = self._rows(gradients, push.slot) if at in alone else buffer.sums(push.slot)
-            sums.append(ReturnedGradient(push, rows))
-        return sums
 
-    def wire_type(self, name: str) -> torch.dtype:
-        """Return the type in which gradients of a parameter travel."""
-        like = self.state.gradient_buffers.dtype(name)
-        return like if self._wire == "model" else torch.promote_types(like, torch.float32)
+    def wire_type(self, weights: Tensor) -> torch.dtype:
+        """Return the type in which gradients of these weights travel."""
+        return weights.dtype if self._wire == "model" else torch.promote_types(weights.dtype, torch.float32)
 
     def begin_forward(self, micro_batch: int, *, training: bool) -> None:
         """Note that a forward pass begins: a new round over the micro-batches starts without weights."""
@@ -167,7 +165,3 @@ class ReplicaSlots:
             handle.remove()
             self._open = False
             self._of_layers.clear()
-
-    def _rows(self, gradients: Mapping[str, Tensor | None], slot: int) -> dict[str, Tensor]:
-        zeros = self.state.gradient_buffers.zeros
-        return {name: zeros(name) if gradient is None else gradient[slot] for name, gradient in gradients.items()}

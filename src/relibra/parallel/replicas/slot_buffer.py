@@ -71,9 +71,16 @@ class SlotBuffer:
             if gradient is not None:
                 row.add_(gradient[slot])
 
-    def sums(self, slot: int) -> dict[str, Tensor]:
-        """Return the sums of one slot by parameter."""
-        return {name: sums[slot] for name, sums in self._sums.items()}
+    def rows(self, gradients: Mapping[str, Tensor | None], slot: int) -> dict[str, Tensor]:
+        """Return the gradients of one slot by parameter; zeros where nothing was computed."""
+        return {
+            name: torch.zeros_like(self.weights[name][slot]) if gradient is None else gradient[slot]
+            for name, gradient in gradients.items()
+        }
+
+    def sums(self, slot: int, *, clone: bool = False) -> dict[str, Tensor]:
+        """Return the sums of one slot by parameter; `clone`: what is added later does not change them."""
+        return {name: sums[slot].clone() if clone else sums[slot] for name, sums in self._sums.items()}
 
     def _missing(self, pushes: Sequence[Push]) -> list[Push]:
         return [push for push in pushes if self._held_RB[push.replica, push.slot] != push.expert]

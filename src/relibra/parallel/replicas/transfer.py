@@ -35,11 +35,8 @@ class Transfer:
         pushes      of all ranks, the same list on every rank
         homewards   True: gradients, from slots to homes; False: weights, from homes to slots
         """
-        self.place, self.of_homes, self.of_slots = (
-            place,
-            from_homes_on(place.rank, pushes),
-            to_slots_on(place.rank, pushes),
-        )
+        self.place = place
+        self.of_homes, self.of_slots = from_homes_on(place.rank, pushes), to_slots_on(place.rank, pushes)
         self._pushes, self._group, self._recorder = pushes, group, recorder
         self._stage = "return" if homewards else "push"
         self._works: list[dist.Work] = []

@@ -22,12 +22,8 @@ _LOST_PEER = re.compile(r"gloo/(transport|rendezvous)|closed by peer|reset by pe
 `DistError`."""
 
 Stage = Literal["dispatch", "combine", "dispatch in node", "combine in node"]
-_BACK: dict[Stage, Stage] = {
-    "dispatch": "combine",
-    "combine": "dispatch",
-    "dispatch in node": "combine in node",
-    "combine in node": "dispatch in node",
-}
+_BACK: dict[Stage, Stage] = {"dispatch": "combine", "dispatch in node": "combine in node"}
+_BACK |= {back: there for there, back in _BACK.items()}
 
 
 @contextmanager

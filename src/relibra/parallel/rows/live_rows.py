@@ -55,14 +55,6 @@ def may_join(live_R: Int64[ndarray, " R"], planned_R: Int64[ndarray, " R"]) -> b
     return 0 < int(live_R.sum()) <= MOST_SHARE * float(planned_R.mean())
 
 
-class JoinedTokens(NamedTuple):
-    """The lists of a layer with the live rows of each rank behind its planned ones; see `TokenRows`, `LiveRows`."""
-
-    arrived_Y: Int64[ndarray, " Y"]
-    token_Z: Int64[ndarray, " Z"]
-    arrived_A: Int64[ndarray, " A"]
-
-
 def join_tokens(
     arrived_Y: Int32[ndarray, " Y"],
     receive_R: Int64[ndarray, " R"],
@@ -70,8 +62,8 @@ def join_tokens(
     send_R: Int64[ndarray, " R"],
     live_V: Int64[ndarray, " V"],
     live_R: Int64[ndarray, " R"],
-) -> JoinedTokens:
-    """Return the lists of a layer with the live rows of all ranks.
+) -> tuple[Int64[ndarray, " Y"], Int64[ndarray, " Z"], Int64[ndarray, " A"]]:
+    """Return arrived rows, tokens and arrived live rows of a layer, live rows behind the planned ones of each rank.
 
     arrived_Y, receive_R   arrived row of each planned row that is computed here, and how many come from each rank
     token_Z, send_R        planned rows that go out, and how many to each rank
@@ -83,7 +75,7 @@ def join_tokens(
     first_R = (end_R + before_R).tolist()
     arrived_A = [np.arange(first, first + live) for first, live in zip(first_R, live_R.tolist(), strict=True)]
     pieces = [piece for tokens in np.split(token_Z, np.cumsum(send_R)[:-1]) for piece in (tokens, live_V)]
-    return JoinedTokens(arrived_Y + before_R[source_Y], np.concatenate(pieces), np.concatenate(arrived_A))
+    return arrived_Y + before_R[source_Y], np.concatenate(pieces), np.concatenate(arrived_A)
 
 
 def exchange_choices(

@@ -1,9 +1,8 @@
 """`PreparedRows`: tables and row lists of all layers of a micro-batch, made on the host before its first layer runs.
 
-The plan gives the counts. It does not say which tokens have two experts on one rank: only the source rank has their
-routes. So, once per micro-batch, each source sends row numbers for all layers to each destination (4 bytes per
-token-slot), and layers then exchange rows only. (Sending a token once: UniEP, arXiv 2604.19241.) The same message says
-whether the routes of the source are those of the plan; its size follows from the plan, whatever the routes are.
+The plan gives the counts. Which tokens have two experts on one rank only their source knows. So, once per micro-batch,
+each source sends row numbers for all layers to each destination (4 bytes per token-slot), and whether its routes are
+those of the plan; layers then exchange rows only. (Sending a token once: UniEP, arXiv 2604.19241.)
 """
 
 from __future__ import annotations
@@ -127,7 +126,8 @@ def prepare_rows(
     pinned      the lists lie in page-locked memory, from which a GPU copies beside its work
     raises      EngineError when a peer is gone or the group's time-out has passed
     """
-    tables, rows_L = _Stacked.of(tables_L), [int(one.receive_RP.sum()) for one in tables_L]
+    names, rows_L = ("tokens_E", "send_RP", "first_RP", "receive_RP"), [int(one.receive_RP.sum()) for one in tables_L]
+    tables = _Stacked(*(np.stack([getattr(one, name) for one in tables_L]) for name in names))
     choices, computed = int(tables.send_LRP.sum()), sum(rows_L)
     room = [choices, computed, computed, computed * send_once, choices * send_once]
     numbers = torch.empty(sum(room), dtype=torch.int32, pin_memory=pinned)
@@ -188,13 +188,13 @@ def _join(rows: SentRows, kinds: RowKinds | None, live_R: Int64[ndarray, " R"]) 
     """Return the same with the live rows of each rank behind its planned ones."""
     live_V = np.zeros(0, dtype=np.int64) if kinds is None else kinds.live_V.numpy()
     columns = zip(rows.arrived_L, rows.receive_LR, rows.token_L, rows.send_LR, strict=True)
-    joined_L = [join_tokens(*of_layer, live_V, live_R) for of_layer in columns]
+    arrived_L, token_L, live_L = zip(*(join_tokens(*of_layer, live_V, live_R) for of_layer in columns), strict=True)
     return SentRows(
-        token_L=[joined.token_Z for joined in joined_L],
+        token_L=token_L,
         send_LR=rows.send_LR + len(live_V),
         receive_LR=rows.receive_LR + live_R,
-        arrived_L=[joined.arrived_Y for joined in joined_L],
-        live_L=[joined.arrived_A for joined in joined_L],
+        arrived_L=arrived_L,
+        live_L=live_L,
     )
 
 
@@ -222,15 +222,6 @@ class _Stacked(NamedTuple):
     send_LRP: Int64[ndarray, "L R P"]
     first_LRP: Int64[ndarray, "L R P"]
     receive_LRP: Int64[ndarray, "L R P"]
-
-    @staticmethod
-    def of(tables_L: Sequence[RankTables]) -> _Stacked:
-        return _Stacked(
-            np.stack([tables.tokens_E for tables in tables_L]),
-            np.stack([tables.send_RP for tables in tables_L]),
-            np.stack([tables.first_RP for tables in tables_L]),
-            np.stack([tables.receive_RP for tables in tables_L]),
-        )
 
 
 class _OwnRows(NamedTuple):

@@ -5,11 +5,9 @@ token). The relay forwards each row to the ranks of its node that compute for it
 relay adds those of its node, one row crosses back, the source adds over nodes (as DeepEP does; the ranks of one number
 are a *rail*).
 
-The order of sums is the same when each rank is sent its rows directly (`flat`): the source then adds per (node, token)
-first, as the relays would, and rounds. So both ways give the same bits.
-
-All lists follow from those of the flat exchange. Relays are told theirs when the micro-batch is prepared, in two
-messages: counts, then 4 bytes per forwarded row.
+When each rank is sent its rows directly (`flat`), the source adds per (node, token) first, as the relays would, and
+rounds: both give the same bits. All lists follow from those of the flat exchange. Relays get theirs when the
+micro-batch is prepared, in two messages: counts, then 4 bytes per forwarded row.
 """
 
 from __future__ import annotations

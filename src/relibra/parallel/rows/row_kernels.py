@@ -205,10 +205,8 @@ def place_forwarded(rows_NL, send_NLG, message_X, forward_Y) -> None:
 
     rows_NL     rows that came from each node
     send_NLG    rows from each node that go to each rank of the own node
-    message_X   by source node, layer and rank of the own node: the rows that go there, numbered among those of the
-                layer that came from the node
-    forward_Y   receives the rows, numbered among all of the layer that came: by layer, rank of the own node, source
-                node, token
+    message_X   by source node, layer, own rank: the rows that go there, numbered among the layer's from the node
+    forward_Y   receives the rows, numbered among all of the layer: by layer, own rank, source node, token
     """
     N, L, G = send_NLG.shape
     read_N = np.zeros(N, np.int64)  # next entry of each node
