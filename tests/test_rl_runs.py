@@ -161,23 +161,25 @@ def test_balancers_are_held_against_static_with_the_same_sums(capsys):
     rows = rl.result_rows(
         [
             case("static", "fast", run(2.0, None)),
+            case(rl.EXECUTOR, "fast", run(2.0, None)),
             case("relibra", "fast", run(1.0, 1.1, reward=0.6)),
             case("static", "canonical", run(3.0, 1.5)),
+            case(rl.EXECUTOR, "canonical", run(3.0, 1.5)),
             case("relibra", "canonical", run(2.0, 1.1)),
         ]
     )
-    assert [row["ratio_train"] for row in rows] == [1, 2, 1, 1.5]
+    assert [row["ratio_train"] for row in rows] == [1, 1, 2, 1, 1, 1.5]
     assert rows[0]["expert_share"] == pytest.approx(0.6)
-    assert [row["ratio_to_static"] for row in rows] == [1, 2, 1, 1.5]
-    assert [row["planned_skew"] for row in rows] == [1.5, 1.1, 1.5, 1.1]
-    assert [row["same_as_static"] for row in rows] == [True, False, True, True]
-    assert rows[1]["plan_share"] == pytest.approx(0.01)
+    assert [row["ratio_to_static"] for row in rows] == [1, 1, 2, 1, 1, 1.5]
+    assert [row["planned_skew"] for row in rows] == [1.5, 1.5, 1.1, 1.5, 1.5, 1.1]
+    assert [row["same_as_static"] for row in rows] == [True, True, False, True, True, True]
+    assert rows[2]["plan_share"] == pytest.approx(0.01)
     lines = rl.summary(rows)
     assert "60%" in lines[0]
     assert lines[1].endswith("reached")
-    assert lines[2].endswith("reached")
-    assert "1.0%" in lines[3]
-    assert lines[5].endswith("are the same")
+    assert lines[3].endswith("reached")
+    assert "1.0%" in lines[4]
+    assert lines[6].endswith("are the same")
     rl.print_rows(rows)
     assert "relibra, fast sums" in capsys.readouterr().out
 

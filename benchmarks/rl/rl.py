@@ -62,7 +62,7 @@ QUICK = (
     "rollout.prompts_per_step=8",
     "rollout.max_response=24",
 )
-TRAIN_TARGET, STEP_TARGET = 1.25, 1.12
+TRAIN_TARGET, STEP_TARGET = 1.45, 1.27
 """Recompute and update, and the whole step: seconds of static / seconds with plans."""
 PLAN_TARGET = 0.02
 """Planning, as a share of the step."""
