@@ -155,8 +155,8 @@ def train_planned() -> tuple[list[float], dict[str, torch.Tensor]]:
 
 def make_plan(demand: ScheduledDemand, previous: StepPlan | None) -> StepPlan:
     """Return the plan, the same on all ranks as demand and budget are: first with other homes, then with replicas."""
-    budget = Budget(slots=0 if previous is None else 1, place_samples=False, cross_node_copies=True, objective="tokens")
-    return plan_step(demand, cluster_preset("laptop", RANKS, 1), budget, previous=previous)
+    budget = Budget(slots=0 if previous is None else 1, pack_samples=False)
+    return plan_step(demand, cluster_preset("laptop", RANKS, 1), budget, "relibra_paper_anywhere", previous=previous)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ trace = domain_trace(shape, np.random.default_rng(0))  # or read_trace("runs/dem
 cluster = cluster_preset("h100x8", num_ranks=8, ranks_per_node=4)
 demand = schedule_samples(trace, rank_tokens=128, num_ranks=8)  # a trainer has its own schedule: Demand.with_schedule
 
-plan = plan_step(demand, cluster, Budget(slots=1, objective="tokens"))
+plan = plan_step(demand, cluster, Budget(slots=1), "relibra_paper_tokens")  # without a name: the least seconds
 validate_plan(plan, cluster.topology, demand)
 for lever, skew in lever_gaps(plan, demand):
     print(f"{lever:<17} {skew:.3f}")
@@ -22,8 +22,8 @@ print("\n".join(explain_plan(plan, demand, layer=1).splitlines()[2:4]))
 # static            1.279
 # schedule          1.279
 # homes             1.068
-# replicas          1.004
-# cross-node copies 1.004
+# replicas          1.013
+# cross-node copies 1.013
 # bound             1.004
-# expert 23 (278 token-slots) gets a copy: 70 on rank 1, because its home, rank 3, is at 1.14 x mean
-# expert 28 (158 token-slots) gets a copy: 36 on rank 0, because its home, rank 2, is at 1.07 x mean
+# expert 23 (278 token-slots) gets a copy: 66 on rank 1, because its home, rank 3, is at 1.14 x mean
+# expert 28 (158 token-slots) gets a copy: 32 on rank 0, because its home, rank 2, is at 1.07 x mean

@@ -61,7 +61,8 @@ def main() -> None:
         processing_class=tokenizer(),
         callbacks=[PrintSteps()],
         cluster="h100x8",  # the machine to plan for
-        budget=Budget(slots=1, objective="tokens"),  # even loads; without it, the least seconds of the machine
+        budget=Budget(slots=1),
+        balancer="relibra_paper_tokens",  # even loads; without it, the least seconds of the machine
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()

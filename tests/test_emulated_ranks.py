@@ -38,9 +38,7 @@ def demand():
 def test_counts_are_those_of_the_plan(demand, balancer):
     from benchmarks.runtime.emulated_ranks import planned_counts
 
-    plan = plan_step(
-        demand, cluster_preset("h100x8", 8), Budget(slots=1, objective="tokens"), balancer, never_worse=False
-    )
+    plan = plan_step(demand, cluster_preset("h100x8", 8), Budget(slots=1), balancer, never_worse=False)
     scheduled = plan.scheduled(demand)
     for m in range(4):
         for layer in range(2):
@@ -208,7 +206,7 @@ def test_rows_that_ranks_prepare_one_after_another_are_those_of_ranks_that_talk(
     trace = domain_trace(shape, np.random.default_rng(0), sigma=1.2)
     step = executor_path.cut_step(trace, 32, 4, layers=2, micro_batches=2)
     assert step.demand.tokens_MLRE.shape == (2, 2, 4, 16)
-    plan = plan_step(step.demand, cluster_preset("h100x8", 4, 4), Budget(slots=1, objective="tokens"), "relibra")
+    plan = plan_step(step.demand, cluster_preset("h100x8", 4, 4), Budget(slots=1), "relibra_paper_tokens")
     layers = executor_path.prepared_layers(plan, step, 1, 0, pinned=False)
     lists_R = [one.rows.lists_on(CPU, None)[0] for one in layers]
     experts_RTK = [step.trace.experts_TLK[step.trace.sample_rows(4 + rank)][:, 0] for rank in range(4)]

@@ -95,6 +95,6 @@ def test_plans_of_the_example_are_legal(name):
 def test_relibra_balances_the_step_of_the_example_further():
     (example, experts_MLRTK), demand = _example(), _demand()
     cluster = cluster_preset("h100x8", example.R, ranks_per_node=4)
-    plan = plan_step(demand, cluster, Budget(slots=example.B, objective="tokens", place_samples=False))
+    plan = plan_step(demand, cluster, Budget(slots=example.B, pack_samples=False), "relibra_paper_tokens")
     lowest = min(example.price_plan(_plan(name), experts_MLRTK)["skew"] for name in PLANS)
     assert plan.skew(demand) < lowest - 0.02

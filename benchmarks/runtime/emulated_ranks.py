@@ -52,7 +52,7 @@ BALANCERS = (
     "flashlb",
     "balanced",
     "relibra",
-    "relibra+packing+cross-node",
+    "relibra_paper_anywhere",
 )
 EQUAL = "equal counts"
 """Not a balancer: as if routing itself were forced to give every rank and every expert the same number of rows."""

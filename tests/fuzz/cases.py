@@ -207,9 +207,7 @@ def use_demand(demand):
 
 def plan_file(rng, folder):
     plan, demand = _step()
-    names = (
-        "balancer num_nodes ranks_per_node resident gradient_wire scope plan_seconds objective demand_digest cut_short"
-    )
+    names = "balancer num_nodes ranks_per_node resident gradient_wire scope plan_seconds demand_digest"
     facts = {name: getattr(plan, name) for name in names.split()}
     facts |= {"predicted": dict(plan.predicted), "digest": plan.digest()}
     read = read_plan(_tensor_file(rng, folder / "p.safetensors", PLAN, plan, facts, write_plan))

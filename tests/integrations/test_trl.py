@@ -77,7 +77,7 @@ def test_a_run_under_plans_is_the_run_without(tmp_path):
 
 
 def test_routes_stay_while_the_weights_change(tmp_path):
-    """Several iterations over a generation batch, optimizer steps between its micro-batches, resident replicas."""
+    """Several iterations over a generation batch, optimizer steps between its micro-batches."""
     twice = {"num_iterations": 2, "max_steps": 4}
     between = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 4}
     cases = {}
@@ -85,16 +85,14 @@ def test_routes_stay_while_the_weights_change(tmp_path):
         cases |= {
             f"{name}, replayed": Case(options=options, **REPLAY),
             f"{name}, planned": Case(options=options),
-            f"{name}, resident": Case(options=options, budget={"slots": 2, "resident_slots": 2}),
         }
     found = train(cases, tmp_path)
     for name in ("twice", "between", "both"):
         expected = found[f"{name}, replayed"]
         assert any(log["relibra/disagreement"] > 0 for log in expected[0]["logs"])  # routers would choose others by now
-        for kind in ("planned", "resident"):
-            assert_same_run(found[f"{name}, {kind}"], expected)
-            assert_followed_plans(found[f"{name}, {kind}"])
-            assert_same_weights(tmp_path, f"{name}, {kind}", f"{name}, replayed")
+        assert_same_run(found[f"{name}, planned"], expected)
+        assert_followed_plans(found[f"{name}, planned"])
+        assert_same_weights(tmp_path, f"{name}, planned", f"{name}, replayed")
 
 
 def test_gradients_of_two_generation_batches_and_an_uneven_end_of_an_epoch(tmp_path):

@@ -30,7 +30,7 @@ class Case:
     """One run.
 
     trainer   "stock": TRL's; "replay": no plans; "planned"
-    budget    of plans, beside the objective
+    budget    of plans for even token-slots
     options   of GRPOConfig
     engine    routes come from the model as it was before training, without those of last tokens
     lost      error of the engine on the last rank, in the second generation batch
@@ -144,7 +144,7 @@ def run_on_rank(case: Case, folder: Path, name: str) -> dict[str, Any]:
 
     more = {}
     if case.trainer == "planned":
-        more = {"cluster": "h100x8", "budget": Budget(objective="tokens", **case.budget)}
+        more = {"cluster": "h100x8", "balancer": "relibra_paper_tokens", "budget": Budget(**case.budget)}
     if case.engine:
         more["engine_routes"] = EarlyRoutes(folder, case.lost)
     world = dist.get_world_size()

@@ -20,7 +20,7 @@ from tests.rl.ranks_at_work import (
 )
 
 TPPO = ("algorithm.preset=tppo", "rollout.window=4", "algorithm.tail_drop=1", "run.steps=4")
-EVEN = ("plan.objective=tokens",)
+EVEN = ("plan.balancer=relibra_paper_tokens",)
 """On processes that share cores, copies of experts this small never pay."""
 REFILL = (*TPPO, "rollout.window=12", "rollout.max_response=24", "rollout.refill=true")
 SETTINGS_OF_PPO = {

@@ -124,8 +124,8 @@ def make_plan(ids_MTLK, slots=2, home_map=None):
         layer_ids=np.arange(LAYERS),
         physical_to_logical_map=(logical if home_map is None else home_map).astype(np.int16),
     )
-    budget = Budget(slots=slots, move_homes=False, place_samples=False, objective="tokens")
-    return plan_step(demand, cluster_preset("laptop", RANKS), budget, previous=homes), demand
+    budget = Budget(slots=slots, move_homes=False, pack_samples=False)
+    return plan_step(demand, cluster_preset("laptop", RANKS), budget, "relibra_paper_tokens", previous=homes), demand
 
 
 def work(rank, folder, cases, world, parallel):

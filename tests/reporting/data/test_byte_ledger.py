@@ -28,8 +28,8 @@ def _step(seed, nodes, per_node, *, top_k=3, tokens=40, slots=1, cross=False, di
     trace = domain_trace(shape, np.random.default_rng(seed), num_domains=2)
     cluster = replace(cluster_preset("h100x8", nodes * per_node, per_node), dispatch=dispatch)
     demand = cut_recorded(trace, tokens, cluster.num_ranks)
-    budget = Budget(slots=slots, objective="tokens", cross_node_copies=cross)
-    plan = plan_step(demand, cluster, budget)
+    balancer = "relibra_paper_anywhere" if cross else "relibra_paper_tokens"
+    plan = plan_step(demand, cluster, Budget(slots=slots), balancer)
     return trace, cluster, demand, plan
 
 

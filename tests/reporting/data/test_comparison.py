@@ -7,7 +7,6 @@ import pytest
 
 from relibra import Demand, PlanError
 from relibra.cluster import cluster_preset
-from relibra.planning.analysis import comparison
 from relibra.planning.analysis.bounds import any_homes_bound
 from relibra.planning.analysis.levers import lever_bounds, lever_gaps
 from relibra.planning.balancer import Balancer
@@ -15,6 +14,7 @@ from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import expert_shape
 from relibra.planning.planner import plan_step
 from relibra.planning.registry import BALANCERS
+from relibra.reporting.data import comparison
 from relibra.reporting.data.comparison import (
     compare,
     compile_kernels,
@@ -59,7 +59,7 @@ def test_figures_are_those_of_a_slow_count(demand):
     assert (row.copies, row.cross_node_copies) == (copies, away)
     assert row.copies_per_micro_batch_layer == pytest.approx(copies / 18)
     moved = (plan.home_LE != np.repeat(np.arange(4), 2)).sum()
-    assert (row.moved_experts, row.moved_bytes) == (moved, moved * EXPERT.state_bytes)
+    assert (row.moved_experts, row.bytes.moves.total) == (moved, moved * EXPERT.state_bytes)
     assert row.gap == pytest.approx(row.skew / row.bound - 1)
     lowest_ML = any_homes_bound(plan.scheduled(demand).load_MLE, 4, 2, 1, "cluster")
     assert row.bound_any_homes == pytest.approx(lowest_ML.sum() / mean.sum())
@@ -68,10 +68,11 @@ def test_figures_are_those_of_a_slow_count(demand):
     assert (row.predicted_seconds, row.exposed_seconds) == (plan.predicted["total"], plan.predicted["copies"])
     assert (row.slots, row.slots_used) == (1, 1)
     assert row.slot_bytes == EXPERT.weight_bytes + EXPERT.gradient_bytes
-    assert (row.pushed_bytes, row.copy_bytes) == (
-        2 * copies * EXPERT.weight_bytes,
-        copies * (2 * EXPERT.weight_bytes + EXPERT.gradient_bytes),
-    )
+    of_layer_ML = (plan.replica_MLRB >= 0).sum(axis=(2, 3))
+    still_there = sum(of_layer[of_layer > 0][-1] for of_layer in of_layer_ML if of_layer.any())
+    assert row.bytes.weights.total == (2 * copies - still_there) * EXPERT.weight_bytes
+    assert row.bytes.gradients.total == copies * EXPERT.weight_bytes
+    assert row.bytes.gradients.between == away * EXPERT.weight_bytes
     assert row.cross_node_share == row.cross_node_token_slots / load_MLR.sum()
 
 
@@ -84,7 +85,7 @@ def test_every_balancer_gives_a_valid_row(demand):
     paper = rows["relibra_paper_tokens"]
     assert rows["static"].scope == paper.scope == "node"
     assert describe_scopes([rows["static"], rows["eplb"]]) == "inside the node: static; anywhere: eplb"
-    assert rows["static"].copies == rows["static"].moved_bytes == 0
+    assert rows["static"].copies == rows["static"].bytes.moves.total == 0
     assert paper.cross_node_copies == 0
     assert paper.skew <= min(rows[name].skew for name in ("ultraep", "feplb", "moonep_node"))  # inside the node too
     assert rows[TOKENS].skew <= min(paper.skew, 1.01)

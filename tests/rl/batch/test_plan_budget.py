@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from relibra.cluster import cluster_preset
+from relibra.planning.budget import Budget
 from relibra.rl.batch.plan_budget import plan_budget, slot_memory
 from relibra.rl.config.run_config import load_config
 from relibra.rl.config.settings import PlanSettings
@@ -13,11 +14,10 @@ from relibra.routing.demand import Demand
 from relibra.simulation import Execution, memory_for_slots, model_shape
 
 
-@pytest.mark.parametrize(("model", "resident"), [("qwen3-30b-a3b", 4), ("gpt-oss-20b", 2), ("qwen3-235b-a22b", 0)])
-def test_slots_stay_with_their_layer_where_memory_allows(model, resident):
-    shape, budget = model_shape(model), plan_budget(PlanSettings(), 7.0)
-    assert budget.with_resident_slots(shape.expert, shape.moe_layers).resident_slots == resident
+def test_defaults_of_runs_are_those_of_plans():
+    assert plan_budget(PlanSettings(), 7.0) == Budget(memory_gib=7.0)
     assert plan_budget(PlanSettings(memory_gib=1.5), 7.0).memory_gib == 1.5
+    assert not plan_budget(PlanSettings(sums="canonical"), 7.0).pack_samples
 
 
 def test_copies_and_a_value_model_leave_less_for_slots():

@@ -37,7 +37,7 @@ def config_of(*overrides, ranks=1):
             "rollout.responses_per_prompt=3",
             "update.mini_batches=2",
             "update.micro_batch_tokens=40",
-            "plan.objective=tokens",
+            "plan.balancer=relibra_paper_tokens",
             *overrides,
         ],
     )
@@ -110,8 +110,7 @@ def test_a_plan_of_one_rank_is_that_of_the_planner():
 def whole_plan(demand, config, num_ranks, previous=None):
     """Plan all layers in one place; what the parts of the ranks are held against."""
     cluster = cluster_preset("h100x8", num_ranks, num_ranks)
-    budget = replace(plan_budget(config.plan, MEMORY), pack_samples=False, place_samples=False)
-    budget = budget.with_resident_slots(EXPERT, LAYERS)
+    budget = replace(plan_budget(config.plan, MEMORY), pack_samples=False)
     return plan_step(demand, cluster, budget, config.plan.balancer, expert=EXPERT, previous=previous)
 
 
@@ -119,7 +118,7 @@ CASES = {
     "relibra": (),
     "no_copies": ("plan.slots=0",),
     "homes_stay": ("plan.move_homes=false",),
-    "seconds": ("plan.objective=seconds",),
+    "seconds": ("plan.balancer=relibra",),
     "eplb": ("plan.balancer=eplb",),
     "lplb": ("plan.balancer=lplb",),
     "canonical": ("plan.sums=canonical", "plan.balancer=static"),
@@ -134,7 +133,7 @@ def _plan_on_a_rank(_folder):
     own = RESPONSES[rank::2] if rank else []  # rank 0 has no response at all
     table = gather_table(own)
     for name, overrides in CASES.items():
-        config, previous = config_of("plan.objective=tokens", *overrides, ranks=2), None
+        config, previous = config_of(*overrides, ranks=2), None
         schedule = schedule_of(table, config)
         demand = demand_of(own, table, schedule)
         for step in range(2):

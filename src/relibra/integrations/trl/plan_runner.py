@@ -64,7 +64,7 @@ class PlanRunner:
     may_move    plans may change the homes of experts
     """
 
-    def __init__(self, model: nn.Module, cluster: Cluster | str, budget: Budget | None) -> None:
+    def __init__(self, model: nn.Module, cluster: Cluster | str, budget: Budget | None, balancer: str) -> None:
         """Check model, cluster and budget; plan nothing yet.
 
         raises   EngineError for a model whose experts cannot follow a plan, ClusterError for an unknown cluster
@@ -72,7 +72,7 @@ class PlanRunner:
         self._model, [first, *_] = model, list(balanced_layers(model).values())
         self.num_ranks = _check_group(first)
         self._cluster = cluster_preset(cluster, self.num_ranks) if isinstance(cluster, str) else cluster
-        self._expert = _expert_shape(model, first)
+        self._expert, self._balancer = _expert_shape(model, first), balancer
         # Samples stay where TRL has put them: its micro-batches are equal in number, and some losses average over them.
         self._budget = replace(budget or Budget(), pack_samples=False)
         self.may_move = self._budget.move_homes
@@ -92,7 +92,7 @@ class PlanRunner:
         budget = self._budget if may_move else replace(self._budget, move_homes=False)
         if budget.memory_gib is None:
             budget = replace(budget, memory_gib=self._memory_for_slots(demand))
-        plan = plan_step(demand, self._cluster, budget, expert=self._expert, previous=self._plan)
+        plan = plan_step(demand, self._cluster, budget, self._balancer, expert=self._expert, previous=self._plan)
         if not np.array_equal(plan.physical_to_logical_map, plan.previous_map):
             relocate(self._model, plan.physical_to_logical_map, optimizer)
         self._plan, self._demand = plan, demand

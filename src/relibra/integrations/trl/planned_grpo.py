@@ -58,6 +58,7 @@ class PlannedGRPO(_Trainer):  # type: ignore[misc]
     cluster         the machine that plans are made for: a `Cluster` of as many ranks as share the experts, or the name
                     of a preset. None: routes are replayed, and nothing is planned
     budget          what plans may use; None: that of `relibra train`. Samples stay where TRL puts them
+    balancer        makes the plans: a name that `relibra compare` lists, but for those that see earlier or live loads
     engine_routes   returns the routes of the engine that sampled, called once per generation batch on each rank, with
                     the tokens of its samples in TRL's order. None: one forward pass of the trainer records routes
     raises          EngineError for a version of TRL with other hooks, for a model that cannot replay routes, or
@@ -73,6 +74,7 @@ class PlannedGRPO(_Trainer):  # type: ignore[misc]
         *args: Any,
         cluster: Cluster | str | None = None,
         budget: Budget | None = None,
+        balancer: str = "relibra",
         engine_routes: EngineRoutes | None = None,
         **kwargs: Any,
     ) -> None:
@@ -83,7 +85,7 @@ class PlannedGRPO(_Trainer):  # type: ignore[misc]
         if missing := [name for name in _STATE if not hasattr(self, name)]:
             raise EngineError(f"{_version()}: GRPOTrainer has no attribute {missing[0]}; {_ADVICE}")
         self._policy = self.accelerator.unwrap_model(self.model)
-        self._plans = None if cluster is None else PlanRunner(self._policy, cluster, budget)
+        self._plans = None if cluster is None else PlanRunner(self._policy, cluster, budget, balancer)
         if self._plans is not None and self._plans.may_move and self.use_vllm:
             raise EngineError(
                 "use_vllm: TRL sends experts to vLLM in the order in which they are stored, not in that of their ids "

@@ -56,7 +56,7 @@ def _mark(bar: Bar, start: float, span: float) -> str:
 def waterfall(levers: Sequence[tuple[str, float]], reachable: Sequence[tuple[str, float]]) -> str:
     """Return the skew after each lever: the start, the change by each, the plan, and its bound.
 
-    levers, reachable   as `planning.analysis.levers.lever_gaps` and `lever_bounds` return them
+    levers, reachable   as `reporting.data.levers.lever_gaps` and `lever_bounds` return them
     """
     start, steps, bound = levers[0], levers[1:-1], levers[-1]
     reached = {name: f"{value:.3f}" for name, value in reachable}
