@@ -266,7 +266,7 @@ async def _read(request: Request, kind: type[Body]) -> Body:
     try:
         return kind.model_validate_json(bytes(data))
     except ValidationError as error:
-        raise BadRequest(first_mistake(error, bytes(data), kind)) from error
+        raise BadRequest(first_mistake(error, bytes(data))) from error
 
 
 def _check_model(asked: str, name: str) -> None:
