@@ -88,6 +88,13 @@ class ExchangeCosts:
         return np.stack([stage.back_ML for stage in self.stages]).sum(axis=0)
 
     @property
+    def inside_ML(self) -> tuple[Float64[ndarray, "M L"], Float64[ndarray, "M L"]]:
+        """Return the seconds of stages inside nodes, in which links between nodes are free: dispatch, and combine."""
+        stages = [stage for stage in self.stages if stage.links == "inside nodes"]
+        none_ML = np.zeros_like(self.gates_ML)
+        return sum((stage.seconds_ML for stage in stages), none_ML), sum((stage.back_ML for stage in stages), none_ML)
+
+    @property
     def out_MLR(self) -> Float64[ndarray, "M L R"]:
         """Return the rows that leave a rank along the traffic, forwarded ones among them."""
         return np.stack([stage.out_MLR for stage in self.stages]).sum(axis=0)

@@ -76,31 +76,32 @@ class LayerCosts:
     def _exposed_forward_ML(self, attention_M: Float64[ndarray, " M"]) -> Float64[ndarray, "M L"]:
         """Return the waits for pushes, which run one after another beside everything before the replicas.
 
-        Resident slots are free from the start of the pass, the slots of all layers when the layer before is done with
-        them, and a live balancer pushes after its decision. Pushes between nodes pause while rows travel there: `v`
-        counts the time without rows.
+        Resident slots are free from the start of the pass, the slots of all layers when results of the layer before are
+        back, and a live balancer pushes after its decision. Pushes between nodes pause while rows travel there: `v`
+        counts the time without rows between nodes.
         """
         rows_ML = self.exchange.dispatch_ML + self.exchange.gates_ML
+        inside_ML, inside_back_ML = self.exchange.inside_ML
         host = self.host_seconds + self.decision_seconds
         exposed_ML = np.zeros_like(rows_ML)
         now_t, now_v, free_t, free_v = (np.zeros(len(rows_ML)) for _ in range(4))
         for layer in range(rows_ML.shape[1]):
             met_t, met_v = now_t + attention_M + host, now_v + attention_M + host
-            start_t = met_t + rows_ML[:, layer]
+            start_t, start_v = met_t + rows_ML[:, layer], met_v + inside_ML[:, layer]
             if self.live:
                 free_t, free_v = np.maximum(free_t, met_t), np.maximum(free_v, met_v)
             there_t, there_v = free_t + self.push.seconds_ML[:, layer], free_v + self.push.network_ML[:, layer]
-            wait_MR = np.maximum(there_t - start_t, there_v - met_v)[:, None] * self.push.takes_part_MLR[:, layer]
+            wait_MR = np.maximum(there_t - start_t, there_v - start_v)[:, None] * self.push.takes_part_MLR[:, layer]
             home_MR, replica_MR = self.home_MLR[:, layer], self.replica_MLR[:, layer]
             block_M = (np.maximum(home_MR, wait_MR) + replica_MR).max(axis=1)
             exposed_ML[:, layer] = block_M - (home_MR + replica_MR).max(axis=1)
-            now_v, done_t = met_v + block_M, start_t + block_M
-            now_t = done_t + self.exchange.combine_ML[:, layer]
+            now_t = start_t + block_M + self.exchange.combine_ML[:, layer]
+            now_v = start_v + block_M + inside_back_ML[:, layer]
             if self.resident:
                 free_t, free_v = there_t, there_v
             else:
                 pushes_M = self.push.takes_part_MLR[:, layer].any(axis=1)
-                free_t, free_v = np.where(pushes_M, done_t, free_t), np.where(pushes_M, now_v, free_v)
+                free_t, free_v = np.where(pushes_M, now_t, free_t), np.where(pushes_M, now_v, free_v)
         return exposed_ML
 
     def _exposed_backward_ML(self, attention_M: Float64[ndarray, " M"]) -> Float64[ndarray, "M L"]:
@@ -110,8 +111,10 @@ class LayerCosts:
         computed those of its replicas, and travel beside the experts at home.
         """
         back_ML = self.exchange.combine_ML + self.exchange.gates_back_ML
-        free_v = 2 * (attention_M + self.host_seconds)[:, None]
-        free_t = free_v + self.exchange.dispatch_ML + np.roll(back_ML, -1, axis=1)
+        inside_ML, inside_back_ML = self.exchange.inside_ML
+        computing_M1 = 2 * (attention_M + self.host_seconds)[:, None]
+        free_t = computing_M1 + self.exchange.dispatch_ML + np.roll(back_ML, -1, axis=1)
+        free_v = computing_M1 + inside_ML + np.roll(inside_back_ML, -1, axis=1)
         wait_ML = np.maximum(self.again.seconds_ML - free_t, self.again.network_ML - free_v)
         replica_MLR = np.maximum(0.0, wait_ML[..., None] * self.again.takes_part_MLR) + 2 * self.replica_MLR
         done_ML = (replica_MLR + 2 * self.home_MLR).max(axis=2)
