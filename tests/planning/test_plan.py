@@ -22,7 +22,7 @@ MACHINE = cluster(2, 4)
 
 @pytest.fixture(scope="module")
 def plan():
-    return plan_step(DEMAND, MACHINE, Budget(slots=2, objective="tokens"))
+    return plan_step(DEMAND, MACHINE, Budget(slots=2), "relibra_paper_tokens", never_worse=False)
 
 
 def _changed(plan, name, change):

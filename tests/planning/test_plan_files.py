@@ -40,9 +40,8 @@ def facts_of(plan):
         "gradient_wire",
         "scope",
         "plan_seconds",
-        "objective",
+        "assumed_model",
         "demand_digest",
-        "cut_short",
     )
     return {name: getattr(plan, name) for name in names} | {"predicted": plan.predicted, "digest": plan.digest()}
 

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from relibra.planning.costs.exchange import rows_per_crossing
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES
 from relibra.planning.costs.prediction import predict
 from relibra.planning.plan import StepPlan
-from relibra.planning.planner import plan_step
+from relibra.planning.planner import memory_for_slots, plan_step
 from relibra.planning.registry import BALANCERS
 from relibra.planning.validation import validate_plan
 from relibra.rl.batch.schedule import make_schedule
@@ -31,33 +30,25 @@ from tests.planning.levers.schedules import assert_within_limits, bins_of, most_
 SMALL = EXPERT_SHAPES["qwen3-30b-a3b"]
 
 
+def seconds_of(plan, budget):
+    """Return the predicted seconds with the part of the moves that one of the steps served pays."""
+    relocation = plan.predicted["relocation"]
+    return plan.predicted["total"] - relocation * (1 - 1 / budget.steps_served)
+
+
 @settings(max_examples=40)
-@given(
-    demands(),
-    st.integers(0, 2),
-    st.booleans(),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from(["seconds", "tokens"]),
-    st.sampled_from(["flat", "hierarchical"]),
-)
-def test_any_demand_gets_a_valid_plan_that_is_never_worse_than_static(
-    case, slots, move, pack, cross, objective, dispatch
-):
+@given(demands(), st.integers(0, 2), st.booleans(), st.booleans(), st.sampled_from(["flat", "hierarchical"]))
+def test_any_demand_gets_a_valid_plan_never_above_static(case, slots, move, pack, dispatch):
     demand, machine = case[0], replace(case[1], dispatch=dispatch)
-    budget = Budget(
-        slots=slots, move_homes=move, pack_samples=pack, cross_node_copies=cross, objective=objective, threads=1
-    )
+    budget = Budget(slots=slots, move_homes=move, pack_samples=pack)
     plan = plan_step(demand, machine, budget, expert=SMALL)
     validate_plan(plan, machine.topology, demand)
     assert plan.dispatch == dispatch
+    assert plan.slots <= slots
     static = plan_step(demand, machine, budget, "static", expert=SMALL)
-    if objective == "tokens":
-        assert plan.skew(plan.scheduled(demand)) <= static.skew(demand) + 1e-12
-    else:
-        assert plan.predicted["total"] <= static.predicted["total"]
-        compared = StepPlan.static(demand, machine.topology, dispatch=dispatch)
-        assert predict(compared, demand, machine, SMALL).total == pytest.approx(static.predicted["total"])
+    assert seconds_of(plan, budget) <= static.predicted["total"]
+    compared = StepPlan.static(demand, machine.topology, dispatch=dispatch)
+    assert predict(compared, demand, machine, SMALL).total == pytest.approx(static.predicted["total"])
     assert plan.bound(plan.scheduled(demand)) <= plan.skew(plan.scheduled(demand)) + 1e-12
     if not move:
         assert plan.num_moved == 0
@@ -70,12 +61,12 @@ def test_any_demand_gets_a_valid_plan_that_is_never_worse_than_static(
 def test_every_balancer_makes_valid_plans(case, slots):
     demand, machine = case
     history = np.ones((2, *demand.counts_SLE.shape[1:]), dtype=np.int64)
-    for name in [*BALANCERS, "auto"]:
+    for name in BALANCERS:
         for never_worse in (True, False):
             plan = plan_step(
                 demand,
                 machine,
-                Budget(slots=slots, threads=1),
+                Budget(slots=slots),
                 name,
                 expert=SMALL,
                 history_MLE=history,
@@ -84,92 +75,18 @@ def test_every_balancer_makes_valid_plans(case, slots):
             validate_plan(plan, machine.topology, demand)
 
 
-def test_hot_experts_of_a_step_are_spread():
-    demand, machine = make_demand(64, 4, 32, 8, 16, 1), cluster(2, 8)
-    static = plan_step(demand, machine, Budget(slots=1), "static")
-    plan = plan_step(demand, machine, Budget(slots=1, objective="tokens"))
-    assert static.skew(demand) > 1.5
-    assert plan.skew(demand) < 1.1
-    assert plan.skew(demand) / plan.bound(demand) < 1.01
-    packed = plan_step(demand, machine, Budget(slots=1, objective="tokens", pack_samples=True))
-    assert packed.skew(packed.scheduled(demand)) < plan.skew(demand)
-    across = plan_step(demand, machine, Budget(slots=1, objective="tokens", cross_node_copies=True))
-    assert across.skew(demand) / across.bound(demand) < 1.002
-    assert across.bound(demand) < plan.bound(demand)
-
-
-def test_levers_work_alone():
-    demand, machine = make_demand(64, 4, 32, 8, 16, 1), cluster(2, 8)
-    skews = {}
-    for name, levers in {
-        "none": {},
-        "homes": {"move_homes": True},
-        "schedule": {"pack_samples": True},
-        "replicas": {"slots": 2},
-        "all": {"move_homes": True, "pack_samples": True, "slots": 2},
-    }.items():
-        budget = Budget(**{"slots": 0, "move_homes": False, "place_samples": False, "objective": "tokens", **levers})
-        plan = plan_step(demand, machine, budget)
-        skews[name] = plan.skew(plan.scheduled(demand))
-    assert skews["none"] == plan_step(demand, machine, Budget(slots=0), "static").skew(demand)
-    assert skews["all"] < skews["replicas"] < skews["none"]
-    assert skews["homes"] < skews["none"]
-    assert skews["schedule"] <= skews["none"]
-
-
-def test_threads_and_repetition_change_nothing():
-    demand, machine = make_demand(48, 6, 32, 6, 16, 2), cluster(4, 4)
-    budget = Budget(slots=2, pack_samples=True, cross_node_copies=True)
-    digests = {
-        plan_step(demand, machine, replace(budget, threads=threads), expert=SMALL).digest()
-        for threads in (1, 2, 5, None, 1)
-    }
-    assert len(digests) == 1
-    assert plan_step(demand, machine, replace(budget, seed=1, objective="tokens")).digest() not in digests
-
-
 def test_another_process_makes_the_same_plan():
     program = (
         "from tests.planning.cases import *; from relibra.planning import Budget, plan_step;"
-        "print(plan_step(make_demand(32, 3, 16, 4, 8, 5), cluster(2, 4), Budget(slots=1, pack_samples=True)).digest())"
+        "print(plan_step(make_demand(32, 3, 16, 4, 8, 5), cluster(2, 4), Budget(slots=1)).digest())"
     )
     root = Path(__file__).parents[2]
     digests = {
         subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=root).stdout
         for _ in range(2)
     }
-    here = plan_step(make_demand(32, 3, 16, 4, 8, 5), cluster(2, 4), Budget(slots=1, pack_samples=True)).digest()
+    here = plan_step(make_demand(32, 3, 16, 4, 8, 5), cluster(2, 4), Budget(slots=1)).digest()
     assert digests == {here + "\n"}
-
-
-def test_warm_start_moves_less_and_stays_good():
-    demand, machine = make_demand(96, 4, 64, 8, 16, 3), cluster(2, 8)
-    later = make_demand(96, 4, 64, 8, 16, 3, tokens=70)
-    budget = Budget(slots=1, objective="tokens")
-    first = plan_step(demand, machine, budget)
-    cold, warm = plan_step(later, machine, budget), plan_step(later, machine, budget, previous=first)
-    assert warm.num_moved < cold.num_moved
-    assert (warm.previous_map == first.physical_to_logical_map).all()
-    assert warm.skew(later) < 1.05
-
-
-@pytest.mark.parametrize("balancer", ["relibra", "auto"])
-def test_a_deadline_is_kept_and_well_spent(balancer):
-    demand, machine = make_demand(256, 24, 64, 16, 32, 4), cluster(4, 8)
-    plan_step(demand, machine, Budget(slots=1), balancer)  # compiled now
-    skews = []
-    for seconds in (0.02, 1.0):
-        start = time.monotonic()
-        plan = plan_step(demand, machine, Budget(slots=1, deadline_seconds=seconds), balancer)
-        assert time.monotonic() - start < seconds + 1.0  # checking and pricing come on top; other work may be running
-        validate_plan(plan, machine.topology, demand)
-        skews.append(plan.skew(plan.scheduled(demand)))
-        assert plan.cut_short or seconds == 1.0
-    full = plan_step(demand, machine, Budget(slots=1))
-    assert not full.cut_short
-    replicas_alone = plan_step(demand, machine, Budget(slots=1, move_homes=False))
-    assert full.skew(full.scheduled(demand)) <= skews[1] * 1.001
-    assert skews[0] <= replicas_alone.skew(replicas_alone.scheduled(demand)) * 1.001
 
 
 def test_history_is_all_that_history_driven_balancers_see():
@@ -186,17 +103,17 @@ def test_history_is_all_that_history_driven_balancers_see():
 
 
 def test_after_losing_ranks_a_step_is_planned_anew():
-    demand = make_demand(32, 2, 48, 4, 16, 6)
-    machine = cluster(2, 8)
+    demand, machine = make_demand(32, 2, 48, 4, 16, 6, tokens=2048), cluster(2, 8)
     before = plan_step(demand, machine, Budget(slots=1))
     smaller = machine.with_ranks(8)
     fewer = demand.with_schedule(demand.micro_batch_S, demand.rank_S % 8, 8)
-    with pytest.raises(PlanError, match="the previous plan has nodes 2, this step 1: leave it out"):
+    with pytest.raises(PlanError, match="nodes 2, this step 1"):
         plan_step(fewer, smaller, Budget(slots=1), previous=before)
     plan = plan_step(fewer, smaller, Budget(slots=1))
     validate_plan(plan, smaller.topology, fewer)
-    assert plan.skew(fewer) < 1.05
-    assert plan.num_moved == (plan.home_LE != plan_step(fewer, smaller, Budget(), "static").home_LE).sum()
+    static = plan_step(fewer, smaller, Budget(), "static")
+    assert plan.skew(plan.scheduled(fewer)) < 0.9 * static.skew(fewer)
+    assert plan.num_moved == (plan.home_LE != static.home_LE).sum()
 
 
 def test_the_previous_plan_is_of_the_same_model():
@@ -207,49 +124,49 @@ def test_the_previous_plan_is_of_the_same_model():
         plan_step(other, machine, Budget(slots=1), previous=before)
 
 
-@pytest.mark.parametrize("objective", ["seconds", "tokens"])
-def test_the_last_micro_batches_may_be_empty(objective):
+def test_the_last_micro_batches_may_be_empty():
     demand, machine = make_demand(24, 2, 16, 4, 8, 0), cluster(2, 4)
     longer = demand.with_schedule(demand.micro_batch_S, demand.rank_S, 8, num_micro_batches=6)
     assert longer.load_MLE[4:].sum() == 0
-    budget = Budget(slots=1, objective=objective, pack_samples=True, token_slack=9.0)
-    plan = plan_step(longer, machine, budget, expert=SMALL)
+    plan = plan_step(longer, machine, Budget(slots=1), expert=SMALL)
     validate_plan(plan, machine.topology, longer)
     assert plan.replica_MLRB.shape[0] == 6
     assert plan.skew(plan.scheduled(longer)) >= 1
 
 
 def test_packing_keeps_samples_in_their_group():
-    groups = [make_demand(32, 2, 32, 3, 16, seed) for seed in (1, 2)]
+    """Experts in turn: half of the samples use one half of them, and micro-batches are dealt pure."""
+    groups = [make_demand(128, 2, 32, 8, 16, seed, tokens=2048) for seed in (1, 2)]
     together = ScheduledDemand.of_groups(groups)
-    budget = Budget(slots=1, pack_samples=True, token_slack=1.0)
-    plan = plan_step(together, cluster(2, 8), budget)
+    plan = plan_step(together, cluster(2, 8), Budget(slots=1), expert=SMALL)
     assert (plan.micro_batch_S != together.micro_batch_S).any()
-    assert ((plan.micro_batch_S >= 3) == (together.micro_batch_S >= 3)).all()
+    assert ((plan.micro_batch_S >= 8) == (together.micro_batch_S >= 8)).all()
+    packed = [row.schedule for row in plan.considered if row.chosen]
+    assert packed == ["packed"]
 
 
-CHOICES = (scheduled_demands(), st.sampled_from(["seconds", "tokens"]), st.booleans(), st.integers(0, 2))
+CHOICES = (scheduled_demands(), st.booleans(), st.integers(0, 2))
 
 
 @settings(max_examples=25)
 @given(*CHOICES)
-def test_plans_keep_the_limits_of_every_rank_and_packing_never_costs(case, objective, stated, slots):
-    assert_limits_and_groups_are_kept(case, objective, stated, slots)
+def test_plans_keep_the_limits_of_every_rank_and_packing_never_costs(case, stated, slots):
+    assert_limits_and_groups_are_kept(case, stated, slots)
 
 
 @pytest.mark.slow
 @settings(max_examples=1000)
 @given(*CHOICES)
-def test_plans_keep_the_limits_of_every_rank_in_many_cases(case, objective, stated, slots):
-    assert_limits_and_groups_are_kept(case, objective, stated, slots)
+def test_plans_keep_the_limits_of_every_rank_in_many_cases(case, stated, slots):
+    assert_limits_and_groups_are_kept(case, stated, slots)
 
 
-def assert_limits_and_groups_are_kept(case, objective, stated, slots):
+def assert_limits_and_groups_are_kept(case, stated, slots):
     """Two micro-batches are a group: a mini-batch."""
     demand, limit, per_node = case
     M, _, R, _ = demand.tokens_MLRE.shape
     demand = replace(demand, group_M=np.arange(M, dtype=np.int32) // 2)
-    budget = Budget(slots=slots, objective=objective, rank_tokens=limit if stated else None, threads=1)
+    budget = Budget(slots=slots, rank_tokens=limit if stated else None)
     costs, given_S = [], demand.micro_batch_S >= 0
     for pack in (False, True):
         changed = replace(budget, pack_samples=pack)
@@ -259,13 +176,11 @@ def assert_limits_and_groups_are_kept(case, objective, stated, slots):
         assert_within_limits(after, most, most_squares(before, most))
         assert (plan.micro_batch_S[given_S] // 2 == demand.micro_batch_S[given_S] // 2).all(), "a sample left its group"
         assert {m for m, _ in before} == {m for m, _ in after}
-        load_MLR = plan.rank_load(plan.scheduled(demand))
-        costs.append(load_MLR.max(axis=2).sum() if objective == "tokens" else plan.predicted["total"])
+        costs.append(seconds_of(plan, budget))
     assert costs[1] <= costs[0] * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("objective", ["seconds", "tokens"])
-def test_packing_does_not_gather_long_samples_on_a_rank(objective):
+def test_packing_does_not_gather_long_samples_on_a_rank():
     """Samples of log-normal lengths, at most 2,048 tokens per rank: 13,769 were on a rank of 8,192 before."""
     rng = np.random.default_rng(0)
     lengths = np.minimum(2048, rng.lognormal(5.5, 0.8, 400)).astype(np.int64)
@@ -276,7 +191,7 @@ def test_packing_does_not_gather_long_samples_on_a_rank(objective):
     )
     schedule = make_schedule(lengths, np.arange(400), mini_batches=1, micro_batch_tokens=2048, num_ranks=16)
     demand = demand.with_schedule(schedule.micro_batch_S, schedule.rank_S, 16)
-    budget = Budget(slots=1, objective=objective, rank_tokens=2048, pack_samples=True)
+    budget = Budget(slots=1, rank_tokens=2048)
     plan = plan_step(demand, cluster(2, 8), budget, expert=SMALL, never_worse=False)
     stragglers = []
     for one in (demand, plan.scheduled(demand)):
@@ -297,61 +212,51 @@ def test_a_schedule_beyond_the_stated_limit_is_refused():
         Budget(rank_tokens=0)
 
 
-def test_slots_beyond_the_device_are_refused_where_the_size_of_an_expert_is_given():
+def test_slots_beyond_the_device_are_refused():
     demand, machine = make_demand(24, 2, 16, 4, 8, 0), replace(cluster(1, 8), memory_bytes=20_000_000)
-    budget = Budget(slots=2, objective="tokens")
-    assert plan_step(demand, machine, budget).num_copies > 0
     with pytest.raises(PlanError, match="replica slots for 2 experts take"):
-        plan_step(demand, machine, budget, expert=SMALL)
+        plan_step(demand, machine, Budget(slots=2), "ultraep", expert=SMALL, never_worse=False)
 
 
-@pytest.mark.parametrize("machine", [(1, 8), (2, 8)])
-@pytest.mark.parametrize("scale", [1, 20, 200])
-def test_a_warm_start_moves_only_what_pays(machine, scale):
-    """The next step is like this one but for chance: moving experts again costs more than it brings."""
-    rng = np.random.default_rng(0)
-    demand = make_demand(64, 3, 64, 8, machine[0] * machine[1], 3)
-    mean = demand.counts_SLE * scale
-    steps = [
-        replace(demand, counts_SLE=rng.poisson(mean).astype(np.int32)).with_schedule(
-            demand.micro_batch_S, demand.rank_S, machine[0] * machine[1]
-        )
-        for _ in range(2)
-    ]
-    budget = Budget(slots=1, objective="seconds")
-    first = plan_step(steps[0], cluster(*machine), budget, expert=SMALL, never_worse=False)
-    totals = [
-        plan_step(
-            steps[1],
-            cluster(*machine),
-            replace(budget, move_homes=move),
-            expert=SMALL,
-            previous=first,
-            never_worse=False,
-        ).predicted["total"]
-        for move in (True, False)
-    ]
-    assert totals[0] <= totals[1] * 1.02
-
-
-def test_auto_uses_no_lever_that_is_forbidden():
-    for seed in range(6):
-        demand, machine = make_demand(24, 2, 16, 4, 8, seed), cluster(2, 4)
-        plan = plan_step(demand, machine, Budget(slots=2), "auto")
-        assert plan.num_cross_node_copies == 0
-        still = plan_step(demand, machine, Budget(slots=2, move_homes=False), "auto")
-        assert still.num_moved == 0
-
-
-@pytest.mark.parametrize("balancer", ["relibra", "auto", "ultraep"])
-def test_homes_that_must_not_move_stay_even_where_static_would_be_better(balancer):
+@pytest.mark.parametrize("balancer", ["relibra", "relibra_paper", "ultraep"])
+def test_homes_that_must_not_move_stay_where_static_is_better(balancer):
     demand, other = make_demand(48, 2, 32, 4, 16, 1), make_demand(48, 2, 32, 4, 16, 2)
-    before = plan_step(other, cluster(2, 8), Budget(slots=0))
-    for objective in ("tokens", "seconds"):
-        budget = Budget(slots=0, move_homes=False, objective=objective)
-        plan = plan_step(demand, cluster(2, 8), budget, balancer, expert=SMALL, previous=before)
-        assert before.num_moved > 0
-        assert plan.num_moved == 0
+    before = plan_step(other, cluster(2, 8), Budget(slots=0), "relibra_paper_tokens", never_worse=False)
+    assert before.num_moved > 0
+    budget = Budget(slots=0, move_homes=False)
+    plan = plan_step(demand, cluster(2, 8), budget, balancer, expert=SMALL, previous=before)
+    assert plan.num_moved == 0
+    free = plan_step(demand, cluster(2, 8), replace(budget, move_homes=True), balancer, expert=SMALL, previous=before)
+    assert seconds_of(free, budget) <= seconds_of(plan, budget)
+
+
+def test_without_sizes_a_plan_is_for_qwen3_and_names_it():
+    demand, machine = make_demand(24, 2, 16, 4, 8, 0, tokens=2048), cluster(1, 8)
+    assumed, given_sizes = plan_step(demand, machine), plan_step(demand, machine, expert=SMALL)
+    assert (assumed.assumed_model, given_sizes.assumed_model) == ("qwen3-30b-a3b", "")
+    assert assumed.digest() == given_sizes.digest()
+    assert assumed.predicted == given_sizes.predicted
+
+
+def test_half_of_what_experts_leave_of_the_device_is_for_slots():
+    demand, machine = make_demand(8, 3, 16, 2, 8, 0), cluster(1, 8)
+    at_home = 2 * 3 * SMALL.parameters * 18  # two experts in each of three layers
+    assert memory_for_slots(demand, machine, SMALL) == pytest.approx((machine.memory_bytes - at_home) / 2**31)
+    assert memory_for_slots(demand, replace(machine, memory_bytes=at_home), SMALL) == 0
+
+
+def test_bare_homes_replace_a_dearer_plan():
+    """A few tokens of large experts: pushes cost more than they save, in the plan of any balancer."""
+    demand, machine = make_demand(16, 2, 16, 4, 8, 0, tokens=2), replace(cluster(2, 4), hides_copies=False)
+    expert = EXPERT_SHAPES["mixtral-8x7b"]
+    dear = plan_step(demand, machine, Budget(slots=1), "ultraep", expert=expert, never_worse=False)
+    plan = plan_step(demand, machine, Budget(slots=1), "ultraep", expert=expert)
+    assert dear.num_copies > 0 == plan.num_copies
+    assert plan.predicted["total"] < dear.predicted["total"]
+    assert plan.balancer == "static (instead of ultraep)"
+    moved = plan_step(demand, machine, Budget(), "relibra_paper_tokens", expert=expert, never_worse=False)
+    kept = plan_step(demand, machine, Budget(move_homes=False), "ultraep", expert=expert, previous=moved)
+    assert kept.balancer == "homes kept (instead of ultraep)"
 
 
 def test_loads_beyond_32_bits_and_foreign_histories_are_refused():
@@ -372,7 +277,9 @@ def test_misfits_get_a_sentence():
         plan_step(odd, machine)
     with pytest.raises(PlanError, match="balancer 'best' is unknown: allowed are static, "):
         plan_step(demand, machine, balancer="best")
-    for wrong in ({"slots": -1}, {"tolerance": float("nan")}, {"deadline_seconds": 0.0}, {"threads": 0}, {"seed": -1}):
+    values = [{"slots": -1}, {"slots": 65}, {"slots": True}, {"memory_gib": -1.0}]
+    values += [{"tolerance": float("nan")}, {"tolerance": 11}, {"steps_served": 0}]
+    for wrong in values:
         with pytest.raises(PlanError):
             Budget(**wrong)
 
@@ -380,7 +287,7 @@ def test_misfits_get_a_sentence():
 def test_no_micro_batch_at_all():
     demand = make_demand(4, 2, 8, 2, 4, 0)
     nothing = demand.with_schedule(np.full(4, -1, dtype=np.int32), np.zeros(4, dtype=np.int32), 4)
-    for name in [*BALANCERS, "auto"]:
+    for name in BALANCERS:
         plan = plan_step(nothing, cluster(1, 4), Budget(slots=1), name)
         validate_plan(plan, cluster(1, 4).topology, nothing)
         assert plan.skew(nothing) == 1.0
@@ -388,33 +295,32 @@ def test_no_micro_batch_at_all():
 
 def test_groups_that_share_experts_get_the_same_homes():
     groups = [make_demand(32, 3, 32, 4, 16, seed) for seed in (1, 2)]
-    machine, budget = cluster(2, 8), Budget(slots=1, objective="tokens")
+    machine, budget = cluster(2, 8), Budget(slots=1)
     together = ScheduledDemand.of_groups(groups)
     assert (together.tokens_MLRE[4:] == groups[1].tokens_MLRE).all()
-    plan = plan_step(together, machine, budget)
+    options = {"balancer": "relibra_paper_tokens", "expert": SMALL, "never_worse": False}
+    plan = plan_step(together, machine, budget, **options)
     validate_plan(plan, machine.topology, together)
-    alone = [plan_step(group, machine, budget) for group in groups]
+    alone = [plan_step(group, machine, budget, **options) for group in groups]
     assert (alone[0].home_LE != alone[1].home_LE).any()
     foreign = [
-        plan_step(group, machine, replace(budget, move_homes=False), previous=other)
+        plan_step(group, machine, replace(budget, move_homes=False), previous=other, **options)
         for group, other in zip(groups, alone[::-1], strict=True)
     ]
-    tops = [plan.rank_load(together).max(axis=2)[:4].sum(), plan.rank_load(together).max(axis=2)[4:].sum()]
-    assert sum(tops) <= sum(
-        other.rank_load(group).max(axis=2).sum() for group, other in zip(groups, foreign, strict=True)
-    )
+    loads = [made.rank_load(group) for group, made in zip(groups, foreign, strict=True)]
+    assert plan.rank_load(together).max(axis=2).sum() <= sum(load_MLR.max(axis=2).sum() for load_MLR in loads)
     with pytest.raises(TraceError, match="same layers, ranks"):
         ScheduledDemand.of_groups([groups[0], make_demand(8, 3, 32, 2, 8, 0)])
 
 
-def test_a_plan_for_hierarchical_dispatch_is_cheaper_there_than_one_for_flat_dispatch():
+def test_a_plan_for_hierarchical_dispatch_is_cheaper_there():
     """Four choices per token on 4 nodes of 4: many share a node, and home search and replicas know the prices."""
     shape = TraceShape(rows_per_sample=[200] * 64, num_layers=2, num_experts=64, top_k=8)
     trace = domain_trace(shape, np.random.default_rng(0), num_domains=4)
     demand, flat = cut_recorded(trace, 400, 16), cluster(4, 4)
     demand = replace(demand, pairs_LEE=co_activation(trace))
     hierarchical = replace(flat, dispatch="hierarchical")
-    budget = Budget(slots=2, objective="seconds", cross_node_copies=True)
+    budget = Budget(slots=2)
     own, other = (plan_step(demand, machine, budget, expert=SMALL) for machine in (hierarchical, flat))
     assert (own.dispatch, other.dispatch) == ("hierarchical", "flat")
     other = replace(other, dispatch="hierarchical")

@@ -11,9 +11,9 @@ from relibra.cluster import cluster_preset
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.planner import plan_step
+from relibra.planning.traffic.byte_ledger import byte_ledger, port_bytes_per_second
 from relibra.planning.traffic.distinct_rows import distinct_rows_of_step
 from relibra.planning.traffic.split import split_tokens
-from relibra.reporting.data.byte_ledger import byte_ledger, port_bytes_per_second
 from relibra.routing.demand_rows import sample_of_rows
 from relibra.routing.micro_batches import cut_recorded
 from relibra.routing.synthetic import TraceShape, domain_trace
@@ -29,7 +29,7 @@ def _step(seed, nodes, per_node, *, top_k=3, tokens=40, slots=1, cross=False, di
     cluster = replace(cluster_preset("h100x8", nodes * per_node, per_node), dispatch=dispatch)
     demand = cut_recorded(trace, tokens, cluster.num_ranks)
     balancer = "relibra_paper_anywhere" if cross else "relibra_paper_tokens"
-    plan = plan_step(demand, cluster, Budget(slots=slots), balancer)
+    plan = plan_step(demand, cluster, Budget(slots=slots), balancer, never_worse=False)
     return trace, cluster, demand, plan
 
 
