@@ -92,7 +92,7 @@ def planned_row(case: Case, name: str, balancer: str, budget: Budget) -> tuple[S
         "exposed_seconds": step.terms["copies"],
         "skew": plan.skew(scheduled),
         "row_bytes": sent["dispatch"] + sent["combine"],
-        "network_bytes": float(step.network_bytes_R.sum()),
+        "network_bytes": step.bytes.rows.between,
         "weight_bytes": sent["push"],
         "gradient_bytes": sent["return"],
         "move_bytes": float(plan.num_moved * expert.state_bytes),

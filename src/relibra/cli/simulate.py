@@ -33,8 +33,6 @@ from relibra.cli.outputs.terminal import print_note, print_wrapped, progress, st
 from relibra.printable import plural
 
 if TYPE_CHECKING:
-    from numpy import ndarray
-
     from relibra.simulation import ModelShape
 
 MAX_TIMELINE_RANKS = 16
@@ -208,17 +206,10 @@ def _table(result: Result) -> Table:
             sizes = [getattr(getattr(step.bytes, kind), link) for step in steps]
             if any(sizes):
                 row(f"  {kind}", [bytes_in_words(size) for size in sizes])
-    if any(step.network_bytes_R.any() for step in steps):
-        row("  rows, busiest / mean rank", [f"{_busiest_of_mean(step.network_bytes_R):.3f}" for step in steps])
     row("skew", [f"{one.skew:.3f}" for one in plans])
     row("copies", [f"{one.plan.num_copies:,}" for one in plans])
     row("memory", [bytes_in_words(one.memory.total) for one in plans])
     return table
-
-
-def _busiest_of_mean(value_R: ndarray) -> float:
-    mean = float(value_R.mean())
-    return float(value_R.max()) / mean if mean else 1.0
 
 
 def _write_timeline(path: Path, result: Result, tokens: TokenChoices) -> None:

@@ -30,7 +30,7 @@ from relibra.cli.outputs.simulated_step import (
 )
 from relibra.cli.outputs.terminal import print_note, print_wrapped, progress, stdout_console
 from relibra.errors import ConfigError, RelibraError
-from relibra.planning.budget import MOST_SLOTS, Budget
+from relibra.planning.budget import MOST_SLOTS
 from relibra.printable import plural
 
 if TYPE_CHECKING:
@@ -54,33 +54,21 @@ def _list(metavar: str, words: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepRequest:
+class SweepRequest(SimulationRequest):
     """Options of `relibra sweep`: lists of settings, and the settings that all points share."""
 
-    source: options.Source
-    ranks: Annotated[str, _list("R,...", "Ranks of the expert-parallel group")]
-    ranks_per_node: Annotated[str | None, _list("G,...", "Ranks on one node; default: those of the cluster")] = None
-    cluster: options.ClusterName = "h100x8"
-    dispatch: options.MachineDispatch = None
-    slots: Annotated[str | None, _list("B,...", "Most spare expert slots per rank; default: as many as pay")] = None
-    memory_gib: options.MemoryGib = None
-    tolerance: options.Tolerance = Budget.tolerance
-    steps: options.Steps = Budget.steps_served
-    pack: options.Pack = Budget.pack_samples
-    micro_batch_tokens: Annotated[
+    ranks: Annotated[str, _list("R,...", "Ranks of the expert-parallel group")]  # type: ignore[assignment]
+    ranks_per_node: Annotated[  # type: ignore[assignment]
+        str | None, _list("G,...", "Ranks on one node; default: those of the cluster")
+    ] = None
+    slots: Annotated[  # type: ignore[assignment]
+        str | None, _list("B,...", "Most spare expert slots per rank; default: as many as pay")
+    ] = None
+    micro_batch_tokens: Annotated[  # type: ignore[assignment]
         str | None, _list("T,...", "Most tokens per rank in a micro-batch; default: those of the run, else 2048")
     ] = None
-    pipeline_stages: Annotated[str, _list("N,...", "Pipeline stages")] = "1"
-    recompute: options.Recompute = False
+    pipeline_stages: Annotated[str, _list("N,...", "Pipeline stages")] = "1"  # type: ignore[assignment]
     balancer: Annotated[str, _list("NAME,...", "Balancers that relibra compare lists")] = "relibra"
-    mini_batches: options.MiniBatches = None
-    micro_batches: options.MicroBatches = None
-    schedule: options.Schedule = None
-    order: options.CutOrder = options.Order.RECORDED
-    seed: options.Seed = 0
-    take: options.TakenPart = options.Take.ALL
-    model: options.Model = None
-    num_experts: options.NumExperts = None
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also plot it: .png (matplotlib) or .html (plotly).")
     ] = None

@@ -229,15 +229,9 @@ def _with_given_schedule(
 
 
 def _rows_without_routes(routes: RoutingTrace) -> list[str]:
-    """Say how many rows have no route: they are no tokens of the step."""
+    """Return how many rows have no route: they are no tokens of the step."""
     missing = int((~routes.valid_T).sum())
-    if not missing:
-        return []
-    verbs = ("has", "is") if missing == 1 else ("have", "are")
-    last_S = routes.offsets[1:][routes.rows_per_sample > 0] - 1
-    elsewhere = missing - int((~routes.valid_T[last_S]).sum())
-    why = "nothing was recorded there" if elsewhere else "the last token of a sample is never fed"
-    return [f"{plural(missing, 'row')} {verbs[0]} no route and {verbs[1]} not counted ({why})"]
+    return [f"{plural(missing, 'row')} without a route, not counted"] if missing else []
 
 
 def _second_half(trace: Path, demand: ScheduledDemand) -> tuple[ScheduledDemand, ndarray]:
@@ -255,24 +249,15 @@ def _second_half(trace: Path, demand: ScheduledDemand) -> tuple[ScheduledDemand,
 
 
 def _groups_in_words(trace: RoutingTrace, tokens: int) -> list[str]:
-    """Say whether the named groups of samples take turns, and if not, why; tokens: of a micro-batch over all ranks."""
-    import numpy as np
-
+    """Return whether the named groups of samples take turns; tokens: of a micro-batch over all ranks."""
     from relibra.routing.micro_batches import task_sets
 
-    sets = task_sets(trace, tokens)
-    if len(sets) > 1:
-        return [f"micro-batches of {len(sets)} named groups take turns"]
-    names = len(trace.group_names)
-    if names < 2:
+    if len(trace.group_names) < 2:
         return []
-    group_T = np.repeat(np.asarray(trace.group_ids), np.diff(trace.offsets))
-    small = sum(int((group_T == group).sum()) < tokens for group in range(names))
-    if small:
-        verb = "is" if small == 1 else "are"
-        return [f"groups are not kept apart: {small} of {names} {verb} smaller than a micro-batch"]
-    without = int((np.asarray(trace.group_ids) < 0).sum())
-    return [f"groups are not kept apart: {plural(without, 'sample')} {'has' if without == 1 else 'have'} none"]
+    sets = len(task_sets(trace, tokens))
+    if sets == 1:
+        return ["groups are not kept apart: each sample needs one, and each group a micro-batch"]
+    return [f"micro-batches of {sets} named groups take turns"]
 
 
 def workload_in_words(workload: Workload) -> list[str]:
@@ -284,18 +269,14 @@ def workload_in_words(workload: Workload) -> list[str]:
     assumed = assumed_experts(workload.recording.trace, workload.request.num_experts)
     sizes = ", ".join((plural(M, "micro-batch"), plural(L, "layer"), plural(E, "expert")))
     idle = float((demand.tokens_MLRE.sum(axis=(1, 3)) == 0).mean())
-    warning = f"{idle:.0%} of ranks have no tokens in a mean micro-batch: {_against_idle(workload)}"
+    used = int(demand.rank_S.max(initial=0)) + 1
+    warning = (
+        f"{idle:.0%} of ranks have no tokens in a mean micro-batch, samples are on {used} of {R}: choose fewer "
+        "--ranks, or a larger --micro-batch-tokens"
+    )
     warning *= idle >= MANY_IDLE
     lines = workload.recording.label, f"{sizes} on {plural(R, 'rank')} ({nodes})", workload.cut + ".", assumed, warning
     return [line for line in lines if line]
-
-
-def _against_idle(workload: Workload) -> str:
-    """Return what to change where many ranks have no tokens."""
-    if workload.schedule is None:
-        return "choose fewer --ranks or a larger --micro-batch-tokens for a step closer to real training"
-    last = int(workload.demand.rank_S.max(initial=0))
-    return f"the schedule names ranks up to {last} of {workload.machine.num_ranks}: give --ranks as it was made for"
 
 
 def budget_for(request: BudgetRequest, workload: Workload) -> Budget:

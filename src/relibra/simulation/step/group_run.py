@@ -105,7 +105,6 @@ class MiniBatchRun:
 class GroupRun:
     """A step of one group; arrays are [stage, rank of the group].
 
-    network_DR   bytes of rows that each rank sends to other nodes
     bytes        of all ranks by kind, without moves
     uneven       forward seconds of the busiest and of the mean rank, summed over micro-batches and layers: attention
                  (with dense parts), experts
@@ -115,8 +114,6 @@ class GroupRun:
     spent: dict[str, Float64[ndarray, "D R"]]
     waited_DR: Float64[ndarray, "D R"]
     sent: dict[str, Float64[ndarray, "D R"]]
-    received: dict[str, Float64[ndarray, "D R"]]
-    network_DR: Float64[ndarray, "D R"]
     bytes: StepBytes
     host_DR: Float64[ndarray, "D R"]
     token_slots_DR: Int64[ndarray, "D R"]
@@ -141,8 +138,7 @@ def run_group(costs_D: list[StageCosts], how: Execution, note_of: NoteOf | None 
             )
     pairs_D = [list(pair) for pair in zip(*(one for one in passes_2D if one), strict=True)]
     last = len(costs_D) - 1
-    moved_D = [_bytes(costs, how, (int(s > 0), int(s < last))) for s, costs in enumerate(costs_D)]
-    moved = {kind: np.stack([one[kind] for one in moved_D]) for kind in moved_D[0]}
+    sent_D = [_sent(costs, how, int(s > 0), int(s < last)) for s, costs in enumerate(costs_D)]
     return GroupRun(
         mini_batches=tuple(
             _mini_batch(pairs_D, costs_D, number, how) for number in mini_batches_of(costs_D[0], how.mini_batches)
@@ -151,9 +147,7 @@ def run_group(costs_D: list[StageCosts], how: Execution, note_of: NoteOf | None 
             name: np.stack([sum(one.spent[name] for one in pair) for pair in pairs_D]) for name in pairs_D[0][0].spent
         },
         waited_DR=np.stack([sum(one.waited_R for one in pair) for pair in pairs_D]),
-        sent={kind: value_S2R[:, 0] for kind, value_S2R in moved.items()},
-        received={kind: value_S2R[:, 1] for kind, value_S2R in moved.items()},
-        network_DR=np.stack([_between_nodes(costs, how) for costs in costs_D]),
+        sent={kind: np.stack([one[kind] for one in sent_D]) for kind in sent_D[0]},
         bytes=add_bytes(
             sent_bytes(
                 costs,
@@ -217,42 +211,29 @@ def _from_host(costs: StageCosts) -> Float64[ndarray, " R"]:
     return costs.push.from_host_MLR.sum(axis=(0, 1)) * float(costs.push.bytes_each)
 
 
-def _between_nodes(costs: StageCosts, how: Execution) -> Float64[ndarray, " R"]:
-    """Return the bytes of rows that each rank sends to other nodes: of dispatch and combine, in every pass."""
-    back = 0 if how.forward_only else 1
-    passes = 1 + back + (back if how.recompute_activations else 0)
-    one = costs.exchange
-    rows_R = (one.network_out_MLR + one.network_in_MLR).sum(axis=(0, 1))
-    sent_R: Float64[ndarray, " R"] = passes * costs.row_bytes * rows_R
-    return sent_R
+def _sent(costs: StageCosts, how: Execution, before: int, after: int) -> dict[str, Float64[ndarray, " R"]]:
+    """Return the bytes that each rank of a stage sends, by kind, without host memory.
 
-
-def _bytes(costs: StageCosts, how: Execution, neighbours: tuple[int, int]) -> dict[str, Float64[ndarray, "2 R"]]:
-    """Return the bytes that each rank of a stage sends and receives, [direction, rank] by kind, without host memory.
-
-    neighbours   stages before and after this one: 0 or 1 each
+    before, after   neighbouring stages: 0 or 1 each
     """
     back = 0 if how.forward_only else 1
     ahead = 1 + (back if how.recompute_activations else 0)
-    one = costs.exchange
-    rows_2R = np.stack([one.out_MLR.sum(axis=(0, 1)), one.in_MLR.sum(axis=(0, 1))])
-    gates_2R = np.stack([one.gates_out_MLR.sum(axis=(0, 1)), one.gates_in_MLR.sum(axis=(0, 1))])
-    pushes = [costs.push, costs.again][: 1 + back]
-    before, after = neighbours
-    weights = costs.gather_bytes
+    one, weights = costs.exchange, costs.gather_bytes
+    out_R, in_R, gates_R, gates_back_R = (
+        rows_MLR.sum(axis=(0, 1)) for rows_MLR in (one.out_MLR, one.in_MLR, one.gates_out_MLR, one.gates_in_MLR)
+    )
     gathered = weights.root + (1 + back) * (weights.first + (len(costs.layer_ids) - 1) * weights.each)
     own_R = costs.rows_MR.sum(axis=0) * costs.row_bytes
     return {
-        "dispatch": (ahead + back) * costs.row_bytes * rows_2R,
-        "combine": (ahead + back) * costs.row_bytes * rows_2R[::-1],
-        "gates": costs.gate_bytes * (ahead * gates_2R + back * gates_2R[::-1]),
-        "push": np.sum([_copied(copies) for copies in pushes], axis=0),
+        "dispatch": (ahead + back) * costs.row_bytes * out_R,
+        "combine": (ahead + back) * costs.row_bytes * in_R,
+        "gates": costs.gate_bytes * (ahead * gates_R + back * gates_back_R),
+        "push": np.sum([_copied(copies) for copies in (costs.push, costs.again)[: 1 + back]], axis=0),
         "return": back * _copied(costs.gradients),
-        "gather": np.full((2, len(own_R)), len(costs.rows_MR) * gathered),
-        "handover": np.stack([own_R * (after + back * before), own_R * (before + back * after)]),
+        "gather": np.full(len(own_R), len(costs.rows_MR) * gathered),
+        "handover": own_R * (after + back * before),
     }
 
 
-def _copied(copies: CopyCosts) -> Float64[ndarray, "2 R"]:
-    between_ranks = (copies.sent_MLR, copies.received_MLR - copies.from_host_MLR)
-    return np.stack([count_MLR.sum(axis=(0, 1)) for count_MLR in between_ranks]) * float(copies.bytes_each)
+def _copied(copies: CopyCosts) -> Float64[ndarray, " R"]:
+    return copies.sent_MLR.sum(axis=(0, 1)) * float(copies.bytes_each)

@@ -27,8 +27,7 @@ class SimulatedStep:
     stage_seconds      by stage of the timeline, of each rank: stages overlap, and dispatch and combine include waiting
                        for the last rank
     waited_R           seconds that each rank waited before exchanges until the last rank was there
-    sent_bytes, received_bytes   by kind, of each rank: dispatch, combine, gates, gather, push, return, handover
-    network_bytes_R    of dispatch and combine, bytes that each rank sent to other nodes
+    sent_bytes         by kind, of each rank: dispatch, combine, gates, gather, push, return, handover
     bytes              of all ranks by kind, inside nodes and between them
     host_bytes_R       weights that each rank fetched from host memory
     token_slots_R      that each rank computed in a forward pass
@@ -46,8 +45,6 @@ class SimulatedStep:
     stage_seconds: Mapping[str, Float64[ndarray, " R"]]
     waited_R: Float64[ndarray, " R"]
     sent_bytes: Mapping[str, Float64[ndarray, " R"]]
-    received_bytes: Mapping[str, Float64[ndarray, " R"]]
-    network_bytes_R: Float64[ndarray, " R"]
     bytes: StepBytes
     host_bytes_R: Float64[ndarray, " R"]
     token_slots_R: Int64[ndarray, " R"]
@@ -104,7 +101,6 @@ class SimulatedStep:
             "bytes": {name: float(value_R.sum()) for name, value_R in self.sent_bytes.items()}
             | {"host": float(self.host_bytes_R.sum())},
             "bytes_by_kind": self.bytes.as_dict(),
-            "bytes_between_nodes": _of_ranks(self.network_bytes_R) | {"all": float(self.network_bytes_R.sum())},
             "hidden_copy_seconds": self.hidden_copy_seconds,
             "expert_skew": self.expert_skew,
             "attention_skew": self.attention_skew,

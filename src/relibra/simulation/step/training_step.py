@@ -223,8 +223,6 @@ def assemble(
         stage_seconds={name: of_ranks([run.spent[name] for run in runs]) for name in runs[0].spent},
         waited_R=of_ranks([run.waited_DR for run in runs]),
         sent_bytes={name: of_ranks([run.sent[name] for run in runs]) for name in runs[0].sent},
-        received_bytes={name: of_ranks([run.received[name] for run in runs]) for name in runs[0].received},
-        network_bytes_R=of_ranks([run.network_DR for run in runs]),
         bytes=replace(add_bytes(run.bytes for run in runs), moves=moved_bytes(plan.previous, plan, model.expert)),
         host_bytes_R=of_ranks([run.host_DR for run in runs]),
         token_slots_R=of_ranks([run.token_slots_DR for run in runs]),
