@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -104,12 +105,14 @@ def _plan_or_bare_homes(plan: StepPlan, request: PlacementRequest) -> StepPlan:
     bare_homes = {"static" if at_start else "homes kept": previous}
     if budget.move_homes and not at_start:
         bare_homes["static"] = static
-    best = plan
+    best, least = plan, _seconds(plan.predicted, request)
     for name, homes in bare_homes.items():
         placement = request.placement(homes.home_LE, *request.empty_slots())
-        bare = _finished_plan(f"{name} (instead of {plan.balancer})", placement, request)
-        if _seconds(bare, request) < _seconds(best, request):
-            best = replace(bare, considered=plan.considered)
+        bare = StepPlan.of_placement(placement, previous, np.zeros(demand.load_MLE.shape[:2], np.int64), balancer=name)
+        found = predict(bare, demand, request.cluster, request.expert).as_dict()
+        if _seconds(found, request) < least:
+            finished = _finished_plan(f"{name} (instead of {plan.balancer})", placement, request)
+            best, least = replace(finished, considered=plan.considered), _seconds(found, request)
     return best
 
 
@@ -219,7 +222,7 @@ def _finished_plan(balancer: str, placement: Placement, request: PlacementReques
     return replace(plan, predicted=predict(plan, scheduled, cluster, request.expert).as_dict())
 
 
-def _seconds(plan: StepPlan, request: PlacementRequest) -> float:
+def _seconds(predicted: Mapping[str, float], request: PlacementRequest) -> float:
     """Return the predicted seconds with 1 / `steps_served` of the moves."""
-    relocation = plan.predicted["relocation"]
-    return plan.predicted["total"] - relocation + relocation / request.budget.steps_served
+    relocation = predicted["relocation"]
+    return predicted["total"] - relocation + relocation / request.budget.steps_served

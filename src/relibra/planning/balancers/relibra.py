@@ -95,7 +95,7 @@ def decide(request: PlacementRequest) -> Placement:
     demand = schedules[schedule]
 
     plans = {choice: plan_layers(request, demand, best.slots, choice) for choice in winners}
-    layers = _mix(request, demand, best.slots, plans)[1]
+    layers = _mix(request, demand, best.slots, plans)
     return request.placement(
         layers.home_LE,
         layers.replica_MLRB,
@@ -152,17 +152,16 @@ def _try_slots(request: PlacementRequest, demand: ScheduledDemand, slots: SlotCh
     if request.budget.move_homes:
         homes: tuple[Homes, ...] = ("in nodes", "over nodes") if request.cluster.num_nodes > 1 else ("in nodes",)
         add(replace(choice, homes=name) for choice in [*best_two(), LayerChoice()] for name in homes)
-    seconds, cheapest = _mix(request, demand, slots, plans)
-    return _Tried(slots=slots, plans=plans, cheapest=cheapest, seconds=seconds)
+    cheapest = _mix(request, demand, slots, plans)
+    return _Tried(slots=slots, plans=plans, cheapest=cheapest, seconds=step_seconds(request, demand, slots, cheapest))
 
 
 def _mix(
     request: PlacementRequest, demand: ScheduledDemand, slots: SlotChoice, plans: dict[LayerChoice, LayerPlans]
-) -> tuple[float, LayerPlans]:
-    """Return the cheapest combination of layer choices found, and its seconds."""
+) -> LayerPlans:
+    """Return the cheapest choice of each layer; after a planned step new homes have to save more than noise."""
     worth_moving = _WORTH_MOVING_AGAIN if request.warm else 0.0
-    layers = cheapest_layers(plans, demand, slots, worth_moving=worth_moving)
-    return step_seconds(request, demand, slots, layers), layers
+    return cheapest_layers(plans, demand, slots, worth_moving=worth_moving)
 
 
 def _cheapest(tried: list[_Tried]) -> _Tried:
@@ -192,7 +191,8 @@ def _seconds_of_schedule(
     layers = _some_layers(request, _SAMPLE_LAYERS)
     few = replace(request, demand=demand).of_layers(layers)
     plans = {choice: plan_layers(few, few.demand, slots, choice) for choice in choices}
-    return _mix(few, few.demand, slots, plans)[0] * len(request.demand.layer_ids) / len(layers)
+    seconds = step_seconds(few, few.demand, slots, _mix(few, few.demand, slots, plans))
+    return seconds * len(request.demand.layer_ids) / len(layers)
 
 
 def sample_of(request: PlacementRequest, demand: ScheduledDemand) -> PlacementRequest:
