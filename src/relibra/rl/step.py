@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -13,21 +11,19 @@ import torch.distributed as dist
 from torch import nn
 
 from relibra.cluster import Cluster
-from relibra.errors import ConfigError, EngineError, library_errors
-from relibra.parallel import LiveBalancing, LiveSkew, relocate
+from relibra.errors import ConfigError
+from relibra.parallel import relocate
 from relibra.planning.balancers.lasting import with_residents
 from relibra.rl.algorithms.mismatch import alarms
 from relibra.rl.batch.step_plan import exchange_residents
 from relibra.rl.batch.training_batch import (
     TrainingBatch,
-    balancing,
     build_batch,
     current_homes,
     executing,
     plan_recorded_routes,
 )
 from relibra.rl.config.run_config import RunConfig
-from relibra.rl.config.settings import PlanSettings
 from relibra.rl.model.optimizer import StepCount
 from relibra.rl.model.policy import Policy
 from relibra.rl.model.tokenizer import Tokenizer
@@ -38,8 +34,9 @@ from relibra.rl.rollout.failed_rewards import check_failed_rewards
 from relibra.rl.rollout.response import Response, RolloutEngine
 from relibra.rl.rollout.served.canary_probe import Canary
 from relibra.rl.run import step_metrics
-from relibra.rl.run.ranks import begin_stage, is_peer_loss, sum_over_ranks
+from relibra.rl.run.ranks import sum_over_ranks
 from relibra.rl.run.step_trace import StepTraces, record_routes
+from relibra.rl.stopwatch import Stopwatch
 from relibra.rl.tasks.task import Task
 from relibra.rl.update.credit import (
     Credit,
@@ -157,39 +154,6 @@ class StepResult:
     metrics: dict[str, Any]
     responses: list[Response]
     progress: Progress
-
-
-@dataclass
-class Stopwatch:
-    """Seconds per stage of a step, and the skew in the stages that balanced live."""
-
-    step: int
-    seconds: dict[str, float] = field(default_factory=dict)
-    skews: dict[str, LiveSkew] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the time of the block to a stage; an error of a library inside names the stage.
-
-        raises    EngineError
-        """
-        begin_stage(f"{name} of step {self.step}")
-        start = time.perf_counter()
-        with library_errors(f"the stage {name!r} of step {self.step} failed", EngineError, stays=is_peer_loss):
-            yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    @contextmanager
-    def balanced_stage(self, name: str, model: nn.Module, settings: PlanSettings, cluster: Cluster) -> Iterator[None]:
-        """Balance a model live in a stage, and keep its skew; collective."""
-        with self.stage(name), balancing(model, settings, cluster) as live:
-            yield
-            self.keep_skew(name, live)
-
-    def keep_skew(self, name: str, live: LiveBalancing | None) -> None:
-        """Keep the skew of a stage before and after balancing."""
-        if live is not None:
-            self.skews[name] = live.skew()
 
 
 def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, traces: StepTraces) -> StepResult:
