@@ -17,6 +17,7 @@ from benchmarks.planner.step_rows import (
     planned_row,
     prediction_order,
     rows_of,
+    slots_that_stay,
     with_ratios,
 )
 from relibra.cluster import cluster_preset
@@ -135,6 +136,15 @@ def test_peers_have_as_many_slots_as_the_default():
     for name, row in rows.items():
         behind = rows[DEFAULT]["seconds"] / row["seconds"] - 1 > 0.005
         assert (row["table"] == "ahead") == (behind and name != DEFAULT), name
+
+
+def test_slots_of_eplb_fit_into_the_memory():
+    case = case_of(CELL, memory_gib=0.06)
+    assert slots_that_stay(case) == 1, "two layers of 28.3 MB"
+    rows = {row["plan"]: row for row in rows_of(case)}
+    assert rows["eplb"]["slots"] == 1
+    assert rows["eplb beyond memory"]["slots"] == rows["ultraep"]["slots"] > 1
+    assert rows["eplb beyond memory"]["table"] == "plans"
 
 
 def test_cells_cover_the_matrix_once():

@@ -41,18 +41,30 @@ APART = 0.01
 
 
 def rows_of(case: Case) -> list[Row]:
-    """Plan and simulate the step of a case with every balancer; peers have as many slots as the default's plan."""
+    """Plan and simulate the step of a case with every balancer; peers have as many slots as the default's plan.
+
+    EPLB's slots all stay with their layer: it has as many as fit, and a row of its own with more.
+    """
     budget = default_budget(case)
     default, row = planned_row(case, DEFAULT, "relibra", budget)
     peers = replace(budget, slots=default.slots or PEER_SLOTS, pack_samples=False)
     rows = [planned_row(case, "static", "static", budget)[1]]
-    rows += [planned_row(case, name, name, peers)[1] for name in PEERS] + [row]
+    fitting = replace(peers, slots=min(peers.slots, slots_that_stay(case)))
+    rows += [planned_row(case, name, name, fitting if name == "eplb" else peers)[1] for name in PEERS] + [row]
+    if fitting != peers:
+        rows.append(planned_row(case, "eplb beyond memory", "eplb", peers)[1])
     own = {name: replace(budget, **changes) for name, changes in OWN.items()}
     rows += [planned_row(case, name, "relibra", changed)[1] for name, changed in own.items() if changed != budget]
     rows = with_ratios(rows)
     ahead = {behind["plan"]: {"table": "ahead", "ahead": behind["ahead"]} for behind in cells_behind(rows)}
     of_default = {DEFAULT: {"table": case.cell.table}}
     return [{**one, **(of_default | ahead).get(one["plan"], {"table": "plans"})} for one in rows]
+
+
+def slots_that_stay(case: Case) -> int:
+    """Return how many slots fit into the memory of a case if each layer has its own."""
+    one = case.model.expert.weight_bytes + case.model.expert.gradient_bytes
+    return int(case.memory_gib * 2**30 // (len(case.demand.layer_ids) * one))
 
 
 def default_budget(case: Case) -> Budget:
@@ -79,7 +91,7 @@ def planned_row(case: Case, name: str, balancer: str, budget: Budget) -> tuple[S
     return plan, {
         "case": case.cell.name,
         "label": "simulated",
-        "unit": f"seconds of one step with 1/{budget.steps_served} of the moves of homes",
+        "unit": f"seconds of one step with 1/{budget.steps_served} of the moves of homes; exchange hidden: model",
         "seed": case.cell.seed,
         "repetitions": 1,
         "ranks": R,
@@ -141,10 +153,14 @@ def with_ratios(rows: list[Row]) -> list[Row]:
 def cells_behind(rows: list[Row], share: float = BEHIND) -> list[Row]:
     """Return the rows whose plan takes less than the default's seconds in their cell, by more than a share of its own.
 
-    Each with `ahead`, the default's seconds / its own - 1; the largest first.
+    Each with `ahead`, the default's seconds / its own - 1; the largest first. Plans beyond the memory are left out.
     """
     default = {row["case"]: row["seconds"] for row in rows if row.get("plan") == DEFAULT}
-    found = [{**row, "ahead": default[row["case"]] / row["seconds"] - 1} for row in rows if row["case"] in default]
+    found = [
+        {**row, "ahead": default[row["case"]] / row["seconds"] - 1}
+        for row in rows
+        if row["case"] in default and row.get("plan") in (DEFAULT, "static", *PEERS, *OWN)
+    ]
     return sorted((row for row in found if row["ahead"] > share), key=lambda row: -row["ahead"])
 
 
