@@ -92,7 +92,7 @@ def test_time_in_proportion_to_rows_gives_the_skew_of_the_rows(demand, monkeypat
     from benchmarks.runtime import emulated_ranks as emulated
     from relibra.calibration.grouped_experts import GroupedExperts
 
-    works = emulated.rank_works(demand, 8, SHAPE, [(0, 0), (1, 1)], balancers=("static", "relibra"))
+    works = emulated.rank_works(demand, 8, SHAPE, [(0, 0), (1, 1)], balancers=("static", "relibra_paper_tokens"))
     order = []
 
     def count_rows(works, device):
@@ -115,7 +115,7 @@ def test_time_in_proportion_to_rows_gives_the_skew_of_the_rows(demand, monkeypat
     assert rows["equal counts"]["straggler"] == 1
     assert rows["static"]["time / static"] == rows["equal counts"]["time / equal"] == 1
     assert rows["static"]["time / equal"] == pytest.approx(rows["static"]["token_skew"])
-    assert rows["relibra"]["time / static"] < 1
+    assert rows["relibra_paper_tokens"]["time / static"] < 1
     noise = np.random.default_rng(0)
     noisy = {name: found[:1] * noise.lognormal(0, 0.5, (9, *found.shape[1:])) for name, found in seconds.items()}
     for row in emulated.result_rows(works, noisy, "here", repetitions=9):

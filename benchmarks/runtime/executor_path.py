@@ -34,7 +34,7 @@ from relibra.replay import BatchRoutes
 from relibra.routing.demand import Demand, ScheduledDemand
 from relibra.routing.trace import RoutingTrace
 
-BALANCERS = ("static", "relibra")
+BALANCERS = ("static", "relibra_paper_tokens")
 SLOTS = 1
 ALLOWED = 0.15
 """What the busiest rank in seconds may differ from the busiest rank in token-slots, both over the mean rank."""

@@ -56,7 +56,7 @@ def test_the_page_says_what_the_plan_says() -> None:
     reachable = dict(lever_bounds(plan, demand))["static"]
     cells = (f"{static:.3f}", "", f"{reachable:.3f}")
     assert ">static</th>" + "".join(f'<td class="number">{cell}</td>' for cell in cells) in page
-    assert "inside the node: static, ultraep, relibra" in page
+    assert "inside the node: static, ultraep; anywhere: relibra" in page
     assert page == render_plan_page(compared_step(), MADE, rows)
 
 
