@@ -67,8 +67,8 @@ def test_prediction_equals_its_reference(step):
     assert prediction.compute == pytest.approx(compute)
     assert prediction.exchange == pytest.approx(exchange)
     assert prediction.cross_node_token_slots == slots
-    assert prediction.sent_bytes == pytest.approx(sent)
-    assert prediction.moved_bytes == plan.num_moved * 14 * 30
+    assert prediction.bytes.rows.total == pytest.approx(sent)
+    assert prediction.bytes.moves.total == plan.num_moved * 14 * 30
     assert prediction.as_dict()["total"] == prediction.total
     attention = attention_reference(plan, demand, cluster, EXPERT)
     assert prediction.attention == pytest.approx(attention)
@@ -110,23 +110,28 @@ def test_a_case_by_hand():
     # Rows go four times, gate weights of 2 bytes twice.
     assert prediction.exchange == 4 * 120 + 2 * 60
     assert prediction.cross_node_token_slots == 30
-    assert prediction.sent_bytes == 4 * 50 * 4
-    assert (prediction.copies, prediction.relocation, prediction.copy_bytes, prediction.moved_bytes) == (0, 0, 0, 0)
+    sent = prediction.bytes
+    assert sent.rows == (4 * 20 * 4, 4 * 30 * 4)
+    assert (prediction.copies, prediction.relocation) == (0, 0)
+    assert (sent.weights.total, sent.gradients.total, sent.moves.total) == (0, 0, 0)
     slow = cluster_for(plan, intra=Link(latency_seconds=7, bytes_per_second=0.5))
     assert predict(plan, demand, slow, EXPERT).exchange == 4 * (7 + 160) + 2 * (7 + 80)
 
 
 def test_homes_send_weights_and_receive_gradients_inside_the_node_and_across_the_network():
     plan, demand = two_nodes(replica=(1, 0), quota=4)  # expert 0 copied to rank 1, on the node of its home
-    assert predict(plan, demand, cluster_for(plan), EXPERT).copy_bytes == 240
+    sent = predict(plan, demand, cluster_for(plan), EXPERT).bytes  # weights of the last layer are not pushed again
+    assert (sent.weights, sent.gradients) == ((60, 0), (60, 0))
     assert predict(plan, demand, cluster_for(plan), EXPERT).copies == 0  # rows take longer, on other links
     waits = cluster_for(plan, hides_copies=False)
-    assert predict(plan, demand, waits, EXPERT, attention_seconds=100.0).copies == (60 + 60 + 120) / 10
+    assert predict(plan, demand, waits, EXPERT, attention_seconds=100.0).copies == (60 + 60 + 60) / 10
     plan, demand = two_nodes(replica=(1, 2), quota=4)  # expert 2 lives on the other node
+    sent = predict(plan, demand, cluster_for(plan), EXPERT).bytes
+    assert (sent.weights, sent.gradients) == ((0, 60), (0, 60))
     # In through the replica's NIC at 1 B/s, and the gradient in through the home's; sending takes half as long.
-    assert predict(plan, demand, waits, EXPERT).copies == (60 + 60) / 1 + 120 / 1
+    assert predict(plan, demand, waits, EXPERT).copies == (60 + 60 + 60) / 1
     fast_in = cluster_for(plan, inter_receive=Link(latency_seconds=0, bytes_per_second=1e9), hides_copies=False)
-    assert predict(plan, demand, fast_in, EXPERT).copies == (60 + 60) / 2 + 120 / 2
+    assert predict(plan, demand, fast_in, EXPERT).copies == (60 + 60 + 60) / 2
     assert predict(plan, demand, cluster_for(plan), EXPERT).cross_node_token_slots == 26
 
 
@@ -136,14 +141,16 @@ def test_a_home_that_feeds_several_replicas_sends_to_one_after_the_other():
     for rank in set(range(4)) - {plan.home_LE[0, 0]}:
         replica_MLRB[0, 0, rank, 0] = 0
     plan = replace(plan, replica_MLRB=replica_MLRB, quota_MLRB=np.zeros_like(plan.quota_MLRB))
-    assert predict(plan, demand, cluster_for(plan, hides_copies=False), EXPERT).copies == 3 * (60 + 60 + 120) / 10
+    assert predict(plan, demand, cluster_for(plan, hides_copies=False), EXPERT).copies == 3 * (60 + 60 + 60) / 10
 
 
 def test_resident_replicas_are_pushed_when_they_arrive_and_return_gradients_when_they_leave():
     plan, demand = two_nodes(replica=(1, 0), quota=4, resident=True, micro_batches=3)
-    assert predict(plan, demand, cluster_for(plan), EXPERT).copy_bytes == 60 + 120
+    sent = predict(plan, demand, cluster_for(plan), EXPERT).bytes
+    assert (sent.weights.total, sent.gradients.total) == (60, 60)
     shared = replace(plan, resident=False)
-    assert predict(shared, demand, cluster_for(plan), EXPERT).copy_bytes == 3 * (60 + 60 + 120)
+    sent = predict(shared, demand, cluster_for(plan), EXPERT).bytes
+    assert (sent.weights.total, sent.gradients.total) == (3 * 60, 3 * 60)
     replica_MLRB = plan.replica_MLRB.copy()
     replica_MLRB[1, 0, 1, 0] = 3
     forward, backward, gradients = pushed_copies(replace(plan, replica_MLRB=replica_MLRB))
@@ -161,7 +168,7 @@ def test_relocation_takes_the_busiest_rank():
     swapped = plan.previous.with_home_ranks(np.array([[1, 0, 2, 3]], np.int16)).physical_to_logical_map
     inside = predict(replace(plan, physical_to_logical_map=swapped), demand, cluster_for(plan), EXPERT)
     assert inside.relocation == 420 / 10
-    assert inside.moved_bytes == 2 * 420
+    assert inside.bytes.moves == (2 * 420, 0)
     elsewhere = plan.previous.with_home_ranks(np.array([[2, 1, 0, 3]], np.int16))
     crossed = replace(plan, physical_to_logical_map=elsewhere.physical_to_logical_map)
     assert predict(crossed, demand, cluster_for(plan), EXPERT).relocation == 420 / 1  # receiving is the slower side
