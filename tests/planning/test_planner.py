@@ -332,4 +332,5 @@ def test_a_plan_for_hierarchical_dispatch_is_cheaper_there():
     assert rows_per_crossing(hierarchical, replace(demand, pairs_LEE=None), static.home_LE) == 1.0
     share = rows_per_crossing(hierarchical, demand, static.home_LE)
     once = predict(static, demand, hierarchical, SMALL)
-    assert once.bytes.rows.between / (4 * once.cross_node_token_slots * SMALL.row_bytes) == pytest.approx(share, rel=0.02)
+    rows = once.bytes.rows.between / SMALL.row_bytes
+    assert rows / (4 * once.cross_node_token_slots) == pytest.approx(share, rel=0.02)

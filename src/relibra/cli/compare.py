@@ -157,7 +157,7 @@ COLUMNS = (
     Column("moved\nGB", lambda row: _billions(_bytes(row).moves.total), "state of experts with a new home", 10),
     Column(
         "between\nGB",
-        lambda row: _billions(_bytes(row).between),
+        lambda row: _billions(sum(links.between for links in _bytes(row))),
         "sent between nodes: at least these rows, gate weights, weights, gradients, and all moves",
         13,
     ),

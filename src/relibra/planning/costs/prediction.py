@@ -90,8 +90,7 @@ def predict(
         host=float(costs.host_ML.sum()),
         relocation=relocation_seconds(plan.previous, plan, cluster, expert),
         cross_node_token_slots=int(costs.exchange.cross_node_ML.sum()),
-        bytes=replace(
-            sent_bytes(executed, expert.row_bytes, expert.bytes_per_value),
-            moves=moved_bytes(plan.previous, plan, expert),
+        bytes=sent_bytes(executed, expert.row_bytes, expert.bytes_per_value)._replace(
+            moves=moved_bytes(plan.previous, plan, expert)
         ),
     )

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-import numpy as np
+from numpy import ndarray
 
-from relibra.planning.costs.copies import CopyCosts
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.costs.layer_costs import LayerCosts
 from relibra.planning.placement import Homes
@@ -26,11 +24,7 @@ class LinkBytes(NamedTuple):
         return self.inside + self.between
 
 
-NOTHING = LinkBytes()
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepBytes:
+class StepBytes(NamedTuple):
     """Bytes of all ranks; what comes from host memory is not sent.
 
     rows        hidden states and their gradients: dispatch and combine, forwarded rows each time that they are sent
@@ -40,20 +34,15 @@ class StepBytes:
     moves       state of experts with a new home rank, in full
     """
 
-    rows: LinkBytes = NOTHING
-    gates: LinkBytes = NOTHING
-    weights: LinkBytes = NOTHING
-    gradients: LinkBytes = NOTHING
-    moves: LinkBytes = NOTHING
-
-    @property
-    def between(self) -> float:
-        """Return the bytes of all kinds between nodes."""
-        return sum(getattr(self, kind.name).between for kind in fields(self))
+    rows: LinkBytes = LinkBytes()
+    gates: LinkBytes = LinkBytes()
+    weights: LinkBytes = LinkBytes()
+    gradients: LinkBytes = LinkBytes()
+    moves: LinkBytes = LinkBytes()
 
     def as_dict(self) -> dict[str, dict[str, float]]:
         """Return the bytes by kind and link, for JSON."""
-        return {kind.name: getattr(self, kind.name)._asdict() for kind in fields(self)}
+        return {kind: links._asdict() for kind, links in self._asdict().items()}
 
 
 def sent_bytes(
@@ -62,42 +51,32 @@ def sent_bytes(
     """Return the bytes of rows, gate weights and copies.
 
     row_bytes, gate_bytes   of one hidden state, and of one gate weight
-    trained      there is a backward pass
-    recomputed   layers run forward again in the backward pass
+    trained                 there is a backward pass
+    recomputed              layers run forward again in the backward pass
     """
-    exchange, forward, backward = costs.exchange, 1 + (trained and recomputed), int(trained)
-    passes = float(forward + backward)
-    copies = (costs.push, costs.again) if trained else (costs.push,)
+    exchange, push, back = costs.exchange, costs.push, costs.gradients
+    passes, sent, network = 1 + trained + (trained and recomputed), push.sent_MLR, push.network_sent_MLR
+    if trained:
+        sent, network = sent + costs.again.sent_MLR, network + costs.again.network_sent_MLR
     return StepBytes(
         rows=_links(2 * passes * row_bytes, exchange.out_MLR, exchange.network_out_MLR),
         gates=_links(passes * gate_bytes, exchange.gates_out_MLR, exchange.cross_node_ML),
-        weights=add_links(_copied(one) for one in copies),
-        gradients=_copied(costs.gradients) if trained else NOTHING,
+        weights=_links(push.bytes_each, sent, network),
+        gradients=_links(trained * back.bytes_each, back.sent_MLR, back.network_sent_MLR),
     )
 
 
 def moved_bytes(before: Homes, after: Homes, expert: ExpertShape) -> LinkBytes:
     """Return the bytes of the state of experts whose home rank changes."""
-    moved_LE = before.home_LE != after.home_LE
     crosses_LE = before.home_LE // after.ranks_per_node != after.home_LE // after.ranks_per_node
-    return _links(float(expert.state_bytes), moved_LE, crosses_LE)
-
-
-def add_links(parts: Iterable[LinkBytes]) -> LinkBytes:
-    """Return the sum over parts, link by link."""
-    return LinkBytes(*map(sum, zip(*parts, strict=True)))
+    return _links(expert.state_bytes, before.home_LE != after.home_LE, crosses_LE)
 
 
 def add_bytes(parts: Iterable[StepBytes]) -> StepBytes:
-    """Return the sum over parts, kind by kind."""
-    every = list(parts)
-    return StepBytes(**{kind.name: add_links(getattr(one, kind.name) for one in every) for kind in fields(StepBytes)})
+    """Return the sum over parts, kind by kind and link by link."""
+    return StepBytes(*(LinkBytes(*map(sum, zip(*links, strict=True))) for links in zip(*parts, strict=True)))
 
 
-def _copied(copies: CopyCosts) -> LinkBytes:
-    return _links(float(copies.bytes_each), copies.sent_MLR, copies.network_sent_MLR)
-
-
-def _links(bytes_each: float, count: np.ndarray, between: np.ndarray) -> LinkBytes:
+def _links(bytes_each: int, count: ndarray, between: ndarray) -> LinkBytes:
     crossing = float(between.sum())
     return LinkBytes(bytes_each * (float(count.sum()) - crossing), bytes_each * crossing)

@@ -223,7 +223,7 @@ def assemble(
         stage_seconds={name: of_ranks([run.spent[name] for run in runs]) for name in runs[0].spent},
         waited_R=of_ranks([run.waited_DR for run in runs]),
         sent_bytes={name: of_ranks([run.sent[name] for run in runs]) for name in runs[0].sent},
-        bytes=replace(add_bytes(run.bytes for run in runs), moves=moved_bytes(plan.previous, plan, model.expert)),
+        bytes=add_bytes(run.bytes for run in runs)._replace(moves=moved_bytes(plan.previous, plan, model.expert)),
         host_bytes_R=of_ranks([run.host_DR for run in runs]),
         token_slots_R=of_ranks([run.token_slots_DR for run in runs]),
         expert_skew=_skew(runs, "experts"),
