@@ -17,16 +17,17 @@ LIVE = {"slots": 3, "ranks_per_node": 2, "tolerance": 0.02, "sums": "canonical",
 
 
 @pytest.mark.parametrize(
-    ("balancer", "balanced", "expected"),
-    [("live", True, [mock.call(MODEL, **LIVE)]), ("live", False, []), ("relibra", True, [])],
+    ("balancer", "balanced", "slots"),
+    [("live", True, 3), ("live", False, None), ("relibra", True, 3), ("static", True, 0)],
 )
-def test_layers_balance_live_where_the_settings_say_so(balancer, balanced, expected):
+def test_without_a_plan_balanced_layers_balance_live(balancer, balanced, slots):
     words = (f"plan.balancer={balancer}", "plan.slots=3", "plan.tolerance=0.02", "plan.sums=canonical")
-    policy = mock.Mock(spec=Policy, trained=MODEL, balanced=balanced)
+    policy = mock.Mock(spec=Policy, trained=MODEL)
     batch = mock.Mock(spec=TrainingBatch, plan=None)
     with (
+        mock.patch.object(training_batch, "is_balanced", return_value=balanced),
         mock.patch.object(training_batch, "balance_live", return_value=nullcontext()) as balance_live,
         executing(policy, batch, tiny_config(*words).plan, cluster_preset("h100x8", 4, 2)) as execution,
     ):
         assert execution.ran_at_home == 0
-    assert balance_live.mock_calls == expected
+    assert balance_live.mock_calls == ([] if slots is None else [mock.call(MODEL, **LIVE | {"slots": slots})])
