@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relibra.errors import TraceError
-from relibra.reporting.data.sentences import describe_skew, describe_stability
-from relibra.reporting.data.summary import Stability, Step, Summary, evenly_chosen, possible_ranks, summarize
+from relibra.reporting.data.summary import Step, Summary, evenly_chosen, possible_ranks, summarize
 from relibra.routing.trace import RoutingTrace
 from relibra.routing.trace_statistics import compute_step_statistics
 from tests.reporting.recordings import small_trace
@@ -35,9 +34,8 @@ def test_the_skew_is_total_busiest_work_over_total_mean_work() -> None:
     # 2 experts on 2 ranks: micro-batch one is 3 : 1, micro-batch two, with 2 tokens only, is 1 : 1.
     picks = [0, 0, 0, 1, 0, 1]
     trace = RoutingTrace.from_samples([np.array(picks).reshape(6, 1, 1)], num_experts=2)
-    words = describe_skew(summary_of(trace, tokens=4))
-    assert "of 2 ranks does 1.33×" in words
-    assert "25\u202f% of the expert time" in words
+    view, found = summary_of(trace, tokens=4).headline
+    assert (view.ranks, found.skew_weighted, found.idle_share) == (2, pytest.approx(4 / 3), pytest.approx(0.25))
 
 
 def test_steps_are_pooled_pair_by_pair_and_one_without_tokens_adds_nothing() -> None:
@@ -79,7 +77,7 @@ def test_a_prime_number_of_experts_is_shown_with_one_expert_per_rank() -> None:
 
 def test_a_single_expert_has_nothing_to_balance() -> None:
     trace = RoutingTrace.from_samples([np.zeros((5, 2, 1), dtype=np.int64)], num_experts=1)
-    assert describe_skew(summary_of(trace)) == "With one expert per layer there is nothing to balance."
+    assert summary_of(trace).headline is None
 
 
 def test_groups_are_pooled_over_steps_by_name() -> None:
@@ -99,29 +97,6 @@ def test_a_recording_without_tokens_is_refused() -> None:
     trace = RoutingTrace.from_samples([experts], num_experts=2, valid=[np.zeros(3, dtype=bool)])
     with pytest.raises(TraceError, match="no token"):
         summary_of(trace)
-
-
-@pytest.mark.parametrize(
-    ("cosine", "chance", "begins"),
-    [
-        (0.99, 0.999, "One plan per step would be enough"),
-        (0.95, 0.999, "One plan per step would remove most of the skew, not all."),
-        (0.95, 0.960, "One plan per step would remove most of the skew. "),
-        (0.70, 0.999, "Each micro-batch needs its own plan. "),
-        (0.70, 0.710, "Each micro-batch needs its own plan, because it is small"),
-    ],
-)
-def test_stability_in_words(cosine: float, chance: float, begins: str) -> None:
-    value = Stability(
-        micro_batches=2,
-        cosine_mean_L=np.array([cosine]),
-        cosine_low_L=np.array([cosine]),
-        cosine_high_L=np.array([cosine]),
-        chance=chance,
-        fluctuation=0.1,
-        step_to_step=None,
-    )
-    assert describe_stability(value).startswith(begins)
 
 
 @given(st.integers(1, 500), st.integers(1, 20))

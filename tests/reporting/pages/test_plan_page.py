@@ -25,7 +25,7 @@ from relibra.reporting.data.number_format import percent
 from relibra.reporting.html.html_bars import waterfall
 from relibra.reporting.pages.balancers_section import balancers_section
 from relibra.reporting.pages.limits_section import seconds_card
-from relibra.reporting.pages.plan_page import describe_step, render_plan_page, write_plan_page
+from relibra.reporting.pages.plan_page import render_plan_page, step_headline, write_plan_page
 from relibra.routing.demand import Demand
 from relibra.simulation import model_shape, overlap_ratio, simulate_step
 from relibra.simulation.units import seconds_in_words
@@ -45,7 +45,8 @@ def test_the_page_says_what_the_plan_says() -> None:
     rows.append(ComparisonRow(balancer="<b>late</b>", sees="live", valid=False, message="no <i>plan</i>"))
     page = render_plan_page(compared_step(), MADE, rows)
     static, skew = (dict(lever_gaps(plan, demand))[name] for name in ("static", "cross-node copies"))
-    assert re.search(rf"compute {static:.2f}× [^×]*, with the plan {skew:.3f}×", page)
+    assert f"static layout: skew {static:.3f}, " in page
+    assert f"the plan: skew {skew:.3f}, " in page
     assert plan.digest()[:16] in page
     assert "&lt;b&gt;late&lt;/b&gt;: no &lt;i&gt;plan&lt;/i&gt;" in page
     assert "<b>late" not in page
@@ -104,7 +105,7 @@ def test_the_card_of_the_expert_layers_is_the_sum_of_the_parts_below_it() -> Non
     assert "Rows between ranks are counted token by token." in page
     predicted = predict(after.plan, after.demand, CLUSTER, model.expert)
     planner = predicted.total - predicted.attention - predicted.host
-    assert f"{seconds_in_words(planner)} by the planner’s own model, which uses a lower bound of rows" in page
+    assert f"{seconds_in_words(planner)} for the expert layers with the plan: it uses a lower bound of rows" in page
 
 
 def test_bytes_by_kind_are_those_of_the_simulated_step() -> None:
@@ -124,7 +125,6 @@ def test_bytes_by_kind_are_those_of_the_simulated_step() -> None:
 def test_without_tokens_the_page_says_that_rows_are_bounds() -> None:
     page = render_plan_page(replace(traced_step(), distinct_rows=None), MADE)
     assert "Rows between ranks are a lower bound from pairs of experts." in page
-    assert "not by those counted" not in page
     assert "one for every choice, an upper bound" in render_plan_page(compared_step(), MADE)
 
 
@@ -137,15 +137,16 @@ def test_seconds_without_relocation_stand_beside_those_with_it() -> None:
     page = render_plan_page(compared, MADE)
     card = _card(page, "Step, simulated")
     ratio = static.seconds / (step.seconds - moved)
-    assert f"{seconds_in_words(step.seconds - moved)} without relocation, which is paid once: {ratio:.2f}×" in card
+    alone = seconds_in_words(step.seconds - moved)
+    assert re.search(rf"without relocation, which is paid once: {alone}, .* {ratio:.2f}×", card)
     assert "without relocation, which is paid once" in _card(page, "Expert layers, simulated")
     other = plan_step(before.given, CLUSTER, Budget(slots=1), "ultraep", expert=EXPERT)
     page = render_plan_page(compared_step(after, compare_plan("plan two", other, before.given)), MADE)
     card = _card(page, "Step, simulated, plan two")
-    assert f"the plan {seconds_in_words(step.seconds)} ({seconds_in_words(step.seconds - moved)} without" in card
+    assert f"the plan {seconds_in_words(step.seconds)}, " in card
     second = simulate_step(other, before.given, CLUSTER, compared.model)
     assert second.terms["relocation"] == 0
-    assert f"as fast; {(step.seconds - moved) / second.seconds:.2f}× without relocation, which is paid once" in card
+    assert f"the plan {alone}, {(step.seconds - moved) / second.seconds:.2f}×" in card
     label, value, note = seconds_card("Step", "static layout", (2.0, 1.0), (0.0, 0.009))
     assert (label, value, note) == ("Step", "1 s", "static layout 2 s, 2.00× as fast")
 
@@ -161,12 +162,9 @@ def test_the_ledger_speaks_of_what_is_sent() -> None:
     assert ledgers[1].data_factor_L[0] < 0.95
     page = render_plan_page(step, MADE)
     words = page[page.index('id="bytes-title"') :]
-    assert f"{percent(float(ledgers[0].efficiency_L[0]))} with the plan" in words
-    lowest = min(ledgers[0].routing_factor_L[0], ledgers[0].port_factor_L[0])
-    assert re.search(rf"The lowest factor of the plan is the (routing|port) factor, {percent(float(lowest))}", words)
-    each = percent(float(ledgers[1].efficiency_L[0]))
-    data = percent(float(ledgers[1].data_factor_L[0]))
-    assert f"it would be {each}: {data} of the received bytes" in words
+    row = words[words.index("efficiency: useful / capacity") :]
+    after_once, each = (percent(float(one.efficiency_L[0])) for one in ledgers)
+    assert re.findall(r"[\d.]+\u202f%(?=</td>)", row)[1:3] == [after_once, each]
     header = words[words.index("all layers together") :]
     assert re.findall(r">([^<>]+)</th>", header)[:3] == ["static layout", "the plan", "the plan, per choice"]
     duplicate = re.findall(r"[\d.]+(?=</td>)", header[header.index("duplicate, GB") :])[:3]
@@ -178,7 +176,7 @@ def test_where_nobody_counted_pairs_the_ledger_has_no_column_of_what_is_sent_onc
     page = render_plan_page(compared_step(), MADE)
     words = page[page.index('id="bytes-title"') :]
     assert "per choice" not in words
-    assert "so every row counts as useful" in words
+    assert "it was not counted which experts tokens choose together" in words
 
 
 def test_the_overlap_ratio_is_told_at_peak_and_at_sustained_flops() -> None:
@@ -210,7 +208,7 @@ def test_two_plans_stand_side_by_side() -> None:
     first, second = compare_plan("plan <one>", other, demand), compare_plan("plan two", plan, demand)
     page = render_plan_page(compared_step(first, second), MADE)
     assert "<one>" not in page
-    assert "With plan &lt;one&gt; the busiest ranks compute" in page
+    assert "plan &lt;one&gt;: skew" in page
     assert {"levers-0", "levers-1"} <= set(_sections(page))
     assert other.digest()[:16] in page
     assert plan.digest()[:16] in page
@@ -233,11 +231,11 @@ def test_every_card_of_two_plans_says_which_plan_it_is_about() -> None:
     assert "With plan two:" in page
 
 
-def test_the_verdict_says_who_waits_for_what() -> None:
+def test_the_headline_has_the_waiting_of_both_plans() -> None:
     step = compared_step()
-    words = describe_step(step)
-    for one in step.plans:
-        assert re.search(rf"{percent(1 - 1 / one.skew)}[^%]* with {one.name_in_sentence}", words)
+    for one, part in zip(step.plans, step_headline(step).split(" · "), strict=True):
+        assert part.startswith(one.name)
+        assert percent(1 - 1 / one.skew) in part
 
 
 def test_plans_of_other_sizes_are_refused() -> None:
@@ -291,7 +289,7 @@ def test_a_step_without_tokens_has_a_page() -> None:
     model = replace(model_shape("qwen3-30b-a3b"), moe_layers=1, experts=4, top_k=2)
     before, after = compare_static(plan, demand), compare_plan("the plan", plan, demand)
     page = render_plan_page(ComparedStep(before=before, after=after, cluster=cluster, model=model), MADE)
-    assert "1.000×, exactly the bound" in page
+    assert "the plan: skew 1.000, 0\u202f% of the expert time" in page
 
 
 def test_a_folder_is_no_place_for_a_page(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from relibra.cluster import Cluster
 from relibra.errors import ConfigError, TraceError
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.distinct_rows import MAX_PAIRS, DistinctRows, distinct_rows_of_step
-from relibra.reporting.data.number_format import plural
+from relibra.printable import plural
 from relibra.routing.demand import ScheduledDemand
 from relibra.routing.demand_rows import sample_of_rows
 from relibra.routing.trace import RoutingTrace
@@ -40,11 +40,6 @@ class ComparedPlan:
     def is_static(self) -> bool:
         """Whether this is the static layout, not a plan."""
         return self.name == STATIC
-
-    @property
-    def name_in_sentence(self) -> str:
-        """The name with its article."""
-        return f"the {self.name}" if self.is_static else self.name
 
     @property
     def rank_load_MLR(self) -> Int64[ndarray, "M L R"]:

@@ -41,13 +41,3 @@ def count(value: int) -> str:
     '90\u202f145'
     """
     return f"{value:,}".replace(",", _THIN_SPACE)
-
-
-def plural(value: int, noun: str) -> str:
-    """Write a number with its noun.
-
-    >>> plural(1, "step"), plural(3, "micro-batch")
-    ('1 step', '3 micro-batches')
-    """
-    ending = "" if value == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{count(value)} {noun}{ending}"

@@ -49,11 +49,11 @@ def _file_errors(output: Path) -> Iterator[None]:
 
 
 def html_page(
-    name: str, kind: str, first_sentence: str, body: str, footer: str, *, scripts: Sequence[str], plotly: bool = False
+    name: str, kind: str, headline: str, body: str, footer: str, *, scripts: Sequence[str], plotly: bool = False
 ) -> str:
     """Return a whole page with its scripts and style in it.
 
-    name, kind, first_sentence   plain text
+    name, kind, headline   plain text
     body, footer                 trusted HTML
     scripts                      files of this package, in order
     plotly                       the body holds figures of plotly (`html.plot`), whose script has 5 MB
@@ -77,7 +77,7 @@ def html_page(
 <header>
 <p class="kicker">relibra {escape(kind)}</p>
 <h1>{escape(name)}</h1>
-{paragraph(first_sentence, "verdict")}
+{paragraph(headline, "verdict") if headline else ""}
 </header>
 <main>
 {body}

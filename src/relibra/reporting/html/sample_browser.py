@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from html import escape
 
-from relibra.reporting.data.number_format import count, plural
+from relibra.printable import plural
+from relibra.reporting.data.number_format import count
 from relibra.reporting.data.samples import Sample, Samples
 from relibra.reporting.html.html import paragraph, section
 

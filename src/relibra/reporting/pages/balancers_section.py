@@ -36,33 +36,25 @@ def balancers_section(rows: Sequence[ComparisonRow]) -> str:
             "brackets: without moves of experts, which happen once.",
             "how",
         ),
-        paragraph(_scopes(made), "how"),
+        paragraph(
+            f"Bounds compare only between balancers whose replicas may be on the same nodes: {describe_scopes(made)}.",
+            "how",
+        )
+        if any(row.copies for row in made)
+        else "",
         *(paragraph(text, "notice") for text in failed),
     )
 
 
-def describe_balancers(rows: Sequence[ComparisonRow]) -> str:
-    """Return which balancer takes the fewest seconds by the model, and which is the most even."""
+def balancers_headline(rows: Sequence[ComparisonRow]) -> str:
+    """Return the balancer of fewest seconds by the planner's model, and the most even one."""
     made = [row for row in rows if row.skew is not None and row.predicted_seconds is not None]
     if not made:
         return "No balancer made a valid plan."
     fastest = min(made, key=lambda row: (row.predicted_seconds or 0.0, row.balancer))
     evenest = min(made, key=lambda row: (row.skew or 0.0, row.balancer))
-    static = next((row for row in made if row.balancer == "static"), None)
-    beside = ""
-    if static is not None and static is not fastest:
-        beside = f", static {static.predicted_seconds:.3g} s"
-    return (
-        f"Fewest seconds of a step, by the planner’s model: {fastest.balancer} with "
-        f"{fastest.predicted_seconds:.3g} s{beside}. Most even: {evenest.balancer}, whose busiest ranks compute "
-        f"{evenest.skew:.3f}× the mean load."
-    )
-
-
-def _scopes(rows: Sequence[ComparisonRow]) -> str:
-    if not any(row.copies for row in rows):
-        return ""
-    return f"Bounds compare only between balancers whose replicas may be on the same nodes: {describe_scopes(rows)}."
+    seconds = f"fewest seconds by the planner’s model: {fastest.balancer}, {fastest.predicted_seconds:.3g} s"
+    return f"{seconds} · lowest skew: {evenest.balancer}, {evenest.skew:.3f}"
 
 
 def _bars(made: Sequence[ComparisonRow]) -> str:

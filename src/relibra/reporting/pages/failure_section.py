@@ -36,17 +36,14 @@ def failure_section(step: ComparedStep) -> str:
     ]
     layer_LR = replica_cover(plan, after.demand)
     least = int(np.argmin(layer_LR.min(axis=1)))
-    whose = "" if before.is_static else f" of {after.name}"
     hidden = f" The {MAX_ROWS} least covered of {len(order)} ranks are shown." * (len(order) > MAX_ROWS)
     return section(
         "cover",
         "If one rank fails",
         paragraph(
-            f"On average {percent(float(after_R.mean()))} of the token-slots have their expert on another rank "
-            f"({percent(float(before_R.mean()))} with {before.name_in_sentence}). The least covered is rank {worst} "
-            f"with {percent(float(after_R[worst]))}; the least covered layer is {plan.layer_ids[least]} with "
-            f"{percent(float(layer_LR[least].min()))}. The {copies:.1f} replicas per micro-batch and layer{whose} "
-            "are those of the plan: this use of them costs nothing more."
+            f"Mean over ranks {percent(float(before_R.mean()))} → {percent(float(after_R.mean()))}, least covered rank "
+            f"{worst}: {percent(float(after_R[worst]))}, least covered layer {plan.layer_ids[least]}: "
+            f"{percent(float(layer_LR[least].min()))}; {copies:.1f} replicas per micro-batch and layer."
         ),
         paragraph(
             "Share of token-slots whose expert is also on another rank than the failed one, over all micro-batches "

@@ -45,7 +45,6 @@ def ledger_section(step: ComparedStep, found: StepSimulation | None) -> str:
         "bytes",
         "Bytes between ranks",
         _kinds_table(step, found) if found else "",
-        paragraph(_summary(ledgers, step)),
         paragraph(_method(ledgers, step), "how"),
         table("Byte ledger", ("all layers together", *names), _total_rows(ledgers), text_columns=(0,)),
         line_legend(names),
@@ -68,54 +67,23 @@ def _kinds_table(step: ComparedStep, found: StepSimulation) -> str:
     return table("Bytes by kind", header, rows, text_columns=(0,))
 
 
-def _summary(ledgers: Sequence[NamedLedger], step: ComparedStep) -> str:
-    """Return what is sent; there are no duplicates in it, so that the lowest factor is never the data factor."""
-    before, after = ledgers[:2]
-    lowest, name = min((_total(after, key), name) for key, name, _ in SEND_ONCE_FACTORS)
-    reasons = {
-        "routing factor": "most is lost to rows that pass through a rank on their way to another",
-        "port factor": "most is lost to ports that wait, for busier ranks or for a slower kind of link",
-    }
-    reason = f": {reasons[name]}" if lowest < 0.995 else ""
-    words = (
-        f"The links carry {percent(_total(before, 'efficiency_L'))} of what they could with "
-        f"{step.before.name_in_sentence}, {percent(_total(after, 'efficiency_L'))} with {after.name}. The lowest "
-        f"factor of {after.name} is the {name}, {percent(lowest)}{reason}."
-    )
-    if not step.shared_choices_known:
-        return words
-    return (
-        f"{words} If every choice were sent by itself, it would be {percent(_total(ledgers[2], 'efficiency_L'))}: "
-        f"{percent(_total(ledgers[2], 'data_factor_L'))} of the received bytes would be new to their rank."
-    )
-
-
 def _method(ledgers: Sequence[NamedLedger], step: ComparedStep) -> str:
     cluster = step.cluster
-    sent = "The executor sends each token to a rank once."
     if all(one.by_layer.exact for one in ledgers):
-        counted = "Useful bytes are counted token by token."
+        counted = "counted token by token."
     elif step.shared_choices_known:
-        counted = "Useful bytes are a lower bound from counts of experts that tokens choose together."
+        counted = "a lower bound from counts of experts that tokens choose together."
     else:
-        counted = "It was not counted which experts tokens choose together, so every row counts as useful."
-    if step.shared_choices_known:
-        sent = (
-            f"In the columns {ledgers[0].name} and {ledgers[1].name} each token goes to a rank once, as the executor "
-            "sends it; per choice: one row for every choice, so that a token may come to a rank several times."
-        )
-    forwarded = (
-        "Between nodes a row enters at the rank of the same number in the node and is forwarded from there."
-        if cluster.num_nodes > 1
-        else "On a single node nothing is forwarded."
-    )
-    if cluster.num_nodes > 1 and any(one.plan.dispatch == "hierarchical" for one in step.plans):
-        forwarded += " With hierarchical dispatch a token enters a node once, whatever ranks compute for it there."
+        counted = "every row, because it was not counted which experts tokens choose together."
     return (
-        "Forward dispatch, over all micro-batches; combine and backward send over the same links. Useful: the first "
-        "row of a token that a rank receives. Duplicate: further rows of it. Forwarded: rows that pass through a rank. "
-        f"Capacity: what all ports could send until the busiest is done, at the link rates of {cluster.name} "
-        f"({cluster.label}). Efficiency = data × routing × port factor (arXiv 2604.14690). {forwarded} {counted} {sent}"
+        "Forward dispatch, over all micro-batches; combine and backward send over the same links. A token goes to a "
+        "rank once, as the executor sends it, and with hierarchical dispatch to a node once; in a column “per choice” "
+        "every choice is a row. Useful: the first row of a token that a rank receives. Duplicate: further rows of it. "
+        "Forwarded: rows that pass through a rank, because between nodes a row enters at the rank of the same number "
+        "in the node. Capacity: what all ports could send until the busiest is done, at the link rates of "
+        f"{cluster.name} ({cluster.label}). Efficiency = data × routing × port factor (arXiv 2604.14690): what is lost "
+        "to duplicates, to rows that pass through, and to ports that wait for busier ranks or slower links. Useful "
+        f"rows are {counted}"
     )
 
 

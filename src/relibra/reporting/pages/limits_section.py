@@ -52,8 +52,7 @@ def limits_section(step: ComparedStep, found: StepSimulation, *, remedy: str = "
         _parts_table(step, found),
         paragraph(
             "One pipeline stage, one optimizer step; replicas are copied while other work runs. Parts add up to the "
-            "step. "
-            + " ".join([_describe_rows(step, remedy), _describe_planner_seconds(step, found), *found.after.notes]),
+            "step. " + " ".join([_describe_rows(step, remedy), _describe_planner_seconds(step), *found.after.notes]),
             "how",
         ),
     )
@@ -84,24 +83,15 @@ def seconds_card(
 
     Experts move once and may stay for many steps, so a step that includes the moves says nothing about the next.
     """
-    first, second = (total - moved for total, moved in zip(seconds, relocation, strict=True))
-    before = f"{beside} {seconds_in_words(seconds[0])}"
-    if _is_large(seconds[0], relocation[0]):
-        before += f" ({seconds_in_words(first)} without relocation)"
-    note = f"{before}, {_ratio(*seconds)} as fast"
-    if _is_large(seconds[1], relocation[1]):
-        note += f"; {seconds_in_words(second)} without relocation, which is paid once: {_ratio(first, second)}"
-    elif _is_large(seconds[0], relocation[0]):
-        note += f"; {_ratio(first, second)} without relocation, which is paid once"
+
+    def beside_first(first: float, second: float) -> str:
+        return f"{beside} {seconds_in_words(first)}, {first / second if second else 1.0:.2f}×"
+
+    note = f"{beside_first(*seconds)} as fast"
+    if any(moved > MIN_RELOCATION_SHARE * total for total, moved in zip(seconds, relocation, strict=True)):
+        first, second = (total - moved for total, moved in zip(seconds, relocation, strict=True))
+        note += f"; without relocation, which is paid once: {seconds_in_words(second)}, {beside_first(first, second)}"
     return label, seconds_in_words(seconds[1]), note
-
-
-def _ratio(before: float, after: float) -> str:
-    return f"{before / after if after else 1.0:.2f}×"
-
-
-def _is_large(seconds: float, relocation: float) -> bool:
-    return relocation > MIN_RELOCATION_SHARE * seconds
 
 
 def _overlap_cards(step: ComparedStep) -> list[tuple[str, str, str]]:
@@ -126,16 +116,13 @@ def _describe_rows(step: ComparedStep, remedy: str) -> str:
     return f"Rows between ranks are a lower bound from pairs of experts{end}"
 
 
-def _describe_planner_seconds(step: ComparedStep, found: StepSimulation) -> str:
-    """Return why the planner predicts other seconds for the expert layers; "" where it does not."""
+def _describe_planner_seconds(step: ComparedStep) -> str:
+    """Return the planner's own seconds for the expert layers, and why they are others than simulated ones."""
     after = step.after
-    simulated = seconds_in_words(found.moe_seconds[1])
     predicted = predict(after.plan, after.demand, step.cluster, step.model.expert)
-    planner = seconds_in_words(predicted.total - predicted.attention - predicted.host)
-    if simulated == planner:
-        return ""
     rows = "a row for every choice" if after.demand.pairs_LEE is None else "a lower bound of rows from pairs of experts"
     return (
-        f"The expert layers with {after.name} take {simulated} here and {planner} by the planner’s own model, which "
-        f"uses {rows}, no gate weights, and hides copies behind projections only."
+        f"The planner’s own model gives {seconds_in_words(predicted.total - predicted.attention - predicted.host)} for "
+        f"the expert layers with {after.name}: it uses {rows}, no gate weights, and hides copies behind projections "
+        "only."
     )

@@ -12,15 +12,16 @@ from pathlib import Path
 import relibra
 from relibra.planning.analysis.levers import lever_bounds, lever_gaps
 from relibra.planning.plan import StepPlan
+from relibra.printable import plural
 from relibra.reporting.data.compared_plans import ComparedPlan, ComparedStep
 from relibra.reporting.data.comparison import ComparisonRow
-from relibra.reporting.data.number_format import count, exact_percent, plural
+from relibra.reporting.data.number_format import count, exact_percent
 from relibra.reporting.data.step_simulation import StepSimulation, simulate_plans, simulate_timelines
 from relibra.reporting.html.glossary import LOAD_WORDS, PLAN_WORDS, glossary
 from relibra.reporting.html.html import cards, paragraph, section
 from relibra.reporting.html.html_bars import waterfall
 from relibra.reporting.html.html_page import check_output, html_page, write_page
-from relibra.reporting.pages.balancers_section import balancers_section, describe_balancers
+from relibra.reporting.pages.balancers_section import balancers_headline, balancers_section
 from relibra.reporting.pages.failure_section import failure_section
 from relibra.reporting.pages.ledger_section import ledger_section
 from relibra.reporting.pages.limits_section import limits_section, seconds_card
@@ -70,11 +71,11 @@ def render_plan_page(
         f"{plural(R, 'rank')} on {plural(plan.num_nodes, 'node')}, {plural(plan.slots, 'spare slot')} per rank",
     ]
     title = f"{plan.num_experts} experts on {R} ranks" + f": {before.name} and {after.name}" * (len(planned) > 1)
-    kind, verdict, pieces = "plan of a step", describe_step(step), step_sections(step, timelines, remedy)
+    kind, verdict, pieces = "plan of a step", step_headline(step), step_sections(step, timelines, remedy)
     if balancers:
         key_figures, *others = pieces
         detail = section("plan", f"In detail: {after.name}", paragraph(verdict), key_figures)
-        kind, verdict = "comparison of balancers", describe_balancers(balancers)
+        kind, verdict = "comparison of balancers", balancers_headline(balancers)
         pieces = [balancers_section(balancers), detail, *others]
     body = "\n".join([*pieces, glossary(LOAD_WORDS, PLAN_WORDS)])
     return html_page(title, kind, verdict, body, paragraph(" · ".join(facts)), scripts=SCRIPTS)
@@ -103,7 +104,7 @@ def _timelines(step: ComparedStep, found: StepSimulation | None, given: Sequence
         simulated, ranks = simulate_timelines(step, micro_batch)
         about = (
             f"Micro-batch {micro_batch}, the most improved one, on ranks {', '.join(map(str, ranks))}: the busiest and "
-            f"the least busy with {step.before.name_in_sentence} and some between. "
+            f"the least busy in the first timeline and some between. "
         )
     about += (
         "Three lines per rank: work; rows of tokens sent to experts (dispatch) and back (combine); replicas pushed "
@@ -115,15 +116,11 @@ def _timelines(step: ComparedStep, found: StepSimulation | None, given: Sequence
     return timeline_section([*simulated, *given], about, first_layer=first_layer)
 
 
-def describe_step(step: ComparedStep) -> str:
-    """Return in two sentences how the load of the busiest ranks and the waits differ between the plans."""
-    before, after = step.plans
-    near = "exactly the bound" if after.skew <= after.bound else f"{_gap(after)} above the bound"
-    waits = [exact_percent(1 - 1 / one.skew) for one in step.plans]
-    return (
-        f"With {before.name_in_sentence} the busiest ranks compute {before.skew:.2f}× the mean load, with {after.name} "
-        f"{after.skew:.3f}×, {near}. On average a rank waits {waits[0]} of the expert time for the busiest one with "
-        f"{before.name_in_sentence}, and {waits[1]} with {after.name}."
+def step_headline(step: ComparedStep) -> str:
+    """Return skew, and share of the expert time that a rank waits for the busiest on average, of both plans."""
+    return " · ".join(
+        f"{one.name}: skew {one.skew:.3f}, {exact_percent(1 - 1 / one.skew)} of the expert time spent waiting"
+        for one in step.plans
     )
 
 

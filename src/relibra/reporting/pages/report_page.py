@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 
 import relibra
 from relibra.cluster import Cluster
-from relibra.reporting.data.number_format import count, plural
+from relibra.printable import plural
+from relibra.reporting.data.metrics import Metrics
+from relibra.reporting.data.number_format import count, percent, times
 from relibra.reporting.data.planned_step import PlannedStep, plan_last_step
 from relibra.reporting.data.recording import Recording, open_recording
 from relibra.reporting.data.samples import Samples, read_samples
-from relibra.reporting.data.sentences import describe_balance, describe_reward, describe_skew
 from relibra.reporting.data.summary import Step, Summary, possible_ranks, summarize
 from relibra.reporting.html.glossary import LOAD_WORDS, PLAN_WORDS, ROUTE_WORDS, glossary
 from relibra.reporting.html.html import paragraph, section
 from relibra.reporting.html.html_page import check_output, html_page, write_page
-from relibra.reporting.html.route_figures import plotly_figures
+from relibra.reporting.html.route_figures import plotly_figures, ranks_in_words
 from relibra.reporting.html.sample_browser import sample_browser
 from relibra.reporting.pages import route_sections, run_sections
-from relibra.reporting.pages.plan_page import SCRIPTS, describe_step, step_sections
+from relibra.reporting.pages.plan_page import SCRIPTS, step_headline, step_sections
 from relibra.reporting.settings.sections import settings_section
 from relibra.routing.trace_statistics import compute_step_statistics
 from relibra.simulation import ModelShape
@@ -96,11 +98,10 @@ def render_page(
     planned   the last step, to be shown before and after planning, or why it is not
     """
     metrics = recording.metrics
-    balance = describe_balance(metrics) if metrics.known("planned_skew") else ""
-    sentences = (describe_reward(metrics), balance, describe_skew(summary) if summary else "")
     body = (
         route_sections.summary_cards(summary, metrics),
         settings_section(recording.config) if recording.is_run else "",
+        run_sections.figures([("", metrics)]),
         run_sections.learning(metrics),
         run_sections.balance(metrics),
         run_sections.value_model(metrics),
@@ -116,7 +117,7 @@ def render_page(
     return html_page(
         recording.name,
         "run report" if recording.is_run else "expert load report",
-        " ".join(sentence for sentence in sentences if sentence),
+        _headline(metrics, summary),
         "\n".join(piece for piece in body if piece),
         _provenance(recording, summary, made),
         scripts=("page.js", *SCRIPTS * isinstance(planned, PlannedStep)),
@@ -124,12 +125,27 @@ def render_page(
     )
 
 
+def _headline(metrics: Metrics, summary: Summary | None) -> str:
+    """Return the first line: reward and rank skew of the run, and skew of the recorded routes without a plan."""
+    facts = []
+    if rewards := metrics.known("reward"):
+        facts.append(f"reward {rewards[0]:.3f} → {rewards[-1]:.3f}")
+    static, planned = metrics.known("rank_skew"), metrics.known("planned_skew")
+    if static and planned:
+        facts.append(f"rank skew in training {times(fmean(static))} → {times(fmean(planned))}")
+    if summary and summary.headline:
+        view, found = summary.headline
+        where = f"{ranks_in_words(view)}: rank skew {times(found.skew_weighted)}, waiting {percent(found.idle_share)}"
+        facts.append(f"recorded routes without a plan on {where}")
+    return " · ".join(facts)
+
+
 def _step_sections(planned: PlannedStep | str, timelines: Sequence[tuple[str, Timeline]]) -> tuple[str, ...]:
     """Return what the page of a plan shows, after a sentence that says how the step was planned."""
     if isinstance(planned, str):
         return (paragraph(planned, "notice"),) if planned else ()
     key_figures, *others = step_sections(planned.step, timelines)
-    words = f"{planned.about} {describe_step(planned.step)}"
+    words = f"{planned.about} {step_headline(planned.step)}"
     return section("planned", "The last step, planned again", paragraph(words), key_figures), *others
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from relibra.printable import plural
 from relibra.reporting.data.metrics import Metrics
-from relibra.reporting.data.number_format import count, percent, plural, times
-from relibra.reporting.data.sentences import ALIKE, DIFFERENT, describe_history, describe_stability
+from relibra.reporting.data.number_format import count, percent, times
 from relibra.reporting.data.summary import Summary
 from relibra.reporting.html import route_figures
 from relibra.reporting.html.html import cards, paragraph, plot, section, selector, table
 from relibra.routing.statistics import rank_skew, skew
 
 MAX_GROUPS = 12
+ALIKE, DIFFERENT = 0.98, 0.90
+"""Cosines between micro-batch and step: above the first one plan per step fits all, below the second it fits few."""
 
 SKEW_COLUMNS = (
     ("skew_mean", "mean"),
@@ -212,24 +214,28 @@ def groups(summary: Summary) -> str:
 def stability(summary: Summary) -> str:
     """Show how alike micro-batches are, and whether one plan per step would do."""
     value = summary.stability
-    words, history = describe_stability(value), describe_history(value)
-    pieces = [paragraph(words), paragraph(history) if history else ""]
+    rows = [["cosine of a micro-batch and its step, mean", f"{value.cosine:.3f}"]]
     if value.micro_batches > 1:
-        pieces += [
-            paragraph(
-                "Cosine between the expert load of a micro-batch and that of its whole step, per layer: 1 is the same "
-                "mix of experts. Chance alone: "
-                "the cosine of micro-batches of this size that are random draws from the step. As a rule of thumb, "
-                f"from {ALIKE} on one plan fits a whole step, below {DIFFERENT} it fits few of its micro-batches. "
-                "Fluctuation: the standard deviation of an expert’s share over micro-batches is "
-                f"{percent(value.fluctuation)} of the share, mean weighted by load.",
-                "how",
-            ),
-            plot(
-                "stability-plot", route_figures.cosine_by_layer(value, summary.layer_ids), f"Cosine per layer. {words}"
-            ),
-        ]
-    return section("stability", "One plan per step, or one per micro-batch?", *pieces)
+        rows.append(["the same by chance alone", f"{value.chance:.3f}"])
+        rows.append(["fluctuation of an expert’s share", percent(value.fluctuation)])
+    if value.step_to_step is not None:
+        rows.append(["cosine of a step and the step before it, mean", f"{value.step_to_step:.3f}"])
+    return section(
+        "stability",
+        "One plan per step, or one per micro-batch?",
+        table("Stability", ("", "figure"), rows, text_columns=(0,)),
+        paragraph(
+            "Cosine between the expert loads of a micro-batch and of its whole step, per layer: 1 is the same mix of "
+            f"experts. As a rule of thumb, from {ALIKE} on one plan fits a whole step, below {DIFFERENT} it fits few "
+            "of its micro-batches. By chance alone: micro-batches of this size, drawn at random from the step; where "
+            "the cosine is close to that, few tokens differ by chance only. Fluctuation: standard deviation over "
+            "micro-batches / mean, weighted by load. Between steps: how well loads of the last step predict this one.",
+            "how",
+        ),
+        plot("stability-plot", route_figures.cosine_by_layer(value, summary.layer_ids), "Cosine per layer.")
+        if value.micro_batches > 1
+        else "",
+    )
 
 
 def _listed(numbers: list[int]) -> str:

@@ -8,19 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
+from relibra.printable import plural
 from relibra.reporting.data.metrics import Metrics
-from relibra.reporting.data.number_format import percent, plural
-from relibra.reporting.data.sentences import (
-    describe_alarms,
-    describe_balance,
-    describe_evaluations,
-    describe_reward,
-    describe_unfinished,
-)
+from relibra.reporting.data.number_format import percent
 from relibra.reporting.html import run_figures
-from relibra.reporting.html.html import bullets, paragraph, plot, section, table
+from relibra.reporting.html.html import paragraph, plot, section, table
 from relibra.reporting.html.run_figures import Panel, has_any, run_panels, stage_seconds
 
+MAX_ALARMS = 10
 MISMATCH_ROWS = (
     ("k3_kl", "k3", "mean of w − 1 − log w: estimates the KL divergence of rollout and trainer"),
     ("probability_difference", "difference of probabilities", "mean over tokens"),
@@ -43,20 +38,55 @@ MISMATCH_ROWS = (
 """Key, name, meaning; w = probability by trainer / by rollout, at the same weights."""
 
 
+FIGURES = (
+    ("reward", "", "reward, first step", ".3f"),
+    ("reward", "", "reward, last step", ".3f"),
+    ("evaluation", "reward", "reward of the last evaluation", ".3f"),
+    ("response_length", "", "tokens per response, last step", ",.0f"),
+    ("unfinished_share", "", "unfinished responses, mean", ".1%"),
+    ("rank_skew", "", "rank skew without a plan (largest / mean load), mean", ".3f"),
+    ("planned_skew", "", "rank skew as planned, mean", ".3f"),
+    ("replicas", "", "replicas of experts per step, mean", ",.0f"),
+    ("moved_experts", "", "moves of experts per step, mean", ",.1f"),
+    ("explained_variance", "", "variance explained by the value model, last step", ".2f"),
+    ("k3_kl", "", "k3 divergence of rollout and trainer, mean (nats)", ".2e"),
+    ("idle_share", "", "idle share of the rollout batch, mean", ".1%"),
+)
+"""Key, part, meaning with unit, form; a meaning with "first" or "last" shows that step, others the mean."""
+
+
+def figures(runs: Sequence[tuple[str, Metrics]]) -> str:
+    """Show the key figures of runs (name, metrics) beside each other; "" without any."""
+    rows = []
+    for key, part, meaning, form in FIGURES:
+        known = [metrics.known(key, part) for _, metrics in runs]
+        if any(known):
+            rows.append([meaning, *(format(_chosen(found, meaning), form) if found else "–" for found in known)])
+    seconds = [sum(sum(metrics.known("seconds", stage)) for stage in metrics.seconds()) for _, metrics in runs]
+    if any(seconds):
+        means = [total / max(1, len(metrics.rows)) for total, (_, metrics) in zip(seconds, runs, strict=True)]
+        rows.append(["seconds per step, mean (measured)", *(f"{mean:.2f}" if mean else "–" for mean in means)])
+    if not rows:
+        return ""
+    names = ("", *(name for name, _ in runs))
+    return section("figures", "Key figures", table("Key figures", names, rows, text_columns=(0,)))
+
+
+def _chosen(known: Sequence[float], meaning: str) -> float:
+    return known[-1] if "last" in meaning else known[0] if "first" in meaning else fmean(known)
+
+
 def learning(metrics: Metrics) -> str:
     """Show reward, evaluations and response lengths."""
-    reward = describe_reward(metrics)
-    words = [reward, describe_evaluations(metrics), describe_unfinished(metrics)]
     return _panels_section(
         metrics,
         run_figures.LEARNING,
-        ("learning", "Learning"),
-        " ".join(word for word in words if word),
+        "learning",
+        "Learning",
         "Reward: mean over the responses that ended in a step, with a band of one standard deviation. Evaluation: "
         "mean reward on held-out prompts. Response: tokens per response, of those that ended. Unfinished: share of "
         "the responses that continue in the next step. Truncated: share of those that ended because they reached the "
         "longest allowed length.",
-        "Reward, response length and unfinished responses over RL steps. " + (reward or "No reward was recorded."),
     )
 
 
@@ -65,8 +95,8 @@ def balance(metrics: Metrics) -> str:
     return _panels_section(
         metrics,
         run_figures.BALANCE,
-        ("balance", "Balance in training"),
-        describe_balance(metrics),
+        "balance",
+        "Balance in training",
         "Rank skew of a step, over its micro-batches as they were trained: sum of the busiest ranks’ loads / sum of "
         "the mean loads. Load: tokens times chosen experts that a rank computes. Static layout: the same step without "
         "a plan, with experts on fixed ranks. Bound: the lowest skew that any replicas could reach with this schedule "
@@ -81,15 +111,16 @@ def mismatch(metrics: Metrics) -> str:
         for key, name, meaning in MISMATCH_ROWS
         if (last := metrics.last(key)) is not None
     ]
-    alarms = describe_alarms(metrics)
+    alarms = _alarms(metrics)
     if not rows and not alarms:
         return ""
-    calm = "No figure reached its alarm level."
     drawn = has_any(metrics, run_figures.MISMATCH)
     return section(
         "mismatch",
         "Mismatch of rollout and trainer",
-        bullets(alarms, "notice") if alarms else paragraph(calm),
+        table("Alarms", ("steps with the alarm", "last of them", "what it said"), alarms, text_columns=(2,))
+        if alarms
+        else paragraph("No figure reached its alarm level."),
         paragraph(
             "The same tokens under the same weights, by the engine that sampled them (rollout) and by the trainer "
             "before its update. They differ in arithmetic and in the experts that the routers choose. w: probability "
@@ -105,17 +136,23 @@ def mismatch(metrics: Metrics) -> str:
     )
 
 
+def _alarms(metrics: Metrics) -> list[list[str]]:
+    """Return, for each figure that raised alarms, number of steps, last step and latest text."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for step, texts in zip(metrics.steps, metrics.texts("alarms"), strict=True):
+        for text in texts:
+            found.setdefault(text.partition(" ")[0], []).append((step, text))
+    latest = [(len(dict(raised)), *raised[-1]) for raised in list(found.values())[:MAX_ALARMS]]
+    return [[str(number), str(step), text[:400]] for number, step, text in latest]
+
+
 def value_model(metrics: Metrics) -> str:
     """Show how much of the returns the value model explains; "" for algorithms without one."""
-    last, words = metrics.last("explained_variance"), ""
-    if last is not None:
-        verdict = "better than a constant." if last > 0 else "a constant would do as well or better."
-        words = f"At the last step the value model explains {last:.2f} of the variance of returns: {verdict}"
     return _panels_section(
         metrics,
         run_figures.VALUES,
-        ("values", "Value model"),
-        words,
+        "values",
+        "Value model",
         "Explained variance: 1 − variance of (reward − value) / variance of rewards, over the tokens of responses that "
         "ended, before the value model learns from them. 1 is perfect, 0 is what a constant reaches; below 0 the value "
         "model adds noise.",
@@ -127,8 +164,8 @@ def update(metrics: Metrics) -> str:
     return _panels_section(
         metrics,
         run_figures.UPDATE,
-        ("update", "Policy update"),
-        "",
+        "update",
+        "Policy update",
         "Entropy: of the policy at the tokens it sampled, before the update. Clipped: share of trained tokens whose "
         "ratio was clipped. Gradient norm: before it is scaled down, mean over mini-batches.",
     )
@@ -181,25 +218,12 @@ def unreadable(metrics: Metrics) -> str:
     )
 
 
-def _panels_section(
-    metrics: Metrics, panels: Sequence[Panel], named: tuple[str, str], words: str, how: str, alternative: str = ""
-) -> str:
-    """Return a section of panels; "" without numbers.
-
-    named         identifier and title
-    words, how    what the numbers say, and what they are
-    alternative   text for the figure; "": the words
-    """
-    identifier, title = named
+def _panels_section(metrics: Metrics, panels: Sequence[Panel], identifier: str, title: str, how: str) -> str:
+    """Return a section of panels and what their numbers are; "" without numbers."""
     if not has_any(metrics, panels):
         return ""
-    return section(
-        identifier,
-        title,
-        paragraph(words) if words else "",
-        paragraph(how, "how"),
-        plot(f"{identifier}-plot", run_panels(metrics, panels), alternative or words or f"{title} over RL steps."),
-    )
+    figure = plot(f"{identifier}-plot", run_panels(metrics, panels), f"{title} over RL steps.")
+    return section(identifier, title, paragraph(how, "how"), figure)
 
 
 def _worst(metrics: Metrics, key: str) -> float:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from relibra.reporting.data.number_format import plural
+from relibra.printable import plural
 
 LONGEST = 200
 """Characters of a value that are shown."""
