@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from relibra.planning.traffic.byte_ledger import byte_ledger, port_bytes_per_second
 
 from relibra.cluster import cluster_preset
 from relibra.planning.budget import Budget
@@ -14,6 +13,7 @@ from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.planner import plan_step
 from relibra.planning.traffic.distinct_rows import distinct_rows_of_step
 from relibra.planning.traffic.split import split_tokens
+from relibra.reporting.data.byte_ledger import byte_ledger, port_bytes_per_second
 from relibra.routing.demand_rows import sample_of_rows
 from relibra.routing.micro_batches import cut_recorded
 from relibra.routing.synthetic import TraceShape, domain_trace
