@@ -47,9 +47,10 @@ def rows_of(case: Case) -> list[Row]:
     """
     budget = default_budget(case)
     default, row = planned_row(case, DEFAULT, "relibra", budget)
-    peers = replace(budget, slots=default.slots or PEER_SLOTS, pack_samples=False)
+    slots = default.slots or PEER_SLOTS
+    peers = replace(budget, slots=slots, pack_samples=False)
     rows = [planned_row(case, "static", "static", budget)[1]]
-    fitting = replace(peers, slots=min(peers.slots, slots_that_stay(case)))
+    fitting = replace(peers, slots=min(slots, slots_that_stay(case)))
     rows += [planned_row(case, name, name, fitting if name == "eplb" else peers)[1] for name in PEERS] + [row]
     if fitting != peers:
         rows.append(planned_row(case, "eplb beyond memory", "eplb", peers)[1])

@@ -41,6 +41,8 @@ SHARED_NUMBERS, RESIDENT_NUMBERS = (1, 2), (1, 2, 4, 8, 16, 32, 64)
 """Numbers of slots that are tried. They do not depend on the limit, so a larger limit only adds choices."""
 _WORTH_SLOTS = 0.001
 """Share of the seconds that more slots must save: they take memory."""
+_NEARLY_CHEAPEST = 0.08
+"""Share above the cheapest number of slots up to which others are priced with packed samples too."""
 TOLERANCES = (1, 5, 20)
 """Accepted unevenness that is tried, as multiples of the budget's tolerance."""
 _WORTH_MOVING_AGAIN = 0.05
@@ -52,45 +54,26 @@ _ALL_LAYERS_BUDGET = 12_000
 """Layers x micro-batches x choices that are priced on all layers; 2 to 8 choices."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Tried:
-    """One choice for the step, with the cheapest choices of its layers, priced on a sample."""
-
-    slots: SlotChoice
-    plans: dict[LayerChoice, LayerPlans]
-    cheapest: LayerPlans
-    seconds: float
-
-    def winners(self, most: int) -> list[LayerChoice]:
-        """Return the layer choices that are the cheapest most often, and one that leaves homes alone."""
-        wins = {choice: int(follows_ML.sum()) for choice, follows_ML in _followed(self.plans, self.cheapest).items()}
-        chosen = sorted((choice for choice in wins if wins[choice]), key=lambda choice: -wins[choice])[:most]
-        if not any(choice.homes == "stay" for choice in chosen):
-            chosen.append(max((choice for choice in self.plans if choice.homes == "stay"), key=wins.__getitem__))
-        return chosen
-
-
-def _followed(plans: dict[LayerChoice, LayerPlans], layers: LayerPlans) -> dict[LayerChoice, Bool[ndarray, "M L"]]:
-    """Return where a combination follows each choice; where several made the same plan, the first one."""
-    left_ML, found = np.ones(layers.waits_ML.shape, dtype=bool), {}
-    for choice, plan in plans.items():
-        same_L = (plan.home_LE == layers.home_LE).all(axis=1)
-        found[choice] = left_ML & same_L & (plan.replica_MLRB == layers.replica_MLRB).all(axis=(2, 3))
-        left_ML = left_ML & ~found[choice]
-    return found
-
-
 def decide(request: PlacementRequest) -> Placement:
     """Return the cheapest placement found."""
     sample = sample_of(request, request.demand)
     tried = [_try_slots(sample, sample.demand, slots) for slots in slot_choices(request)]
-    best = _cheapest(tried)
-    winners = best.winners(_number_of_choices(request.demand))
+    best = _cheapest({choice: choice.seconds for choice in tried})
+    number = _number_of_choices(request.demand)
 
     schedules = {"kept": request.demand}
     if request.budget.pack_samples and request.cluster.num_nodes > 1:
-        schedules["packed"] = _pack(request, best, winners)
-    seconds = {name: _seconds_of_schedule(request, demand, best.slots, winners) for name, demand in schedules.items()}
+        schedules["packed"] = _pack(request)
+    priced = {
+        choice: {
+            name: _seconds_of_schedule(request, demand, choice.slots, choice.winners(number))
+            for name, demand in schedules.items()
+        }
+        for choice in tried
+        if choice.seconds <= (1 + _NEARLY_CHEAPEST) * best.seconds
+    }
+    best = _cheapest({choice: min(seconds.values()) for choice, seconds in priced.items()})
+    seconds, winners = priced[best], best.winners(number)
     schedule = min(seconds, key=seconds.__getitem__)
     demand = schedules[schedule]
 
@@ -135,6 +118,34 @@ def layer_choices(request: PlacementRequest, slots: SlotChoice) -> list[LayerCho
     return choices
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Tried:
+    """One choice for the step, with the cheapest choices of its layers, priced on a sample."""
+
+    slots: SlotChoice
+    plans: dict[LayerChoice, LayerPlans]
+    cheapest: LayerPlans
+    seconds: float
+
+    def winners(self, most: int) -> list[LayerChoice]:
+        """Return the layer choices that are the cheapest most often, and one that leaves homes alone."""
+        wins = {choice: int(follows_ML.sum()) for choice, follows_ML in _followed(self.plans, self.cheapest).items()}
+        chosen = sorted((choice for choice in wins if wins[choice]), key=lambda choice: -wins[choice])[:most]
+        if not any(choice.homes == "stay" for choice in chosen):
+            chosen.append(max((choice for choice in self.plans if choice.homes == "stay"), key=wins.__getitem__))
+        return chosen
+
+
+def _followed(plans: dict[LayerChoice, LayerPlans], layers: LayerPlans) -> dict[LayerChoice, Bool[ndarray, "M L"]]:
+    """Return where a combination follows each choice; where several made the same plan, the first one."""
+    left_ML, found = np.ones(layers.waits_ML.shape, dtype=bool), {}
+    for choice, plan in plans.items():
+        same_L = (plan.home_LE == layers.home_LE).all(axis=1)
+        found[choice] = left_ML & same_L & (plan.replica_MLRB == layers.replica_MLRB).all(axis=(2, 3))
+        left_ML = left_ML & ~found[choice]
+    return found
+
+
 def _try_slots(request: PlacementRequest, demand: ScheduledDemand, slots: SlotChoice) -> _Tried:
     """Price choices of the layers, one property after another: traffic, then tolerance, then homes."""
     plans: dict[LayerChoice, LayerPlans] = {}
@@ -159,26 +170,34 @@ def _try_slots(request: PlacementRequest, demand: ScheduledDemand, slots: SlotCh
 def _mix(
     request: PlacementRequest, demand: ScheduledDemand, slots: SlotChoice, plans: dict[LayerChoice, LayerPlans]
 ) -> LayerPlans:
-    """Return the cheapest choice of each layer; after a planned step new homes have to save more than noise."""
+    """Return the cheapest combination of layer choices found.
+
+    Where homes move, the same without moves is tried too: the busiest rank's moves take longer than those of a mean
+    rank, as layers count them.
+    """
     worth_moving = _WORTH_MOVING_AGAIN if request.warm else 0.0
-    return cheapest_layers(plans, demand, slots, worth_moving=worth_moving)
+    layers = cheapest_layers(plans, demand, slots, worth_moving=worth_moving)
+    if not layers.moves_L.any():
+        return layers
+    stay = {choice: plan for choice, plan in plans.items() if choice.homes == "stay"}
+    mixes = (layers, cheapest_layers(stay, demand, slots, worth_moving=worth_moving))
+    return min(mixes, key=lambda mix: step_seconds(request, demand, slots, mix))
 
 
-def _cheapest(tried: list[_Tried]) -> _Tried:
+def _cheapest(seconds: dict[_Tried, float]) -> _Tried:
     """Return the cheapest choice; one with more slots only where it is clearly cheaper than those before it."""
-    best = tried[0]
-    for choice in tried[1:]:
-        if choice.seconds < (1 - _WORTH_SLOTS) * best.seconds:
+    best, *others = seconds
+    for choice in others:
+        if seconds[choice] < (1 - _WORTH_SLOTS) * seconds[best]:
             best = choice
     return best
 
 
-def _pack(request: PlacementRequest, best: _Tried, winners: list[LayerChoice]) -> ScheduledDemand:
-    """Return the demand with samples packed for the homes that the layers would have; a few layers decide."""
+def _pack(request: PlacementRequest) -> ScheduledDemand:
+    """Return the demand with samples packed for the homes before the step; a few layers decide."""
     layers = _some_layers(request, _PACKED_LAYERS)
     few = request.of_layers(layers)
-    home_LE = plan_layers(few, few.demand, replace(best.slots, number=0), winners[0]).home_LE
-    packed = pack_groups(few, few.demand, home_LE)
+    packed = pack_groups(few, few.demand, few.previous.home_LE)
     return request.demand.with_schedule(
         packed.micro_batch_S, packed.rank_S, request.cluster.num_ranks, len(request.demand.tokens_MLRE)
     )
