@@ -196,7 +196,7 @@ def steps_of_few_rows():
         "no row changes its rail": step(
             4, **on_rank_0, replicas=[(0, 0, 2, 1.0), (2, 0, 3, 1.0), (0, 1, 6, 1.0), (2, 1, 7, 1.0)]
         ),
-        "resident": resident_step(3, 4, slots=2, resident=1),
+        "resident": resident_step(3, 4, slots=2),
         "resident, in flight": resident_step(4, 4, in_flight=True),
         "seed 5": random_step(5, 4),
         "seed 6": random_step(6, 4),

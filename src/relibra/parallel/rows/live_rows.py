@@ -62,7 +62,7 @@ def join_tokens(
     send_R: Int64[ndarray, " R"],
     live_V: Int64[ndarray, " V"],
     live_R: Int64[ndarray, " R"],
-) -> tuple[Int64[ndarray, " Y"], Int64[ndarray, " Z"], Int64[ndarray, " A"]]:
+) -> tuple[Int64[ndarray, " Y"], Int64[ndarray, " X"], Int64[ndarray, " A"]]:
     """Return arrived rows, tokens and arrived live rows of a layer, live rows behind the planned ones of each rank.
 
     arrived_Y, receive_R   arrived row of each planned row that is computed here, and how many come from each rank
