@@ -45,9 +45,9 @@ ABOVE = {
     "routing": set(),
     "timeline": set(),
 }
-"""Who may import whom; `errors`, `files`, `environment`, `number_ranges` and `printable` stand under everything."""
+"""Who may import whom; `errors`, `field_checks`, `files`, `environment`, `number_ranges` and `printable` stand under everything."""
 
-GROUND = {"errors", "files", "environment", "number_ranges", "printable", "__version__"}
+GROUND = {"errors", "field_checks", "files", "environment", "number_ranges", "printable", "__version__"}
 LIGHT = ("routing", "cluster", "planning", "simulation", "reporting", "timeline")
 HEAVY = {"torch", "transformers", "accelerate", "tensorboard", "trl", "vllm", "ray", "fastapi", "uvicorn"}
 

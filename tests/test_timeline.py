@@ -202,11 +202,11 @@ def test_a_trace_names_ranks_stages_and_places(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (event(rank=2), "event 0 .*: rank is 2, allowed are whole numbers from 0 to 1"),
+        (event(rank=2), "event 0 .*: rank is 2: at most 1 is possible"),
         (event(layer=-2), "layer is -2"),
         (event(micro_batch=True), "micro_batch is True"),
         (event(bytes=-1), "bytes is -1"),
-        (event(start=-0.1), "start is -0.1, allowed are seconds >= 0"),
+        (event(start=-0.1), "start is -0.1: "),
         (event(seconds=float("nan")), "seconds is nan"),
         (event(seconds=float("inf")), "seconds is inf"),
         (event(""), "stage is ''"),
@@ -223,7 +223,7 @@ def test_events_that_cannot_be_are_refused(tmp_path, wrong, message):
 def test_timelines_that_cannot_be_are_refused():
     for fields, message in (
         ({"label": "guessed"}, "label is 'guessed'"),
-        ({"num_ranks": 0}, "ranks is 0"),
+        ({"num_ranks": 0}, "ranks is 0: "),
         ({"origin": float("nan")}, "origin is nan"),
     ):
         with pytest.raises(TraceError, match=message):
@@ -278,13 +278,13 @@ def test_any_changed_bit_is_noticed(tmp_path):
         (1, '"events": 2', '"events": 3', ":4: the line is missing or cut off"),
         (1, '"events": 2', '"events": 1', ":3: the header announces 1 events only"),
         (1, '"measured"', '["measured"]', ":1: the header is invalid: label is"),
-        (1, ', "origin": 5.0', "", r":1: the header is invalid: it has \['events', 'format'"),
+        (1, ', "origin": 5.0', "", r":1: the header is invalid: origin is missing"),
         (2, '"rank": 1', '"rank": 2', ":2: the event is invalid: rank is 2"),
         (2, '"layer": 0', '"layer": 0.5', ":2: the event is invalid: layer is 0.5"),
         (2, '"seconds": 1.5', '"seconds": NaN', ":2: the event is invalid: seconds is nan"),
         (2, '"seconds": 1.5', '"seconds": "1.5"', ":2: the event is invalid: seconds is '1.5'"),
         (2, '"seconds": 1.5', '"seconds": ' + "9" * 400, ":2: the event is invalid: seconds is 9"),
-        (2, '"bytes": 3', '"bytes": 3, "more": 1', ":2: the event is invalid: it has"),
+        (2, '"bytes": 3', '"bytes": 3, "more": 1', ":2: the event is invalid: more is 1"),
         (2, '"bytes": 3', '"rank": 1', ":2: the line is no JSON .*a key occurs twice"),
         (2, '"stage": "push"', '"stage": ["push"]', ":2: the event is invalid: stage is"),
         (

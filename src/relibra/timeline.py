@@ -17,24 +17,28 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float64
 from numpy import ndarray
+from pydantic import Field
 
 from relibra.errors import TraceError
+from relibra.field_checks import check_fields
 from relibra.files import atomic_path, write_text
 
 FORMAT, VERSION = "relibra timeline", 3
 LABELS = ("measured", "model", "simulated", "cited")
 """Where times come from, as in result rows: this is `Timeline.label`; `Event.label` is another thing."""
 MAX_EVENTS, MAX_RANKS, MAX_LINE_BYTES = 1 << 24, 1 << 15, 1 << 13
-MAX_STAGE, MAX_LABEL = 100, 200
 _TRACE_EVENTS = re.compile(rb'\s*\{.*?"traceEvents"\s*:', re.DOTALL)
 """Beginning of a Chrome trace, which Perfetto shows; the colon tells the key "traceEvents" from a value."""
 _ARGS = ("layer", "micro_batch", "bytes", "bytes_between_nodes", "label")  # of a slice of a Chrome trace
-_LARGEST = 1 << 53  # largest whole number that every JSON reader keeps
+_LARGEST = 1 << 53  # largest whole number that every JSON reader keeps; nanoseconds are left in a float of it
+Place = Annotated[int, Field(ge=-1, le=_LARGEST)]
+Count = Annotated[int, Field(ge=0, le=_LARGEST)]
+Seconds = Annotated[float, Field(ge=0, le=_LARGEST)]
 
 
 class Event(NamedTuple):
@@ -47,15 +51,27 @@ class Event(NamedTuple):
     bytes_between_nodes  of `bytes`, those for other nodes; 0 in simulated events, whose sums a simulated step has
     """
 
-    stage: str
-    layer: int
-    micro_batch: int
-    rank: int
-    start: float
-    seconds: float
-    bytes: int
-    label: str
-    bytes_between_nodes: int = 0
+    stage: Annotated[str, Field(min_length=1, max_length=100)]
+    layer: Place
+    micro_batch: Place
+    rank: Count
+    start: Seconds
+    seconds: Seconds
+    bytes: Count
+    label: Annotated[str, Field(max_length=200)]
+    bytes_between_nodes: Count = 0
+
+
+class _Header(NamedTuple):
+    """First line of a file."""
+
+    format: str
+    version: int
+    label: Literal["measured", "model", "simulated", "cited"]
+    origin: Seconds
+    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
+    events: Annotated[int, Field(ge=0, le=MAX_EVENTS)]
+    sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +90,9 @@ class Timeline:
 
     def validate(self) -> None:
         """Raise TraceError for an invalid field or event."""
-        header = {"label": self.label, "origin": self.origin, "ranks": self.num_ranks, "events": len(self.events)}
-        if problem := _problem_of_header(header):
-            raise TraceError(f"the timeline is invalid: {problem}")
+        check_fields(_Header, {**_header_of(self), "sha256": ""}, "the timeline is invalid", TraceError)
         for number, event in enumerate(self.events):
-            if problem := _problem(event, self.num_ranks):
-                raise TraceError(f"event {number} of the timeline is invalid: {problem}")
+            _checked(event._asdict(), self.num_ranks, f"event {number} of the timeline is invalid")
 
     def seconds(self, stage: str) -> Float64[ndarray, " R"]:
         """Return the seconds of each rank in a stage; overlapping events all count."""
@@ -216,7 +229,18 @@ def write_timeline(path: Path | str, timeline: Timeline) -> None:
     raises   TraceError for an invalid timeline
     """
     timeline.validate()
-    header = {
+    header = _header_of(timeline)
+    digest = _digest_of(header)
+    for line in _lines(timeline):
+        digest.update(line)
+    with atomic_path(Path(path)) as temporary, temporary.open("wb") as file:
+        file.write(json.dumps({**header, "sha256": digest.hexdigest()}).encode() + b"\n")
+        file.writelines(_lines(timeline))
+
+
+def _header_of(timeline: Timeline) -> dict[str, Any]:
+    """Return the fields of the header without the SHA-256."""
+    return {
         "format": FORMAT,
         "version": VERSION,
         "label": timeline.label,
@@ -224,12 +248,6 @@ def write_timeline(path: Path | str, timeline: Timeline) -> None:
         "ranks": timeline.num_ranks,
         "events": len(timeline.events),
     }
-    digest = _digest_of(header)
-    for line in _lines(timeline):
-        digest.update(line)
-    with atomic_path(Path(path)) as temporary, temporary.open("wb") as file:
-        file.write(json.dumps({**header, "sha256": digest.hexdigest()}).encode() + b"\n")
-        file.writelines(_lines(timeline))
 
 
 def _lines(timeline: Timeline) -> Iterator[bytes]:
@@ -261,7 +279,7 @@ def read_timeline(path: Path | str) -> Timeline:
                 line = file.readline(MAX_LINE_BYTES + 1)
                 digest.update(line)
                 fields = _object(line, path, number)
-                events.append(_event(fields, header["ranks"], path, number))
+                events.append(_checked(fields, header["ranks"], f"{path}:{number}: the event is invalid"))
             if file.read(1):
                 raise TraceError(f"{path}:{header['events'] + 2}: the header announces {header['events']} events only")
             if digest.hexdigest() != header["sha256"]:
@@ -306,73 +324,25 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _header(fields: dict[str, Any], path: Path) -> dict[str, Any]:
-    if fields.get("format") != FORMAT or not _is_whole(fields.get("version"), 0, _LARGEST):
+    if fields.get("format") != FORMAT or type(fields.get("version")) is not int:
         raise TraceError(f"{path}:1: this is no header of a timeline: name a file of write_timeline")
     if fields["version"] != VERSION:
         raise TraceError(
             f"{path}:1: the timeline has version {fields['version']}, this relibra reads {VERSION}: use the relibra "
             "that wrote it"
         )
-    expected = {"format", "version", "label", "origin", "ranks", "events", "sha256"}
-    problem = _names_problem(fields, expected) or _problem_of_header(fields)
-    if problem:
-        raise TraceError(f"{path}:1: the header is invalid: {problem}")
+    check_fields(_Header, fields, f"{path}:1: the header is invalid", TraceError)
     return fields
 
 
-def _event(fields: dict[str, Any], num_ranks: int, path: Path, number: int) -> Event:
-    problem = _names_problem(fields, set(Event._fields))
-    if not problem:
-        event = Event(**fields)
-        problem = _problem(event, num_ranks)
-    if problem:
-        raise TraceError(f"{path}:{number}: the event is invalid: {problem}")
+def _checked(fields: dict[str, Any], num_ranks: int, where: str) -> Event:
+    """Return the event of these fields; raises TraceError."""
+    check_fields(Event, fields, where, TraceError)
+    event = Event(**fields)
+    for name, most in (("rank", num_ranks - 1), ("bytes_between_nodes", event.bytes)):
+        if getattr(event, name) > most:
+            raise TraceError(f"{where}: {name} is {getattr(event, name)!r}: at most {most} is possible")
     return event._replace(start=float(event.start), seconds=float(event.seconds))
-
-
-def _names_problem(fields: Mapping[str, Any], expected: set[str]) -> str:
-    return "" if fields.keys() == expected else f"it has {sorted(fields)}, where {sorted(expected)} were expected"
-
-
-def _problem_of_header(header: Mapping[str, Any]) -> str:
-    """Return what is wrong with label, origin and numbers of ranks and events; '' if nothing."""
-    if header["label"] not in LABELS:
-        return f"label is {header['label']!r}, allowed are {LABELS}"
-    if not _is_number(header["origin"]):
-        return f"origin is {header['origin']!r}, allowed are seconds since 1970, >= 0"
-    for name, low, high in (("ranks", 1, MAX_RANKS), ("events", 0, MAX_EVENTS)):
-        if not _is_whole(header[name], low, high):
-            return f"{name} is {header[name]!r}, allowed are whole numbers from {low} to {high}"
-    return ""
-
-
-def _problem(event: Event, num_ranks: int) -> str:
-    """Return what is wrong with an event; '' if nothing."""
-    for name, text, longest in (("stage", event.stage, MAX_STAGE), ("label", event.label, MAX_LABEL)):
-        if not isinstance(text, str) or len(text) > longest or (name == "stage" and not text):
-            return f"{name} is {text!r}, allowed are texts of up to {longest} characters, and a stage has a name"
-    for name, value, low, high in (
-        ("layer", event.layer, -1, _LARGEST),
-        ("micro_batch", event.micro_batch, -1, _LARGEST),
-        ("rank", event.rank, 0, num_ranks - 1),
-        ("bytes", event.bytes, 0, _LARGEST),
-        ("bytes_between_nodes", event.bytes_between_nodes, 0, event.bytes),
-    ):
-        if not _is_whole(value, low, high):
-            return f"{name} is {value!r}, allowed are whole numbers from {low} to {high}"
-    for name, seconds in (("start", event.start), ("seconds", event.seconds)):
-        if not _is_number(seconds):
-            return f"{name} is {seconds!r}, allowed are seconds >= 0"
-    return ""
-
-
-def _is_whole(value: object, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
-def _is_number(value: object) -> bool:
-    """Return whether a value is a number of seconds: finite, not negative, with nanoseconds left in a float."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LARGEST
 
 
 def _slice(event: Event, track: int) -> dict[str, Any]:

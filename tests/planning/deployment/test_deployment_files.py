@@ -88,18 +88,18 @@ def test_accelerators_of_a_file(tmp_path):
     mine = read_accelerators(tmp_path / "gpus.toml")
     assert accelerator("MINE", mine).price == 2
     (tmp_path / "gpus.toml").write_text(table.replace("watts = 700", ""))
-    with pytest.raises(ConfigError, match=r"\[Mine\] has no watts: it must be a table with"):
+    with pytest.raises(ConfigError, match=r"\[Mine\]: watts is missing"):
         read_accelerators(tmp_path / "gpus.toml")
     (tmp_path / "gpus.toml").write_text(table.replace("price = 2", "pryce = 2"))
-    with pytest.raises(ConfigError, match=r"\[Mine\] has unknown 'pryce' and has no price: it must be"):
+    with pytest.raises(ConfigError, match=r"\[Mine\]: price is missing"):
         read_accelerators(tmp_path / "gpus.toml")
     (tmp_path / "gpus.toml").write_text("Mine = 1")
-    with pytest.raises(ConfigError, match=r"\[Mine\] is no table: it must be"):
+    with pytest.raises(ConfigError, match=r"\[Mine\]: it is 1"):
         read_accelerators(tmp_path / "gpus.toml")
     (tmp_path / "gpus.toml").write_text(table + "node_size = 4")
     assert read_accelerators(tmp_path / "gpus.toml")["mine"].node_size == 4
     (tmp_path / "gpus.toml").write_text(table.replace("price = 2", "price = -1"))
-    with pytest.raises(ConfigError, match="price -1: it must be"):
+    with pytest.raises(ConfigError, match="price is -1"):
         read_accelerators(tmp_path / "gpus.toml")
     with pytest.raises(ConfigError, match="is unknown: allowed are l20"):
         accelerator("nothing")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from relibra.errors import ConfigError
+from relibra.field_checks import check_fields
 from relibra.files import read_bounded
 
 _MAX_FILE_BYTES = 1 << 20
@@ -17,6 +20,7 @@ _LONGEST_NAME = 64
 """Characters of an unknown name that are compared with known ones."""
 NODE_SIZES = (1, 2, 4, 8)
 """Accelerators of a node that share a layer by tensor parallelism."""
+Amount = Annotated[int | float, Field(gt=0, lt=1e24)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,29 +39,22 @@ class Accelerator:
     """
 
     name: str
-    price: int | float
-    memory_bytes: int | float
-    memory_bytes_per_second: int | float
-    flops_per_second: int | float
-    network_bytes_per_second: int | float
-    peer_bytes_per_second: int | float
-    watts: int | float
+    price: Amount
+    memory_bytes: Amount
+    memory_bytes_per_second: Amount
+    flops_per_second: Amount
+    network_bytes_per_second: Amount
+    peer_bytes_per_second: Amount
+    watts: Amount
     node_size: int = 8
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values out of range."""
         if not self.name or not self.name.isprintable():
             raise ConfigError(f"accelerator name is {self.name!r}: it must be one line of printable text")
-        for key in ("price", "memory_bytes", "memory_bytes_per_second", "flops_per_second", "network_bytes_per_second",
-                    "peer_bytes_per_second", "watts"):  # fmt: skip
-            value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e24:
-                raise ConfigError(f"accelerator {self.name!r} has {key} {value!r}: it must be a number above 0")
-            if not math.isfinite(value):
-                raise ConfigError(f"accelerator {self.name!r} has {key} {value!r}: it must be finite")
+        check_fields(Accelerator, vars(self), f"accelerator {self.name!r}", ConfigError)
         if self.node_size not in NODE_SIZES:
-            allowed = ", ".join(map(str, NODE_SIZES))
-            raise ConfigError(f"accelerator {self.name!r} has node_size {self.node_size!r}: allowed are {allowed}")
+            raise ConfigError(f"accelerator {self.name!r}: node_size is {self.node_size}: allowed are {NODE_SIZES}")
 
 
 def _of_table(
@@ -120,24 +117,7 @@ def read_accelerators(path: Path | str) -> dict[str, Accelerator]:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     found = {}
     for name, table in tables.items():
-        wrong = _wrong_keys(table)
-        if wrong:
-            raise ConfigError(
-                f"{path}: [{name}] {wrong}: it must be a table with {', '.join(sorted(_KEYS))}, and node_size if it is "
-                "not 8"
-            )
-        found[name.lower()] = Accelerator(name=name.lower(), **table)
+        given = {"name": name.lower(), **table} if isinstance(table, dict) else table
+        check_fields(Accelerator, given, f"{path}: [{name}]", ConfigError)
+        found[name.lower()] = Accelerator(**given)
     return found
-
-
-_KEYS = frozenset(field.name for field in fields(Accelerator)) - {"name", "node_size"}
-
-
-def _wrong_keys(table: object) -> str:
-    """Return what is wrong with the keys of a table, empty if nothing is."""
-    if not isinstance(table, dict):
-        return "is no table"
-    unknown, missing = sorted(table.keys() - _KEYS - {"node_size"}), sorted(_KEYS - table.keys())
-    parts = [f"has unknown {', '.join(map(repr, unknown))}"] if unknown else []
-    parts += [f"has no {', '.join(missing)}"] if missing else []
-    return " and ".join(parts)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from relibra.errors import ConfigError, PlanError
+from relibra.field_checks import check_fields
 from relibra.files import read_bounded, write_text
 from relibra.planning.deployment.accelerator import Accelerator
 from relibra.planning.deployment.deployment_plan import DeploymentPlan, Pool
@@ -18,9 +19,8 @@ from relibra.planning.deployment.service_level import ServiceLevel
 
 FORMAT, VERSION = "relibra deployment plan", 1
 MAX_BYTES = 1 << 20
-_Value = TypeVar("_Value", Accelerator, ServedModel, ServiceLevel, Efficiency)
 _NUMBERS = ("experts_per_node", "micro_batches", "rows")
-_VALUES = {"model": ServedModel, "level": ServiceLevel, "efficiency": Efficiency}
+_VALUES: dict[str, type[Any]] = {"model": ServedModel, "level": ServiceLevel, "efficiency": Efficiency}
 _POOLS = ("attention", "experts")
 
 
@@ -61,14 +61,11 @@ def read_deployment(path: Path | str) -> DeploymentPlan:
     if digest != _digest(body):
         raise PlanError(f"{path} is damaged: its SHA-256 does not match its content; write it again")
     try:
-        plan = DeploymentPlan(
-            model=_value(ServedModel, body["model"], f"{path}: model"),
-            level=_value(ServiceLevel, body["level"], f"{path}: level"),
-            efficiency=_value(Efficiency, body["efficiency"], f"{path}: efficiency"),
-            attention=_pool(body["attention"], f"{path}: attention"),
-            experts=_pool(body["experts"], f"{path}: experts"),
-            **{name: _whole(body[name], f"{path}: {name}") for name in _NUMBERS},
-        )
+        values = {name: _value(kind, body[name], f"{path}: {name}") for name, kind in _VALUES.items()}
+        values |= {name: _pool(body[name], f"{path}: {name}") for name in _POOLS}
+        values |= {name: body[name] for name in _NUMBERS}
+        check_fields(DeploymentPlan, values, str(path), PlanError)
+        plan = DeploymentPlan(**values)
     except ConfigError as error:
         raise PlanError(f"{path}: {error}") from error
     plan.validate()
@@ -111,23 +108,13 @@ def _object(path: Path) -> dict[str, Any]:
     return body
 
 
-def _value(kind: type[_Value], body: Any, where: str) -> _Value:
-    names = {field.name for field in fields(kind)}
-    if not isinstance(body, dict) or body.keys() != names:
-        raise PlanError(f"{where} must have the fields {', '.join(sorted(names))}: write the plan again")
-    if "name" in names and not isinstance(body["name"], str):
-        raise PlanError(f"{where} has a name that is no text: write the plan again")
+def _value(kind: type[Any], body: Any, where: str) -> Any:
+    check_fields(kind, body, where, PlanError)
     return kind(**body)
 
 
 def _pool(body: Any, where: str) -> Pool:
-    if not isinstance(body, dict) or body.keys() != set(Pool._fields):
-        raise PlanError(f"{where} must have the fields {', '.join(Pool._fields)}: write the plan again")
-    accelerator = _value(Accelerator, body["accelerator"], f"{where}: accelerator")
-    return Pool(accelerator, _whole(body["ways"], f"{where}: ways"), _whole(body["nodes"], f"{where}: nodes"))
-
-
-def _whole(number: Any, where: str) -> int:
-    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= 1 << 30:
-        raise PlanError(f"{where} is {number!r}: allowed are whole numbers from 1 to 2^30")
-    return number
+    gpu = body.get("accelerator") if isinstance(body, dict) else None
+    body = body if gpu is None else {**body, "accelerator": _value(Accelerator, gpu, f"{where}: accelerator")}
+    check_fields(Pool, body, where, PlanError)
+    return Pool(**body)

@@ -8,14 +8,19 @@ sender-receiver pair, `x / (x + half_rate_bytes)`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from numpy import ndarray
+from pydantic import Field
 
 from relibra.errors import ConfigError
+from relibra.field_checks import check_fields
 from relibra.planning.deployment.accelerator import Accelerator
 from relibra.planning.deployment.served_model import BYTES, ServedModel
 
+Share = Annotated[int | float, Field(ge=1e-6, le=1)]
+Latency = Annotated[int | float, Field(ge=0, le=10)]
 Amount = int | float | ndarray
 """A number, or many of which each is computed for itself."""
 
@@ -33,23 +38,17 @@ class Efficiency:
     raises               ConfigError for values out of range
     """
 
-    flops: int | float = 0.7
-    memory: int | float = 0.8
-    usable_memory: int | float = 0.9
-    half_rate_bytes: int | float = 65536.0
-    launch_seconds: int | float = 20e-6
-    hop_seconds: int | float = 10e-6
-    hop_factor: int | float = 1.0
+    flops: Share = 0.7
+    memory: Share = 0.8
+    usable_memory: Share = 0.9
+    half_rate_bytes: Annotated[int | float, Field(ge=0, le=1e12)] = 65536.0
+    launch_seconds: Latency = 20e-6
+    hop_seconds: Latency = 10e-6
+    hop_factor: Annotated[int | float, Field(ge=1e-3, le=1e3)] = 1.0
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values out of range."""
-        limits = {"flops": (1e-6, 1.0), "memory": (1e-6, 1.0), "usable_memory": (1e-6, 1.0),
-                  "half_rate_bytes": (0.0, 1e12), "launch_seconds": (0.0, 10.0), "hop_seconds": (0.0, 10.0),
-                  "hop_factor": (1e-3, 1e3)}  # fmt: skip
-        for key, (least, most) in limits.items():
-            value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-                raise ConfigError(f"efficiency has {key} {value!r}: allowed are {least:g} to {most:g}")
+        check_fields(Efficiency, vars(self), "efficiency", ConfigError)
 
 
 def gemm_seconds(rows: Amount, depth: int | float, columns: Amount, gpu: Accelerator, efficiency: Efficiency) -> Amount:

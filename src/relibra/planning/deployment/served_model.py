@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
 from numpy import ndarray
+from pydantic import Field
 
 from relibra.errors import ConfigError
+from relibra.field_checks import check_fields
 
+Size = Annotated[int, Field(ge=1, le=1 << 40)]
+SizeOr0 = Annotated[int, Field(ge=0, le=1 << 40)]
 BYTES = 2
 """Bytes of a value: bf16."""
 
@@ -36,38 +40,28 @@ class ServedModel:
     """
 
     name: str
-    layers: int
-    hidden: int
-    experts: int
-    top_k: int
-    width: int
-    qkv_width: int
-    output_rows: int
-    cache_values: int
-    cache_ways: int
-    score_flops: int
-    up_matrices: int = 2
-    shared_width: int = 0
-    dense_layers: int = 0
-    dense_width: int = 0
-    head_values: int = 0
-    output_values: int = 0
-    window: int = 0
-    windowed_layers: int = 0
+    layers: Size
+    hidden: Size
+    experts: Size
+    top_k: Size
+    width: Size
+    qkv_width: Size
+    output_rows: Size
+    cache_values: Size
+    cache_ways: Size
+    score_flops: Size
+    up_matrices: Size = 2
+    shared_width: SizeOr0 = 0
+    dense_layers: SizeOr0 = 0
+    dense_width: SizeOr0 = 0
+    head_values: SizeOr0 = 0
+    output_values: SizeOr0 = 0
+    window: SizeOr0 = 0
+    windowed_layers: SizeOr0 = 0
 
     def __post_init__(self) -> None:
         """Raise ConfigError for sizes out of range."""
-        may_be_0 = {"shared_width", "dense_layers", "dense_width", "head_values", "output_values", "window",
-                    "windowed_layers"}  # fmt: skip
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "name":
-                continue
-            least = 0 if field.name in may_be_0 else 1
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 1 << 40:
-                raise ConfigError(
-                    f"model {self.name!r} has {field.name} {value!r}: it must be a whole number from {least} to 2^40"
-                )
+        check_fields(ServedModel, vars(self), f"model {self.name!r}", ConfigError)
         if self.top_k > self.experts:
             raise ConfigError(f"model {self.name!r} picks {self.top_k} of {self.experts} experts: choose fewer")
         if self.windowed_layers > self.layers + self.dense_layers or (self.windowed_layers and not self.window):

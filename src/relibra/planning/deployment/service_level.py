@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from relibra.errors import ConfigError
+from relibra.field_checks import check_fields
 
 LEAST_SECONDS, MOST_SECONDS = 1e-6, 1e4
 """Range of the time per token."""
@@ -20,17 +24,10 @@ class ServiceLevel:
     raises               ConfigError for values out of range
     """
 
-    seconds_per_token: int | float
-    context: int | float
-    expert_skew: int | float = 1.0
+    seconds_per_token: Annotated[int | float, Field(ge=LEAST_SECONDS, le=MOST_SECONDS)]
+    context: Annotated[int | float, Field(ge=1, le=1e9)]
+    expert_skew: Annotated[int | float, Field(ge=1, le=1e6)] = 1.0
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values out of range."""
-        for key, least, most in (
-            ("seconds_per_token", LEAST_SECONDS, MOST_SECONDS),
-            ("context", 1.0, 1e9),
-            ("expert_skew", 1.0, 1e6),
-        ):
-            value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-                raise ConfigError(f"service level has {key} {value!r}: allowed are {least:g} to {most:g}")
+        check_fields(ServiceLevel, vars(self), "service level", ConfigError)
