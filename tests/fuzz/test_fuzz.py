@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.errors import LONGEST_MESSAGE, TraceError
-from relibra.routing.readers.formats.import_choices import Format
+from relibra.routing.import_choices import Format
 from tests.fuzz import recordings
 from tests.fuzz.mutations import mutate_array, mutate_bytes, mutate_json
 from tests.fuzz.worker import READ, READERS, REFUSED, run_case

@@ -14,13 +14,13 @@ import torch
 from safetensors.numpy import save_file
 
 from relibra.errors import TraceError
+from relibra.routing.import_choices import Format
 from relibra.routing.readers import open_trace
 from relibra.routing.readers.encodings.excerpts import excerpt
 from relibra.routing.readers.encodings.inert_pickle import read_pickle
 from relibra.routing.readers.encodings.json_text import MAX_CONTAINERS
 from relibra.routing.readers.encodings.nested_lists import array_of_lists
 from relibra.routing.readers.formats import ImportRules, RoutedSample, import_samples, normalise, padded_batch
-from relibra.routing.readers.formats.import_choices import Format
 from relibra.routing.readers.formats.normalise import ImportCounts, iterate_pieces
 from relibra.routing.trace import concatenate
 from tests.routing import recordings as made

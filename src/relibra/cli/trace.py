@@ -19,6 +19,7 @@ from relibra.cli.outputs.terminal import print_note, print_text, progress, stdou
 from relibra.errors import RelibraError, TraceError
 from relibra.number_ranges import ranges_in_words
 from relibra.printable import plural
+from relibra.routing.import_choices import Format, ShortRows, ZeroRows
 
 if TYPE_CHECKING:
     from relibra.routing.trace import RoutingTrace
@@ -163,24 +164,22 @@ def import_(
         list[Path], typer.Argument(metavar="FILE...", help="Files of one format, imported in this order.")
     ],
     to: Annotated[Path, typer.Option(metavar="FOLDER", help="Trace folder to write.")],
-    format: Annotated[
-        options.Format, typer.Option(help="What recorded the routes; answers: JSON of vLLM, SGLang and others.")
-    ],
+    format: Annotated[Format, typer.Option(help="What recorded the routes; answers: JSON of vLLM, SGLang and others.")],
     num_experts: Annotated[int, typer.Option(min=1, help="Experts per layer of the model.")],
     layers: Annotated[
         str | None,
         typer.Option(metavar="1-26", help="Decoder layers with experts; default: all recorded ones, numbered from 0."),
     ] = None,
     zero_rows: Annotated[
-        options.ZeroRows,
+        ZeroRows,
         typer.Option(
             help="Rows that are zero in every layer: refuse, write as rows without a route, or leave out their samples."
         ),
-    ] = options.ZeroRows.REFUSE,
+    ] = ZeroRows.REFUSE,
     short_rows: Annotated[
-        options.ShortRows,
+        ShortRows,
         typer.Option(help="Samples with fewer rows than tokens: refuse them, or say which tokens lack a row."),
-    ] = options.ShortRows.REFUSE,
+    ] = ShortRows.REFUSE,
     top_k: Annotated[int | None, typer.Option(min=1, help="Choices per token, for answers of SGLang.")] = None,
     recorded_layers: Annotated[
         int | None, typer.Option(min=1, help="Length of the layer axis, for answers of SGLang: all decoder layers.")
@@ -198,13 +197,13 @@ def import_(
     rules = formats.ImportRules(
         num_experts=num_experts,
         layers=None if layers is None else _layer_numbers(layers),
-        zero_rows=formats.ZeroRows(zero_rows.value),
-        short_rows=formats.ShortRows(short_rows.value),
+        zero_rows=zero_rows,
+        short_rows=short_rows,
         top_k=top_k,
         recorded_layers=recorded_layers,
     )
     counts = ImportCounts()
-    samples = formats.import_samples(paths, formats.Format(format.value), rules)
+    samples = formats.import_samples(paths, format, rules)
     source = f"{format.value}: {paths[0].name}" + f" and {len(paths) - 1} more" * (len(paths) > 1)
     with progress(f"importing {paths[0]}") as shown, TraceWriter(to) as writer:
         for piece in iterate_pieces(samples, rules, counts, source=source):

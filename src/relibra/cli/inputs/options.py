@@ -25,35 +25,6 @@ class Take(StrEnum):
     ALL = "all"
 
 
-class Format(StrEnum):
-    """What recorded the routes of an import; as in routing/readers/formats, which takes a second to load."""
-
-    ANSWERS = "answers"
-    VERL = "verl"
-    SLIME = "slime"
-    SKYRL = "skyrl"
-    NEMO_RL = "nemo-rl"
-    PRIME_RL = "prime-rl"
-    MEGATRON = "megatron"
-    SGLANG_RECORDER = "sglang-recorder"
-
-
-class ZeroRows(StrEnum):
-    """What is done with rows that are zero in every layer."""
-
-    REFUSE = "refuse"
-    MISSING = "missing"
-    DROP_SAMPLE = "drop-sample"
-
-
-class ShortRows(StrEnum):
-    """Which tokens lack a row where a sample has fewer rows than tokens."""
-
-    REFUSE = "refuse"
-    FIRST = "first"
-    LAST = "last"
-
-
 class Dispatch(StrEnum):
     """How tokens reach ranks of other nodes."""
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from relibra.errors import TraceError
 from relibra.routing.array_sizes import memory_errors
+from relibra.routing.import_choices import Format, ShortRows, ZeroRows
 from relibra.routing.readers.formats.answers import read_answers
-from relibra.routing.readers.formats.import_choices import Format, ShortRows, ZeroRows
 from relibra.routing.readers.formats.megatron_trace import read_megatron_trace
 from relibra.routing.readers.formats.padded_batch import read_nemo_batch, read_skyrl_batch, read_verl_batch
 from relibra.routing.readers.formats.prime_batches import read_prime_batches

@@ -16,7 +16,7 @@ from numpy import ndarray
 from relibra.errors import TraceError
 from relibra.number_ranges import ranges_in_words
 from relibra.routing.array_sizes import MAX_SAMPLES, MAX_TOP_K, check_array_size
-from relibra.routing.readers.formats.import_choices import ShortRows, ZeroRows
+from relibra.routing.import_choices import ShortRows, ZeroRows
 from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSample
 from relibra.routing.trace import RoutingTrace, expert_dtype
 

@@ -9,7 +9,7 @@ from numpy import ndarray
 
 from relibra.errors import TraceError
 from relibra.routing.array_sizes import MAX_TOP_K, check_model_size
-from relibra.routing.readers.formats.import_choices import ShortRows, ZeroRows
+from relibra.routing.import_choices import ShortRows, ZeroRows
 from relibra.routing.trace import MAX_EXPERTS
 
 

@@ -1,7 +1,4 @@
-"""What the user of an import chooses: the format, and what is done with rows that were not recorded.
-
-The command line has the same in `cli/inputs/options.py`, which loads without numpy.
-"""
+"""What the user of an import chooses: the format, and what is done with rows that were not recorded. Loads without numpy."""
 
 from __future__ import annotations
 
