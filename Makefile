@@ -54,7 +54,7 @@ demo: $(VENV)/.run
 	$(BIN)/relibra train examples/demo.toml
 
 demo-serve: $(VENV)/.run
-	$(BIN)/python -m relibra.serving.demo
+	$(BIN)/python -m examples.demos.serve
 
 # vLLM has an environment of its own: what it needs beside torch is read from its wheel, without the packages for images
 # and sound, whose usual builds are for CUDA. Relibra goes in without its own needs: its plug-ins import nothing of them.
@@ -76,7 +76,7 @@ $(VLLM_VENV)/.made: pyproject.toml
 	@touch $@
 
 demo-vllm: $(VENV)/.run $(VLLM_VENV)/.made
-	$(BIN)/python -m relibra.integrations.vllm.demo $(VLLM_BIN)/python examples/vllm.toml
+	$(BIN)/python -m examples.demos.train_with_vllm $(VLLM_BIN)/python examples/vllm.toml
 
 test-vllm: $(VENV)/.dev $(VLLM_VENV)/.made
 	VLLM_PYTHON=$(VLLM_BIN)/python $(BIN)/python -m pytest -s tests/integrations/test_vllm_placement.py tests/integrations/test_vllm_server.py

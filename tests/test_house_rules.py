@@ -45,7 +45,7 @@ ABOVE = {
     "routing": set(),
     "timeline": set(),
 }
-"""Who may import whom; `errors`, `field_checks`, `files`, `environment`, `number_ranges` and `printable` stand under everything."""
+"""Who may import whom; the modules of GROUND stand under everything."""
 
 GROUND = {"errors", "field_checks", "files", "environment", "number_ranges", "printable", "__version__"}
 LIGHT = ("routing", "cluster", "planning", "simulation", "reporting", "timeline")

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from examples.demos.local_vllm import FLAGS, local_server
 from relibra.errors import EngineError
-from relibra.integrations.vllm.local_server import FLAGS, local_server
 from relibra.rl.config.run_config import load_config
 from relibra.rl.rollout.served.canary_probe import Canary, WatchedServer
 from relibra.rl.rollout.served.client import ServedRoutes, ServerClient

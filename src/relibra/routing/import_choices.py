@@ -1,4 +1,4 @@
-"""What the user of an import chooses: the format, and what is done with rows that were not recorded. Loads without numpy."""
+"""What the user of an import chooses: format, and what is done with rows that were not recorded. Loads no numpy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Serve a small model, stream an answer with curl, and stop: what `make demo-serve` runs.
 
-    python -m relibra.serving.demo [MODEL]
+    python -m examples.demos.serve [MODEL]
 
 MODEL is a folder of a transformers MoE model with a tokenizer; without it one is warmed up, in about a minute.
 """

@@ -1,6 +1,6 @@
 """Start a vLLM server from the untrained built-in model, train with it for a few steps, and stop it.
 
-    python -m relibra.integrations.vllm.demo VLLM_PYTHON RUN.toml [KEY=VALUE]...
+    python -m examples.demos.train_with_vllm VLLM_PYTHON RUN.toml [KEY=VALUE]...
 
 VLLM_PYTHON is the interpreter of the environment that vLLM is installed in (`make demo-vllm` makes one).
 """
@@ -14,8 +14,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from examples.demos.local_vllm import FLAGS, local_server
 from relibra.errors import RelibraError
-from relibra.integrations.vllm.local_server import FLAGS, local_server
 
 CONTEXT_TOKENS = 1200
 """Of the server: enough for the built-in tasks."""
