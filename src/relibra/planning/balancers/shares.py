@@ -1,8 +1,7 @@
 """Shares: token-slots that each instance of an expert computes under fixed homes and replicas, as exact integers.
 
 Three rules of systems with static replicas: *even* (each copy the same), *optimal* (lowest possible busiest rank) and
-*local first* (copies on the own node, if any). *Optimal* is the algorithm of `planning.levers.instance_flow`, on
-instances that stay the same over micro-batches and from even shares as the start, without preference for a node.
+*local first* (copies on the own node, if any). *Optimal* starts from even shares (`planning.levers.instance_flow`).
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import numpy as np
 from jaxtyping import Int, Int16, Int32
 from numpy import ndarray
 
+from relibra.planning.levers.instance_flow import empty_instances, list_instances, lower_busiest_rank
 from relibra.routing.compiled import compiled
 
 
@@ -39,17 +39,11 @@ def optimal_quotas(
 ) -> Int32[ndarray, "M R B"]:
     """Return quotas with the lowest busiest rank that these instances allow.
 
-    The linear program of LPLB and MicroMoE (arXiv 2511.16947), solved in integers: token-slots flow along shortest
-    paths of ranks that share an expert, from the fullest rank to ranks below a ceiling. If no path is left, the mean
-    of the reached ranks is the new ceiling, and a lower bound of any split.
+    The linear program of LPLB and MicroMoE (arXiv 2511.16947), solved in integers (`lower_busiest_rank`).
     """
-    quota_MRB = np.zeros((len(load_ME), *replica_RB.shape), dtype=np.int32)
     ones_E, ones_RB = np.ones(len(home_E), dtype=np.int64), np.ones(replica_RB.shape, dtype=np.int64)
-    instances = _instances(home_E, replica_RB)
-    _even(load_ME, instances, ones_E, ones_RB, quota_MRB)
-    by_rank_I = np.argsort(instances[1], kind="stable")
-    rank_starts = np.searchsorted(instances[1][by_rank_I], np.arange(len(replica_RB) + 1))
-    _balance(load_ME, instances, by_rank_I, rank_starts, quota_MRB)
+    quota_MRB = even_quotas(load_ME, home_E, ones_E, replica_RB, ones_RB)
+    _balance(load_ME, home_E.astype(np.int64), replica_RB.astype(np.int64), quota_MRB)
     return quota_MRB
 
 
@@ -128,84 +122,25 @@ def _even(load_ME, instances, home_copies_E, copies_RB, quota_MRB) -> None:
 
 @compiled
 @no_type_check
-def _balance(load_ME, instances, by_rank_I, rank_starts, quota_MRB) -> None:
+def _balance(load_ME, home_E, replica_RB, quota_MRB) -> None:
     """Improve the quotas until the busiest rank is as low as the instances allow."""
-    starts, rank_I, slot_I, expert_I = instances
     M, R, B = quota_MRB.shape
-    tokens_I, load_R = np.empty(len(rank_I), np.int64), np.empty(R, np.int64)
-    from_I, to_I, queue_R = np.empty(R, np.int64), np.empty(R, np.int64), np.empty(R, np.int64)
+    instances = empty_instances(len(home_E), R)
+    tokens_ER, load_R = instances.tokens_ER, instances.load_R
+    list_instances(home_E, replica_RB, instances)
     for m in range(M):
-        load_R[:] = 0
-        for i in range(len(rank_I)):
-            if slot_I[i] < 0:
-                tokens_I[i] = load_ME[m, expert_I[i]]
-                for j in range(starts[expert_I[i]] + 1, starts[expert_I[i] + 1]):
-                    tokens_I[j] = quota_MRB[m, slot_I[j] // B, slot_I[j] % B]
-                    tokens_I[i] -= tokens_I[j]
-        for i in range(len(rank_I)):
-            load_R[rank_I[i]] += tokens_I[i]
-        ceiling = -(-load_R.sum() // R)
-        while True:
-            s = np.argmax(load_R)
-            if load_R[s] <= ceiling:
-                break
-            t, reached = _search(
-                s, ceiling, starts, rank_I, expert_I, by_rank_I, rank_starts, tokens_I, load_R, from_I, to_I, queue_R
-            )
-            if t < 0:
-                total = 0
-                for i in range(reached):
-                    total += load_R[queue_R[i]]
-                ceiling = -(-total // reached)
-            else:
-                _push(s, t, min(load_R[s] - ceiling, ceiling - load_R[t]), rank_I, tokens_I, load_R, from_I, to_I)
-        for i in range(len(rank_I)):
-            if slot_I[i] >= 0:
-                quota_MRB[m, slot_I[i] // B, slot_I[i] % B] = tokens_I[i]
-
-
-@compiled
-@no_type_check
-def _search(
-    s, ceiling, starts, rank_I, expert_I, by_rank_I, rank_starts, tokens_I, load_R, from_I, to_I, queue_R
-) -> tuple[int, int]:
-    """Find the nearest rank below the ceiling that tokens of rank `s` can reach; return it (or -1) and the ranks seen.
-
-    from_I, to_I hold, per rank reached, the instance that gives tokens and the instance there that takes them.
-    """
-    from_I[:] = -1
-    queue_R[0], head, tail = s, 0, 1
-    while head < tail:
-        r = queue_R[head]
-        head += 1
-        for x in range(rank_starts[r], rank_starts[r + 1]):
-            i = by_rank_I[x]
-            e = expert_I[i]
-            if tokens_I[i] == 0 or starts[e + 1] - starts[e] == 1:
-                continue
-            for j in range(starts[e], starts[e + 1]):
-                t = rank_I[j]
-                if t != s and from_I[t] < 0:
-                    from_I[t], to_I[t] = i, j
-                    queue_R[tail] = t
-                    tail += 1
-                    if load_R[t] < ceiling:
-                        return t, tail
-    return -1, tail
-
-
-@compiled
-@no_type_check
-def _push(s, t, amount, rank_I, tokens_I, load_R, from_I, to_I) -> None:
-    """Move up to `amount` token-slots from rank `s` to rank `t` along the path found."""
-    r = t
-    while r != s:
-        amount = min(amount, tokens_I[from_I[r]])
-        r = rank_I[from_I[r]]
-    r = t
-    while r != s:
-        tokens_I[from_I[r]] -= amount
-        tokens_I[to_I[r]] += amount
-        r = rank_I[from_I[r]]
-    load_R[s] -= amount
-    load_R[t] += amount
+        tokens_ER[:] = 0
+        for e in range(len(home_E)):
+            tokens_ER[e, home_E[e]] = load_ME[m, e]
+        for r in range(R):
+            for b in range(B):
+                e = replica_RB[r, b]
+                if e >= 0:
+                    tokens_ER[e, r] += quota_MRB[m, r, b]
+                    tokens_ER[e, home_E[e]] -= quota_MRB[m, r, b]
+        load_R[:] = tokens_ER.sum(axis=0)
+        lower_busiest_rank(instances, -(-load_R.sum() // R), R)
+        for r in range(R):
+            for b in range(B):
+                if replica_RB[r, b] >= 0:
+                    quota_MRB[m, r, b] = tokens_ER[replica_RB[r, b], r]
