@@ -234,7 +234,7 @@ def step_seconds(request: PlacementRequest, demand: ScheduledDemand, slots: Slot
     )  # fmt: skip
     costs = layer_costs(placement, demand, request.cluster, request.expert)
     attention_M = busiest_attention_M(demand, request.cluster, request.expert)
-    waits_ML = costs.compute_ML + costs.exchange_ML + costs.exposed_copies_ML(attention_M)
+    waits_ML = costs.compute_ML + costs.exchange_ML + costs.exposed_copies_ML(attention_M) + costs.host_ML
     moving = relocation_seconds(request.previous, placement, request.cluster, request.expert)
     attention = 3.0 * len(layers.home_LE) * float(attention_M.sum())
     return float(waits_ML.sum()) + attention + moving / request.budget.steps_served

@@ -51,7 +51,7 @@ _SAMPLE_LAYERS, _SAMPLE_MICRO_BATCHES, _PACKED_LAYERS = 6, 32, 12
 _LARGE_STEP = 1024
 """Layers x micro-batches above which samples have half as many micro-batches."""
 _ALL_LAYERS_BUDGET = 12_000
-"""Layers x micro-batches x choices that are priced on all layers; 2 to 8 choices."""
+"""Layers x micro-batches x choices that are priced on all layers; 2 to 16 choices."""
 
 
 def decide(request: PlacementRequest) -> Placement:
@@ -128,7 +128,9 @@ class _Tried:
     seconds: float
 
     def winners(self, most: int) -> list[LayerChoice]:
-        """Return the layer choices that are the cheapest most often, and one that leaves homes alone."""
+        """Return the layer choices that are the cheapest most often, and one that leaves homes alone; all, if few."""
+        if len(self.plans) <= most:
+            return list(self.plans)
         wins = {choice: int(follows_ML.sum()) for choice, follows_ML in _followed(self.plans, self.cheapest).items()}
         chosen = sorted((choice for choice in wins if wins[choice]), key=lambda choice: -wins[choice])[:most]
         if not any(choice.homes == "stay" for choice in chosen):
@@ -237,7 +239,7 @@ def _some_layers(request: PlacementRequest, number: int) -> Int64[ndarray, " l"]
 
 def _number_of_choices(demand: ScheduledDemand) -> int:
     M, L, _ = demand.load_MLE.shape
-    return int(np.clip(_ALL_LAYERS_BUDGET // max(1, M * L), 2, 8))
+    return int(np.clip(_ALL_LAYERS_BUDGET // max(1, M * L), 2, 16))
 
 
 def _gib(request: PlacementRequest, slots: SlotChoice) -> float:
