@@ -16,7 +16,7 @@ from jaxtyping import Int64, Shaped
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.balancers.from_physical import placement_from_physical
+from relibra.planning.baselines.from_physical import placement_from_physical
 from relibra.planning.placement import Placement
 from relibra.routing.compiled import compiled
 

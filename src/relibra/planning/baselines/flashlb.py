@@ -17,8 +17,8 @@ from jaxtyping import Float64, Int, Int64
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.balancers.from_physical import placement_from_physical
 from relibra.planning.balancers.physical_placement import relabel_ranks
+from relibra.planning.baselines.from_physical import placement_from_physical
 from relibra.planning.parallel_map import parallel_map
 from relibra.planning.placement import Placement
 from relibra.routing.compiled import compiled

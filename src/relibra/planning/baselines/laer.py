@@ -14,8 +14,8 @@ from jaxtyping import Float64, Int64
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.balancers.from_physical import placement_from_physical
 from relibra.planning.balancers.physical_placement import count_copies
+from relibra.planning.baselines.from_physical import placement_from_physical
 from relibra.planning.placement import Placement
 
 

@@ -13,8 +13,8 @@ from jaxtyping import Int64
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.balancers.from_physical import placement_from_physical
 from relibra.planning.baselines.eplb import eplb_placement
+from relibra.planning.baselines.from_physical import placement_from_physical
 from relibra.planning.placement import Placement
 
 CUBE = ([3, 0, 1, 2, 7, 4, 5, 6], [6, 7, 4, 5, 0, 1, 2, 3])
