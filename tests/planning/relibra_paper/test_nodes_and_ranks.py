@@ -12,7 +12,6 @@ from relibra.planning.relibra_paper.annealing import COLD, WARM, anneal_nodes, h
 from relibra.planning.relibra_paper.nodes_and_ranks import (
     HomeWeights,
     busiest,
-    co_activation_groups,
     place_homes,
     ranks_inside_nodes,
 )
@@ -118,13 +117,3 @@ def test_ranks_inside_nodes_are_full_and_as_even_as_longest_first(problem, ranks
         assert busiest(load_ME[:, here], home_E[here] - node * ranks_per_node) <= busiest(load_ME[:, here], plain_E)
     # planned again from there, nobody moves
     assert (ranks_inside_nodes(load_ME, node_E, home_E, ranks_per_node, nodes, **sizes) == home_E).all()
-
-
-def test_co_activation_groups_keep_partners_together():
-    pairs_EE = np.full((6, 6), 1)
-    for a, b in ((0, 3), (1, 4), (2, 5)):
-        pairs_EE[a, b] = pairs_EE[b, a] = 50
-    np.fill_diagonal(pairs_EE, 100)
-    bin_E = co_activation_groups(pairs_EE, 3)
-    assert (bin_E[:3] == bin_E[3:]).all()
-    assert np.bincount(bin_E).tolist() == [2, 2, 2]

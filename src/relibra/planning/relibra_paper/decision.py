@@ -83,7 +83,7 @@ def _plan(request: PlacementRequest, demand: ScheduledDemand, objective: Objecti
     stay = place(previous_LE)
     if not budget.move_homes:
         return stay
-    moved = place(search_homes(request, demand, previous_LE, objective))
+    moved = place(search_homes(request, demand, objective))
     saved_L = (stay.waits_ML - moved.waits_ML).sum(axis=0) - moved.moves_L
     return stay.with_layers(moved, saved_L > (_WORTH_MOVING if request.warm else 0.0) * stay.waits_ML.sum(axis=0))
 

@@ -41,7 +41,6 @@ def place_homes(
     temperature: float,
     proposals: int,
     seed: int,
-    start_node_E: Int64[ndarray, " E"] | None = None,
 ) -> Int64[ndarray, " E"]:
     """Return the home rank of each expert of one layer; every rank gets E / R experts.
 
@@ -49,7 +48,6 @@ def place_homes(
     previous_home_E   homes before the step: one of the starts, and the origin of moves
     temperature       first temperature of the annealing: `annealing.COLD` or `WARM`
     proposals         swaps tried
-    start_node_E      another start, such as `co_activation_groups`; the best of all starts is annealed
     returns           `previous_home_E` unless the cost falls by more than moves cost, or, on unchanged nodes, the load
                       of the busiest ranks does
     """
@@ -59,8 +57,6 @@ def place_homes(
     if num_nodes > 1 and load_ME.any():
         problem = (load_ME, source_MNE, previous_node_E, weights.network, weights.move)
         starts = [previous_node_E, longest_first(load_ME.sum(axis=0), num_nodes)]
-        if start_node_E is not None:
-            starts.append(start_node_E)
         start_E = min(starts, key=lambda start: home_cost(start, *problem))
         found_E = anneal_nodes(start_E, *problem, temperature=temperature, proposals=proposals, seed=seed)
         if home_cost(found_E, *problem) < home_cost(previous_node_E, *problem):
@@ -130,20 +126,3 @@ def _keep_ranks(load_X: ndarray, before_X: ndarray, num_ranks: int) -> Int64[nda
     room, filled = np.full(num_ranks, len(load_X) // num_ranks), np.zeros(num_ranks)
     fill_bins(np.argsort(-load_X, kind="stable"), load_X.astype(np.float64), room, filled, rank_X)
     return rank_X
-
-
-def co_activation_groups(pairs_EE: Int64[ndarray, "E E"], num_bins: int) -> Int64[ndarray, " E"]:
-    """Return experts in bins of equal count, experts picked by the same tokens together: fewer rows cross nodes.
-
-    A start for the annealing with known co-routing (`statistics.co_activation`): a bin starts with the busiest expert
-    left and takes, one at a time, the expert picked most often together with it.
-    """
-    E = len(pairs_EE)
-    bin_E = np.full(E, -1, dtype=np.int64)
-    for b in range(num_bins):
-        together_E = np.diagonal(pairs_EE).astype(np.float64)
-        for _ in range(E // num_bins):
-            e = int(np.argmax(np.where(bin_E < 0, together_E, -1.0)))
-            bin_E[e] = b
-            together_E = pairs_EE[bin_E == b].sum(axis=0, dtype=np.float64)
-    return bin_E

@@ -14,7 +14,7 @@ from relibra.planning.costs.exchange import rows_per_crossing
 from relibra.planning.loads import tokens_of_domains
 from relibra.planning.parallel_map import parallel_map
 from relibra.planning.relibra_paper.annealing import COLD, WARM
-from relibra.planning.relibra_paper.nodes_and_ranks import HomeWeights, co_activation_groups, place_homes
+from relibra.planning.relibra_paper.nodes_and_ranks import HomeWeights, place_homes
 from relibra.routing.demand import ScheduledDemand
 
 Objective = Literal["seconds", "tokens"]
@@ -59,13 +59,10 @@ def home_weights(
     )
 
 
-def search_homes(
-    request: PlacementRequest, demand: ScheduledDemand, home_LE: Int64[ndarray, "L E"], objective: Objective
-) -> Int64[ndarray, "L E"]:
-    """Return homes of every layer, annealed from the given ones.
+def search_homes(request: PlacementRequest, demand: ScheduledDemand, objective: Objective) -> Int64[ndarray, "L E"]:
+    """Return homes of every layer, annealed from those before the step.
 
-    After a planned step they stay near the given ones: a low first temperature and an eighth of the swaps. Else groups
-    of experts that are picked together are a start too, if pairs are known.
+    After a planned step they stay near these: a low first temperature and an eighth of the swaps.
     """
     every = max(1, len(demand.tokens_MLRE) // _MICRO_BATCHES)
     load_MLE, afresh = demand.load_MLE[::every], not request.warm
@@ -84,9 +81,6 @@ def search_homes(
         source_MNE = np.zeros((M, domains, E), dtype=np.int64)
         if weights.network:
             source_MNE = tokens_of_domains(demand.tokens_MLRE, layer, domains, every=every)
-        start_E = home_LE[layer] // per_domain
-        if afresh and weights.network and demand.pairs_LEE is not None and np.array_equal(home_LE, previous_LE):
-            start_E = co_activation_groups(demand.pairs_LEE[layer], domains)
         return place_homes(
             np.ascontiguousarray(load_MLE[:, layer]),
             source_MNE,
@@ -96,7 +90,6 @@ def search_homes(
             temperature=COLD if afresh else WARM,
             proposals=proposals,
             seed=int(demand.layer_ids[layer]),
-            start_node_E=start_E,
         )
 
     return np.stack(parallel_map(place, L))
