@@ -11,7 +11,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from relibra.reporting.data.levers import lever_gaps
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -20,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from relibra import Budget, Demand, RoutingTrace, ScheduledDemand, StepPlan, cluster_preset, plan_step
 from relibra.parallel import execute_plan, logical_order, logical_parameters, register, relocate
+from relibra.planning.analysis.levers import lever_gaps
 from relibra.replay import BatchRoutes, replay_routing
 from relibra.routing.synthetic import TraceShape, domain_trace
 from relibra.timeline import merged, read_timeline, write_timeline

@@ -1,9 +1,9 @@
 """Plan one step from known routes on two nodes; print the gain of each part of the plan, and reasons for replicas."""
 
 import numpy as np
-from relibra.reporting.data.levers import lever_gaps
 
 from relibra import Budget, cluster_preset, explain_plan, plan_step, validate_plan
+from relibra.planning.analysis.levers import lever_gaps
 from relibra.routing.micro_batches import schedule_samples
 from relibra.routing.synthetic import TraceShape, domain_trace
 
