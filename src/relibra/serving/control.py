@@ -28,19 +28,15 @@ class ControlSocket:
 
     def send(self, frame: dict[str, Any]) -> None:
         """Send a frame; may be called by several threads."""
-        data = json.dumps(frame, separators=(",", ":")).encode()
         with self._sending:
-            self._connection.sendall(_LENGTH.pack(len(data)) + data)
+            self._connection.sendall(_packed(frame))
 
     def receive(self) -> dict[str, Any] | None:
         """Wait for a frame; None: the other end is gone."""
         head = self._exactly(_LENGTH.size)
         if head is None:
             return None
-        (length,) = _LENGTH.unpack(head)
-        if length > MAX_FRAME:
-            raise EngineError(f"a control frame of {length} bytes is larger than {MAX_FRAME}")
-        data = self._exactly(length)
+        data = self._exactly(_length(head))
         return None if data is None else json.loads(data)
 
     def _exactly(self, count: int) -> bytes | None:
@@ -59,9 +55,7 @@ class ControlSocket:
 async def read_frame(reader: asyncio.StreamReader) -> dict[str, Any] | None:
     """Wait for a frame; None: the worker is gone."""
     try:
-        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        if length > MAX_FRAME:
-            raise EngineError(f"a control frame of {length} bytes is larger than {MAX_FRAME}")
+        length = _length(await reader.readexactly(_LENGTH.size))
         return json.loads(await reader.readexactly(length))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
@@ -69,5 +63,17 @@ async def read_frame(reader: asyncio.StreamReader) -> dict[str, Any] | None:
 
 def write_frame(writer: asyncio.StreamWriter, frame: dict[str, Any]) -> None:
     """Queue a frame to a worker."""
+    writer.write(_packed(frame))
+
+
+def _packed(frame: dict[str, Any]) -> bytes:
     data = json.dumps(frame, separators=(",", ":")).encode()
-    writer.write(_LENGTH.pack(len(data)) + data)
+    return _LENGTH.pack(len(data)) + data
+
+
+def _length(head: bytes) -> int:
+    """Return the length that begins a frame; raises EngineError above MAX_FRAME."""
+    (length,) = _LENGTH.unpack(head)
+    if length > MAX_FRAME:
+        raise EngineError(f"a control frame of {length} bytes is larger than {MAX_FRAME}")
+    return int(length)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy import ndarray
+from safetensors.numpy import load, save
 
 from relibra.errors import EngineError, TraceError
 from relibra.rl.rollout.response import Response
@@ -46,8 +47,6 @@ MAX_EXCHANGE_BYTES = 16 << 30
 """Most bytes that one rank receives in a step."""
 ROUND_BYTES = 64 << 20
 """Most bytes that one rank sends or receives in one collective; some libraries keep their sizes in 32 bits."""
-
-_EXPERT_TYPES = (np.uint8, np.uint16, np.int16, np.int32, np.int64)
 
 
 def save_responses(path: Path, responses: Sequence[Response]) -> None:
@@ -207,40 +206,17 @@ def _agree_on_rounds(waiting: Sequence[Sequence[Sequence[Response]]]) -> int:
     return int(all_RX[:, 0].max())
 
 
-def _to_bytes(responses: Sequence[Response]) -> bytearray:
-    """Lay the arrays of responses end to end: counts, fields, then shape, type and ids of the routes of each."""
-    arrays = to_arrays(responses)
-    routes = [np.zeros((0, 0, 0), np.uint8) if one.experts_mLK is None else one.experts_mLK for one in responses]
-    shapes_S5 = np.array(
-        [
-            [one.experts_mLK is not None, _EXPERT_TYPES.index(ids.dtype.type), *ids.shape]
-            for one, ids in zip(responses, routes, strict=True)
-        ],
-        dtype=np.int64,
-    )
-    counts = np.array([len(responses), len(arrays["tokens_T"]), len(arrays["log_probs_X"])], dtype=np.int64)
-    pieces = [counts, shapes_S5, *(arrays[name] for name in FIELDS), *routes]
-    return bytearray().join(np.ascontiguousarray(piece).data.cast("B") for piece in pieces if piece.size)
+def _to_bytes(responses: Sequence[Response]) -> bytes:
+    """Return responses as a safetensors file in memory: the arrays of `to_arrays`, and the routes of each."""
+    routes = {f"routes_{s}": one.experts_mLK for s, one in enumerate(responses) if one.experts_mLK is not None}
+    return save(to_arrays(responses) | {name: np.ascontiguousarray(ids) for name, ids in routes.items()})
 
 
 def _from_bytes(payload: bytearray) -> list[Response]:
     """Return the responses of a message of `_to_bytes`, each with memory of its own."""
-    position = 0
-
-    def take(count: int, dtype: type[np.generic]) -> ndarray:
-        nonlocal position
-        array = np.frombuffer(payload, dtype, count, position)
-        position += array.nbytes
-        return array
-
-    counts = dict(zip("STX", take(3, np.int64).tolist(), strict=True))
-    shapes_S5 = take(counts["S"] * 5, np.int64).reshape(-1, 5)
-    arrays = {name: take(counts[name[-1]], dtype) for name, dtype in FIELDS.items()}
-    responses = []
-    for response, (has_routes, kind, m, L, K) in zip(from_arrays(arrays), shapes_S5.tolist(), strict=True):
-        ids = take(m * L * K, _EXPERT_TYPES[kind]).reshape(m, L, K).copy()
-        responses.append(replace(response, experts_mLK=ids) if has_routes else response)
-    return responses
+    arrays = load(bytes(payload))
+    routes = {int(name.removeprefix("routes_")): ids.copy() for name, ids in arrays.items() if name not in FIELDS}
+    return [replace(one, experts_mLK=routes.get(s)) for s, one in enumerate(from_arrays(arrays))]
 
 
 def _exchange_bytes(payloads: Sequence[bytearray | bytes]) -> list[bytearray]:

@@ -31,7 +31,7 @@ from relibra.serving.server.refusals import (
     error_body,
     refuse_with_sentences,
 )
-from relibra.serving.server.streams import EventStream, unless_client_left
+from relibra.serving.server.streams import EventStream, unless_left
 from relibra.serving.server.weights import NewVersion, ServedWeights, WorkerCall
 
 MOST_BODY_BYTES = 16 << 20
@@ -149,9 +149,9 @@ class _Paths:
         self.counted.begun(sum(map(len, asked.prompts)))
         answer = _OpenAiAnswer(generator, body, asked, choices, self.about.name)
         if not body.stream:
-            return JSONResponse(await unless_client_left(answer.whole(), request))
+            return JSONResponse(await unless_left(answer.whole(), request.receive))
         events = answer.events()
-        first = await unless_client_left(anext(events), request)
+        first = await unless_left(anext(events), request.receive)
         return EventStream(first, events)
 
     def of_tokens(self) -> APIRouter:
@@ -168,7 +168,7 @@ class _Paths:
             asked = body.request(front.generator.codec, client)
             choices = front.generator.begin(asked)
             self.counted.begun(len(body.token_ids))
-            await unless_client_left(_run(front.generator, asked, choices), request)
+            await unless_left(_run(front.generator, asked, choices), request.receive)
             return JSONResponse(body.answer([choice.take() for choice in choices], front.weights.version))
 
         @router.get("/server_info")

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
-from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -67,8 +66,3 @@ async def unless_left(work: Coroutine[Any, Any, Result], receive: Receive) -> Re
 async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def unless_client_left(work: Coroutine[Any, Any, Result], request: Request) -> Result:
-    """Return the result of a work for a request whose body has been read; see `unless_left`."""
-    return await unless_left(work, request.receive)

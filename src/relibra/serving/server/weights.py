@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from pydantic import BaseModel, Field
@@ -79,25 +80,13 @@ class ServedWeights:
                 raise BadRequest(f"the weights stay as they were: {failed[0]}")
             self.version = FIRST_VERSION
 
-    def _no_answers(self) -> _NoAnswers:
-        return _NoAnswers(self._admission)
-
-
-class _NoAnswers:
-    """Holds the queue, and waits until the workers run nothing."""
-
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
-
-    async def __aenter__(self) -> None:
+    @asynccontextmanager
+    async def _no_answers(self) -> AsyncIterator[None]:
+        """Hold the queue, and wait until the workers run nothing."""
         self._admission.hold(True)
-        running: Callable[[], int] = lambda: self._admission.clients.running  # noqa: E731
         try:
-            while running():
+            while self._admission.clients.running > 0:
                 await asyncio.sleep(_POLL_SECONDS)
-        except BaseException:
+            yield
+        finally:
             self._admission.hold(False)
-            raise
-
-    async def __aexit__(self, *_error: object) -> None:
-        self._admission.hold(False)
