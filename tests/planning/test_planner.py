@@ -16,7 +16,7 @@ from relibra.planning.costs.exchange import rows_per_crossing
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES
 from relibra.planning.costs.prediction import predict
 from relibra.planning.plan import StepPlan
-from relibra.planning.planner import memory_for_slots, plan_step
+from relibra.planning.planner import memory_beside_experts, plan_step
 from relibra.planning.registry import BALANCERS
 from relibra.planning.validation import validate_plan
 from relibra.rl.batch.schedule import make_schedule
@@ -241,8 +241,8 @@ def test_without_sizes_a_plan_is_for_qwen3_and_names_it():
 def test_half_of_what_experts_leave_of_the_device_is_for_slots():
     demand, machine = make_demand(8, 3, 16, 2, 8, 0), cluster(1, 8)
     at_home = 2 * 3 * SMALL.parameters * 18  # two experts in each of three layers
-    assert memory_for_slots(demand, machine, SMALL) == pytest.approx((machine.memory_bytes - at_home) / 2**31)
-    assert memory_for_slots(demand, replace(machine, memory_bytes=at_home), SMALL) == 0
+    assert memory_beside_experts(demand, machine, SMALL) == pytest.approx((machine.memory_bytes - at_home) / 2**31)
+    assert memory_beside_experts(demand, replace(machine, memory_bytes=at_home), SMALL) == 0
 
 
 def test_bare_homes_replace_a_dearer_plan():
@@ -278,7 +278,7 @@ def test_misfits_get_a_sentence():
     with pytest.raises(PlanError, match="balancer 'best' is unknown: allowed are static, "):
         plan_step(demand, machine, balancer="best")
     values = [{"slots": -1}, {"slots": 65}, {"slots": True}, {"memory_gib": -1.0}]
-    values += [{"tolerance": float("nan")}, {"tolerance": 11}, {"steps_served": 0}]
+    values += [{"tolerance": float("nan")}, {"tolerance": 11.0}, {"steps_served": 0}]
     for wrong in values:
         with pytest.raises(PlanError):
             Budget(**wrong)
