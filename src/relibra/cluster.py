@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import json
 import tomllib
-from dataclasses import asdict, dataclass, fields, replace
-from difflib import get_close_matches
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from jaxtyping import Float64, Shaped
 from numpy import ndarray
+from pydantic import Field
 
 from relibra.errors import ClusterError
+from relibra.field_checks import check_fields
 from relibra.files import write_text
 
 Label = Literal["cited", "measured", "model"]
@@ -28,10 +29,13 @@ Amount = TypeVar("Amount", float, ndarray)
 
 MAX_RANKS = 1 << 16
 _MAX_FILE_BYTES = 1 << 20
-_LARGEST = 1e24
+_LARGEST = 10**24
 """Upper limit of byte counts, rates and times; keeps sums finite."""
-_SLOWEST = 1e-3
-"""Lower limit of rates."""
+Whole = Annotated[int, Field(ge=1, le=_LARGEST)]
+Amount0 = Annotated[float, Field(ge=0, le=_LARGEST)]
+Rate = Annotated[float, Field(ge=1e-3, le=_LARGEST)]
+"""Lower ones would make times infinite."""
+Text = Annotated[str, Field(min_length=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +47,12 @@ class Link:
     raises             ClusterError for values out of range
     """
 
-    latency_seconds: float
-    bytes_per_second: float
+    latency_seconds: Amount0
+    bytes_per_second: Rate
 
     def __post_init__(self) -> None:
         """Raise ClusterError for values out of range."""
-        _check_number("latency_seconds", self.latency_seconds, may_be_0=True)
-        _check_rate("bytes_per_second", self.bytes_per_second)
+        check_fields(Link, vars(self), "link", ClusterError)
 
     def seconds(self, num_bytes: Amount, messages: int | ndarray = 1) -> Amount:
         """Return alpha * messages + beta * bytes, elementwise; 0 bytes take no time."""
@@ -93,50 +96,33 @@ class Cluster:
     raises                       ClusterError for values out of range
     """
 
-    name: str
-    num_nodes: int
-    ranks_per_node: int
+    name: Text
+    num_nodes: Whole
+    ranks_per_node: Whole
     intra: Link
     inter_send: Link
     inter_receive: Link
     host: Link
-    memory_bytes: int
-    peak_flops_per_second: float
-    efficiency: float
-    gemm_table: tuple[tuple[int, float], ...] = ()
-    memory_bytes_per_second: float = 0.0
-    layer_seconds: float = 0.0
-    solve_seconds: float = 0.0
+    memory_bytes: Whole
+    peak_flops_per_second: Rate
+    efficiency: Annotated[float, Field(gt=0, le=1)]
+    gemm_table: tuple[tuple[Whole, Rate], ...] = ()
+    memory_bytes_per_second: Amount0 = 0.0
+    layer_seconds: Amount0 = 0.0
+    solve_seconds: Amount0 = 0.0
     hides_copies: bool = True
     dispatch: Dispatch = "flat"
-    source: str
+    source: Text
     label: Label
 
     def __post_init__(self) -> None:
         """Raise ClusterError for values out of range."""
-        for key in ("num_nodes", "ranks_per_node", "memory_bytes"):
-            _check_number(key, getattr(self, key), whole=True)
+        check_fields(Cluster, vars(self), "cluster", ClusterError)
         if self.num_ranks > MAX_RANKS:
             raise ClusterError(f"cluster of {self.num_nodes} x {self.ranks_per_node} ranks: at most {MAX_RANKS} ranks")
-        _check_rate("peak_flops_per_second", self.peak_flops_per_second)
-        _check_number("efficiency", self.efficiency, most=1)
-        if self.memory_bytes_per_second != 0:
-            _check_rate("memory_bytes_per_second", self.memory_bytes_per_second)
-        for key in ("layer_seconds", "solve_seconds"):
-            _check_number(key, getattr(self, key), may_be_0=True)
-        if not isinstance(self.hides_copies, bool):
-            raise ClusterError(f"hides_copies is {self.hides_copies!r}: it must be true or false")
-        if self.dispatch not in get_args(Dispatch):
-            raise ClusterError(f"dispatch is {self.dispatch!r}: allowed are {', '.join(get_args(Dispatch))}")
         for key in ("name", "source"):
-            text = getattr(self, key)
-            if not isinstance(text, str) or not text or not text.isprintable():
-                raise ClusterError(f"cluster {key} is {text!r}: it must be one line of printable text")
-        if self.label not in get_args(Label):
-            raise ClusterError(f"cluster label is {self.label!r}: allowed are {', '.join(get_args(Label))}")
-        for rows, rate in self.gemm_table:
-            _check_number("gemm_table rows", rows, whole=True)
-            _check_rate("gemm_table flops per second", rate)
+            if not getattr(self, key).isprintable():
+                raise ClusterError(f"cluster {key} is {getattr(self, key)!r}: it must be one line of printable text")
         all_rows = [rows for rows, _ in self.gemm_table]
         if all_rows != sorted(set(all_rows)):
             raise ClusterError(f"gemm_table has rows {all_rows}: they must rise, each row count once")
@@ -186,9 +172,9 @@ class Cluster:
 
         raises    ClusterError when the ranks do not fill nodes evenly
         """
-        _check_number("num_ranks", num_ranks, whole=True)
-        if ranks_per_node is not None:
-            _check_number("ranks_per_node", ranks_per_node, whole=True)
+        for key, ranks in (("num_ranks", num_ranks), ("ranks_per_node", ranks_per_node or 1)):
+            if isinstance(ranks, bool) or not isinstance(ranks, int | np.integer) or ranks < 1:
+                raise ClusterError(f"{key} is {ranks!r}: it must be a whole number above 0")
         per_node = min(num_ranks, ranks_per_node or self.ranks_per_node)
         if num_ranks % per_node:
             raise ClusterError(
@@ -241,60 +227,21 @@ def read_cluster(path: Path | str) -> Cluster:
             raise
         raise ClusterError(f"cluster file {path} is not valid TOML: {error}") from error
     try:
-        links = {key: _parse_table(Link, body[key], f"[{key}]") for key in _LINKS if key in body}
-        table = _parse_gemm_table(body.get("gemm_table", []))
-        return _parse_table(Cluster, {**body, **links, "gemm_table": table}, "top level")
+        body |= {key: _link(body[key], f"[{key}]") for key in _LINKS if key in body}
+        if isinstance(table := body.get("gemm_table"), list):
+            body["gemm_table"] = tuple(tuple(row) if isinstance(row, list) else row for row in table)
+        check_fields(Cluster, body, "top level", ClusterError)
+        return Cluster(**body)
     except ClusterError as error:
         raise ClusterError(f"cluster file {path}: {error}") from error
 
 
-_OPTIONAL = ("gemm_table", "memory_bytes_per_second", "layer_seconds", "solve_seconds", "hides_copies", "dispatch")
 _LINKS = ("intra", "inter_send", "inter_receive", "host")
-Built = TypeVar("Built", Link, Cluster)
 
 
-def _parse_table(kind: type[Built], table: Any, where: str) -> Built:
-    """Build a value from a TOML table: its keys are the fields, none unknown, none without a default missing."""
-    allowed = [field.name for field in fields(kind)]
-    if not isinstance(table, dict):
-        raise ClusterError(f"{where} is {table!r}: expected a table with {', '.join(allowed)}")
-    unknown = sorted(set(table) - set(allowed))
-    missing = [name for name in allowed if name not in table and name not in _OPTIONAL]
-    if unknown:
-        near = get_close_matches(unknown[0], allowed, n=1)
-        meant = f"did you mean {near[0]!r}" if near else f"allowed are {', '.join(allowed)}"
-        raise ClusterError(f"{where} has unknown entry {unknown[0]!r}: {meant}")
-    if missing:
-        raise ClusterError(f"{where} has no entry {', '.join(map(repr, missing))}: add it")
-    try:
-        return kind(**table)
-    except ClusterError as error:
-        raise ClusterError(f"{where}: {error}" if kind is Link else str(error)) from error
-
-
-def _parse_gemm_table(table: Any) -> tuple[tuple[int, float], ...]:
-    if not isinstance(table, list):
-        raise ClusterError(f"gemm_table is {table!r}: expected a list of pairs [rows, flops per second]")
-    for entry in table:
-        if not isinstance(entry, list) or len(entry) != 2:
-            raise ClusterError(f"gemm_table holds {entry!r}: expected pairs [rows, flops per second]")
-    return tuple((rows, rate) for rows, rate in table)
-
-
-def _check_number(key: str, value: Any, *, whole: bool = False, most: float = _LARGEST, may_be_0: bool = False) -> None:
-    """Raise ClusterError unless 0 < value <= most (or 0, where allowed); NaN and infinities are refused."""
-    kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
-    in_range = isinstance(value, kinds) and (0 < value <= most or (may_be_0 and value == 0))
-    if isinstance(value, bool) or not in_range:
-        kind = ("0, or " if may_be_0 else "") + ("a whole number" if whole else "a number")
-        raise ClusterError(f"{key} is {value!r}: it must be {kind} above 0 and at most {most:g}")
-
-
-def _check_rate(key: str, value: Any) -> None:
-    """Raise ClusterError unless the value is a rate; lower ones would make times infinite."""
-    _check_number(key, value)
-    if value < _SLOWEST:
-        raise ClusterError(f"{key} is {value!r}: it must be at least {_SLOWEST:g}")
+def _link(table: Any, where: str) -> Link:
+    check_fields(Link, table, where, ClusterError)
+    return Link(**table)
 
 
 def _format_toml(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, get_type_hints
 
@@ -12,29 +13,37 @@ from relibra.errors import RelibraError
 from relibra.printable import excerpt
 
 
-def check_fields(kind: Any, values: Mapping[str, Any], where: str, error: type[RelibraError]) -> None:
+def check_fields(kind: Any, values: Any, where: str, error: type[RelibraError]) -> None:
     """Check that values are exactly the fields of a kind, of their types and in their ranges (`Annotated` hints).
 
     kind     a dataclass or NamedTuple; fields with a default may be missing
+    values   a mapping; scalars of numpy count as numbers
     where    begins the message
-    raises   `error` with the first wrong field and what it holds
+    raises   `error` with the first wrong field, what it holds, and the name that may have been meant
     """
+    if isinstance(values, Mapping):
+        values = {name: value.item() if type(value).__module__ == "numpy" else value for name, value in values.items()}
     try:
         _model(kind).model_validate(values)
     except ValidationError as failure:
-        first = failure.errors(include_url=False)[0]
-        name = str(first["loc"][0]) if first["loc"] else "it"
-        got = "missing" if first["type"] == "missing" else excerpt(first["input"])
-        allowed = ", ".join(_model(kind).model_fields)
-        hint = f"; fields are {allowed}" if first["type"] in ("missing", "extra_forbidden", "model_type") else ""
-        raise error(f"{where}: {name} is {got}: {first['msg'][0].lower()}{first['msg'][1:]}{hint}") from failure
+        mistakes = failure.errors(include_url=False)
+        first = next((one for one in mistakes if one["type"] == "extra_forbidden"), mistakes[0])  # a misspelt name
+        location, fields = first["loc"], list(_model(kind).model_fields)
+        name = str(location[0]) if location else "it"
+        name += "".join(f"[{part}]" for part in location[1:] if isinstance(part, int))
+        if first["type"] == "extra_forbidden":
+            near = get_close_matches(name[:64], fields, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"allowed are {', '.join(fields)}"
+            raise error(f"{where} has unknown entry {name!r}: {hint}") from failure
+        if first["type"] == "missing":
+            raise error(f"{where} has no entry {name!r}: its entries are {', '.join(fields)}") from failure
+        message = first["msg"][0].lower() + first["msg"][1:]
+        raise error(f"{where}: {name} is {excerpt(first['input'])}: {message}") from failure
 
 
 @cache
 def _model(kind: type[Any]) -> type[BaseModel]:
-    defaults = getattr(kind, "_field_defaults", None)
-    if defaults is None:
-        defaults = vars(kind)
+    defaults = getattr(kind, "_field_defaults", vars(kind))
     fields: dict[str, Any] = {
         name: (hint, defaults.get(name, ...)) for name, hint in get_type_hints(kind, include_extras=True).items()
     }

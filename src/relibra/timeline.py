@@ -90,9 +90,9 @@ class Timeline:
 
     def validate(self) -> None:
         """Raise TraceError for an invalid field or event."""
-        check_fields(_Header, {**_header_of(self), "sha256": ""}, "the timeline is invalid", TraceError)
+        check_fields(_Header, {**_header_of(self), "sha256": ""}, "the timeline", TraceError)
         for number, event in enumerate(self.events):
-            _checked(event._asdict(), self.num_ranks, f"event {number} of the timeline is invalid")
+            _checked(event._asdict(), self.num_ranks, f"event {number} of the timeline")
 
     def seconds(self, stage: str) -> Float64[ndarray, " R"]:
         """Return the seconds of each rank in a stage; overlapping events all count."""
@@ -279,7 +279,7 @@ def read_timeline(path: Path | str) -> Timeline:
                 line = file.readline(MAX_LINE_BYTES + 1)
                 digest.update(line)
                 fields = _object(line, path, number)
-                events.append(_checked(fields, header["ranks"], f"{path}:{number}: the event is invalid"))
+                events.append(_checked(fields, header["ranks"], f"{path}:{number}: the event"))
             if file.read(1):
                 raise TraceError(f"{path}:{header['events'] + 2}: the header announces {header['events']} events only")
             if digest.hexdigest() != header["sha256"]:
@@ -331,7 +331,7 @@ def _header(fields: dict[str, Any], path: Path) -> dict[str, Any]:
             f"{path}:1: the timeline has version {fields['version']}, this relibra reads {VERSION}: use the relibra "
             "that wrote it"
         )
-    check_fields(_Header, fields, f"{path}:1: the header is invalid", TraceError)
+    check_fields(_Header, fields, f"{path}:1: the header", TraceError)
     return fields
 
 

@@ -88,10 +88,10 @@ def test_accelerators_of_a_file(tmp_path):
     mine = read_accelerators(tmp_path / "gpus.toml")
     assert accelerator("MINE", mine).price == 2
     (tmp_path / "gpus.toml").write_text(table.replace("watts = 700", ""))
-    with pytest.raises(ConfigError, match=r"\[Mine\]: watts is missing"):
+    with pytest.raises(ConfigError, match=r"\[Mine\] has no entry 'watts'"):
         read_accelerators(tmp_path / "gpus.toml")
     (tmp_path / "gpus.toml").write_text(table.replace("price = 2", "pryce = 2"))
-    with pytest.raises(ConfigError, match=r"\[Mine\]: price is missing"):
+    with pytest.raises(ConfigError, match=r"\[Mine\] has (no|unknown) entry 'pr"):
         read_accelerators(tmp_path / "gpus.toml")
     (tmp_path / "gpus.toml").write_text("Mine = 1")
     with pytest.raises(ConfigError, match=r"\[Mine\]: it is 1"):
