@@ -77,73 +77,16 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _warm_up_value_model(cls, settings: Any) -> Any:
-        """Set the warm-up of the value model where preset ppo or tppo is given and its settings are not.
-
-        Validators before run from the last to the first: windows and lengths are known here.
-        """
-        if not isinstance(settings, dict):
-            return settings
-        algorithm, critic = settings.get("algorithm"), settings.get("critic", {})
-        if not (
-            isinstance(algorithm, dict) and isinstance(critic, dict) and algorithm.get("preset") in ("ppo", "tppo")
-        ):
-            return settings
-        try:
-            rollout = RolloutSettings.model_validate(settings.get("rollout", {}))
-        except ValidationError:  # told when the sections are checked
-            return settings
-        return {
-            **settings,
-            "critic": {**choose_value_warmup(rollout.max_windows, rollout.responses_per_step), **critic},
-        }
-
-    @model_validator(mode="before")
-    @classmethod
-    def _train_tppo_in_windows(cls, settings: Any) -> Any:
-        """Set the window, and the tokens at its end that do not train, where preset tppo is given and they are not."""
-        if not isinstance(settings, dict):
-            return settings
-        algorithm, rollout = settings.get("algorithm"), settings.get("rollout", {})
-        if not (isinstance(algorithm, dict) and isinstance(rollout, dict) and algorithm.get("preset") == "tppo"):
-            return settings
-        longest = rollout.get("max_response", 0)
-        window = rollout.get("window", choose_window(longest) if _is_length(longest) else None)
-        if not _is_length(window, may_be_0=True):
-            return settings  # what is out of range is refused later, with its name
-        drop = {"tail_drop": choose_tail_drop(window)} if window else {}
-        return {**settings, "rollout": {**rollout, "window": window}, "algorithm": {**drop, **algorithm}}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _widen_heads_for_servers(cls, settings: Any) -> Any:
-        """Set the width of heads of the built-in model where a server samples and it is not given."""
-        rollout, model = (
-            settings.get(name, {}) if isinstance(settings, dict) else None for name in ("rollout", "model")
-        )
-        if not (isinstance(rollout, dict) and isinstance(model, dict)) or model.get("path"):
-            return settings
-        if rollout.get("engine", "embedded") in ("embedded", "serve"):
-            return settings
-        try:
-            sizes = ModelSettings.model_validate(model)
-        except ValidationError:  # told when the sections are checked
-            return settings
-        width = max(LEAST_SERVED_HEAD, sizes.hidden_size // sizes.num_heads)
-        return {**settings, "model": {"head_dim": width, **model}}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_defaults_of_the_model(cls, settings: Any) -> Any:
-        """Set what was not given: the values of the built-in model, or lengths that fit the context of another."""
+    def _fill_defaults(cls, settings: Any) -> Any:
+        """Set what was not given and follows from what was, in the order in which one follows from the other."""
         if not isinstance(settings, dict):
             return settings
         settings = {key: _as_given(section) for key, section in settings.items()}
-        model, rollout = settings.get("model", {}), settings.get("rollout", {})
-        path = model.get("path") if isinstance(model, dict) else None
-        if not path:
-            return fill_built_in(settings)
-        return {**settings, "rollout": fit_lengths(path, rollout)} if isinstance(rollout, dict) else settings
+        if not all(isinstance(settings.get(name, {}), dict) for name in ("model", "rollout", "algorithm", "critic")):
+            return settings  # refused when the sections are checked
+        for fill in (_fill_from_model, _widen_heads, _set_window, _warm_up_value_model):
+            settings = fill(settings)
+        return settings
 
     @model_validator(mode="after")
     def _check_sections(self) -> RunConfig:
@@ -163,6 +106,50 @@ class RunConfig(Section):
         if mistakes:
             raise ValueError("; also: ".join(mistakes))
         return self
+
+
+def _fill_from_model(settings: dict[str, Any]) -> dict[str, Any]:
+    """Set the values of the built-in model, or lengths that fit the context of another."""
+    path = settings.get("model", {}).get("path")
+    if not path:
+        return fill_built_in(settings)
+    return {**settings, "rollout": fit_lengths(path, settings.get("rollout", {}))}
+
+
+def _widen_heads(settings: dict[str, Any]) -> dict[str, Any]:
+    """Set the width of heads of the built-in model where a server samples."""
+    model, engine = settings.get("model", {}), settings.get("rollout", {}).get("engine", "embedded")
+    if model.get("path") or engine in ("embedded", "serve"):
+        return settings
+    try:
+        sizes = ModelSettings.model_validate(model)
+    except ValidationError:  # told when the sections are checked
+        return settings
+    width = max(LEAST_SERVED_HEAD, sizes.hidden_size // sizes.num_heads)
+    return {**settings, "model": {"head_dim": width, **model}}
+
+
+def _set_window(settings: dict[str, Any]) -> dict[str, Any]:
+    """Set the window of preset tppo, and the tokens at its end that do not train."""
+    algorithm, rollout = settings.get("algorithm", {}), settings.get("rollout", {})
+    longest = rollout.get("max_response", 0)
+    window = rollout.get("window", choose_window(longest) if _is_length(longest) else None)
+    if algorithm.get("preset") != "tppo" or not _is_length(window, may_be_0=True):
+        return settings  # what is out of range is refused later, with its name
+    drop = {"tail_drop": choose_tail_drop(window)} if window else {}
+    return {**settings, "rollout": {**rollout, "window": window}, "algorithm": {**drop, **algorithm}}
+
+
+def _warm_up_value_model(settings: dict[str, Any]) -> dict[str, Any]:
+    """Set the warm-up of the value model of presets ppo and tppo."""
+    if settings.get("algorithm", {}).get("preset") not in ("ppo", "tppo"):
+        return settings
+    try:
+        rollout = RolloutSettings.model_validate(settings.get("rollout", {}))
+    except ValidationError:  # told when the sections are checked
+        return settings
+    warm_up = choose_value_warmup(rollout.max_windows, rollout.responses_per_step)
+    return {**settings, "critic": {**warm_up, **settings.get("critic", {})}}
 
 
 def _as_given(section: Any) -> Any:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Annotated, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float64, Shaped
 from numpy import ndarray
+from pydantic import Field
 
 from relibra.errors import ConfigError
+from relibra.field_checks import check_fields
 from relibra.files import read_bounded
 from relibra.planning.deployment.accelerator import Accelerator
 from relibra.planning.deployment.performance import Efficiency, attention_seconds, expert_seconds, rest_seconds
 from relibra.planning.deployment.served_model import ServedModel
 
 _MOST_FILE_BYTES = 1 << 20
-_LARGEST = 1e9
+_Number = Annotated[int | float, Field(ge=0, le=1e9)]
+Table = tuple[tuple[_Number, _Number], ...]
 
 
 @runtime_checkable
@@ -79,17 +82,16 @@ class MeasuredCompute:
     raises             ConfigError for fewer than two entries, rows that do not rise, or numbers out of range
     """
 
-    attention_table: tuple[tuple[int | float, int | float], ...]
-    expert_table: tuple[tuple[int | float, int | float], ...]
+    attention_table: Table
+    expert_table: Table
 
     def __post_init__(self) -> None:
         """Raise ConfigError for tables that are none."""
-        for name, table in (("attention", self.attention_table), ("expert", self.expert_table)):
+        check_fields(MeasuredCompute, vars(self), "measured seconds", ConfigError)
+        for name, table in vars(self).items():
             rows = [row for row, _ in table]
-            if not all(0 <= number <= _LARGEST for pair in table for number in pair):
-                raise ConfigError(f"measured {name} seconds have an entry that is not 0 to {_LARGEST:g}: correct it")
             if len(rows) < 2 or rows != sorted(set(rows)):
-                raise ConfigError(f"measured {name} seconds have rows {rows}: give at least two, rising")
+                raise ConfigError(f"measured seconds: {name} has rows {rows}: give at least two, rising")
 
     def attention(
         self,
@@ -115,23 +117,19 @@ def read_measured(path: Path) -> MeasuredCompute:
         found = tomllib.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
-    if found.keys() != {"attention", "expert"} or not all(map(_is_table, found.values())):
+    if found.keys() != {"attention", "expert"} or not all(isinstance(pairs, list) for pairs in found.values()):
         raise ConfigError(
             f"{path} must have two lists of [rows, seconds]: attention, a layer of a node, and expert, one expert"
         )
-    tables = [tuple((row, seconds) for row, seconds in found[name]) for name in ("attention", "expert")]
-    return MeasuredCompute(attention_table=tables[0], expert_table=tables[1])
+    tables = {
+        f"{name}_table": tuple(tuple(pair) if isinstance(pair, list) else pair for pair in pairs)
+        for name, pairs in found.items()
+    }
+    check_fields(MeasuredCompute, tables, str(path), ConfigError)
+    return MeasuredCompute(**tables)
 
 
-def _is_table(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and all(type(one) in (int, float) for one in pair) for pair in value
-    )
-
-
-def _between(
-    table: tuple[tuple[int | float, int | float], ...], rows: Float64[ndarray, "*X"]
-) -> Float64[ndarray, "*X"]:
+def _between(table: Table, rows: Float64[ndarray, "*X"]) -> Float64[ndarray, "*X"]:
     at, seconds = (np.array(column, dtype=np.float64) for column in zip(*table, strict=True))
     slope = (seconds[-1] - seconds[-2]) / (at[-1] - at[-2])
     return np.interp(rows, at, seconds) + np.maximum(0.0, rows - at[-1]) * slope
