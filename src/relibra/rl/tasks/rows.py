@@ -9,71 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
 from numpy import ndarray
 
 from relibra.errors import ConfigError, in_a_line
-
-
-@runtime_checkable
-class Rows(Protocol):
-    """Rows by index, each a dictionary of columns.
-
-    path     as the user wrote it
-    digest   SHA-256 by which other rows, or another order of them, are noticed
-    """
-
-    @property
-    def path(self) -> Path:
-        """Return the file."""
-        ...
-
-    @property
-    def digest(self) -> str:
-        """Return the digest."""
-        ...
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        ...
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield all rows in order."""
-        ...
-
-    def row(self, index: int) -> dict[str, Any]:
-        """Return one row."""
-        ...
-
-    def name(self, index: int) -> str:
-        """Return file and line of a row, for error messages."""
-        ...
-
-
-def open_rows(path: Path, setting: str) -> Rows:
-    """Open a file by its suffix.
-
-    setting   name of the setting, for error messages
-    raises    ConfigError if the file is missing, empty, of another type, or unreadable
-    """
-    kinds: dict[str, Callable[[Path], Rows]] = {".jsonl": JsonLines.open, ".parquet": Parquet.open}
-    kind = kinds.get(path.suffix.lower())
-    if kind is None:
-        raise ConfigError(
-            f"{setting} is {str(path)!r}: a file of prompts ends in {' or '.join(kinds)}; convert it, or rename it"
-        )
-    if not path.is_file():
-        raise ConfigError(f"{setting} is {str(path)!r}, and there is no such file: it was looked for from {Path.cwd()}")
-    try:
-        rows = kind(path)
-    except OSError as error:
-        raise ConfigError(f"{setting} {str(path)!r} cannot be read: {error}; check the file") from error
-    if not len(rows):
-        raise ConfigError(f"{setting} {str(path)!r} holds no rows: at least one prompt is needed")
-    return rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,6 +129,33 @@ class Parquet:
     def name(self, index: int) -> str:
         """Return file and row number (from 1), for error messages."""
         return f"{self.path}, row {index + 1}"
+
+
+Rows = JsonLines | Parquet
+"""Rows by index, each a dictionary of columns; `digest` by which other rows, or another order, are noticed."""
+
+
+def open_rows(path: Path, setting: str) -> Rows:
+    """Open a file by its suffix.
+
+    setting   name of the setting, for error messages
+    raises    ConfigError if the file is missing, empty, of another type, or unreadable
+    """
+    kinds: dict[str, Callable[[Path], Rows]] = {".jsonl": JsonLines.open, ".parquet": Parquet.open}
+    kind = kinds.get(path.suffix.lower())
+    if kind is None:
+        raise ConfigError(
+            f"{setting} is {str(path)!r}: a file of prompts ends in {' or '.join(kinds)}; convert it, or rename it"
+        )
+    if not path.is_file():
+        raise ConfigError(f"{setting} is {str(path)!r}, and there is no such file: it was looked for from {Path.cwd()}")
+    try:
+        rows = kind(path)
+    except OSError as error:
+        raise ConfigError(f"{setting} {str(path)!r} cannot be read: {error}; check the file") from error
+    if not len(rows):
+        raise ConfigError(f"{setting} {str(path)!r} holds no rows: at least one prompt is needed")
+    return rows
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Protocol, runtime_checkable
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import Float64, Shaped
@@ -24,23 +24,6 @@ _Number = Annotated[int | float, Field(ge=0, le=1e9)]
 Table = tuple[tuple[_Number, _Number], ...]
 
 
-@runtime_checkable
-class Compute(Protocol):
-    """Seconds of nodes; arrays of any shape, each entry for itself."""
-
-    def attention(
-        self, rows: Shaped[ndarray, "*X"], tokens: Shaped[ndarray, "*X"]
-    ) -> tuple[Float64[ndarray, "*X"], Float64[ndarray, "*X"]]:
-        """Return seconds of one layer, and of a step outside of layers with experts.
-
-        rows      requests
-        tokens    that they attend to, together
-        """
-
-    def experts(self, rows: Float64[ndarray, "*X P"]) -> Float64[ndarray, "*X"]:
-        """Return the seconds of nodes with P experts, of the rows of each expert."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RooflineCompute:
     """Seconds by the formulas of `planning.deployment.performance`.
@@ -56,7 +39,11 @@ class RooflineCompute:
     def attention(
         self, rows: Shaped[ndarray, "*X"], tokens: Shaped[ndarray, "*X"]
     ) -> tuple[Float64[ndarray, "*X"], Float64[ndarray, "*X"]]:
-        """Return seconds of one layer, and of a step outside of layers with experts; no rows take no time."""
+        """Return seconds of one layer, and of a step outside of layers with experts; no rows take no time.
+
+        rows      requests
+        tokens    that they attend to, together
+        """
         context = tokens / np.maximum(1, rows)
         gpu, ways = self.attention_node
         layer = attention_seconds(self.model, gpu, ways, rows, context, self.efficiency)
@@ -64,7 +51,7 @@ class RooflineCompute:
         return np.where(rows > 0, layer, 0.0), np.where(rows > 0, rest, 0.0)
 
     def experts(self, rows: Float64[ndarray, "*X P"]) -> Float64[ndarray, "*X"]:
-        """Return the seconds of nodes; an expert without rows is not read."""
+        """Return the seconds of nodes with P experts, of the rows of each expert; one without rows is not read."""
         gpu, ways = self.expert_node
         launch = self.efficiency.launch_seconds
         each = np.asarray(expert_seconds(self.model, gpu, ways, rows, 1, self.efficiency)) - launch
@@ -105,6 +92,10 @@ class MeasuredCompute:
         """Return the seconds of nodes; an expert without rows takes no time."""
         total: Float64[ndarray, "*X"] = np.where(rows > 0, _between(self.expert_table, rows), 0.0).sum(axis=-1)
         return total
+
+
+Compute = RooflineCompute | MeasuredCompute
+"""Seconds of nodes; arrays of any shape, each entry for itself."""
 
 
 def read_measured(path: Path) -> MeasuredCompute:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float64, Int, Int64, Shaped
@@ -15,14 +14,6 @@ from relibra.routing.trace import RoutingTrace
 
 POOL_TOKENS = 2048
 """Tokens whose routes are drawn once; the tokens of a micro-batch are consecutive ones of them."""
-
-
-@runtime_checkable
-class Routes(Protocol):
-    """Where the tokens of a step go."""
-
-    def draw(self, rows_MX: Int[ndarray, "M X"], rng: Generator) -> Float64[ndarray, "L M X E"]:
-        """Return the rows for each expert, given the tokens of each micro-batch on each of X attention nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +49,10 @@ class RoutePool:
             whole_MX[..., None, None] * self.before_TLE[-1] + self.before_TLE[rest_MX] - self.before_TLE[start_MX]
         )
         return np.moveaxis(counts_MXLE, 2, 0).astype(np.float64)
+
+
+Routes = EvenRoutes | RoutePool
+"""Where the tokens of a step go."""
 
 
 def drawn_routes(
