@@ -63,7 +63,8 @@ class ExpertLayout:
             raise ConfigError(
                 f"{data_ranks} data-parallel ranks are no whole groups of {group_ranks} that share experts"
             )
-        slot_flops = 6.0 * config.hidden_size * _expert_width(config) / expert_tensor
+        width = int(getattr(config, "moe_ffn_hidden_size", None) or config.ffn_hidden_size)
+        slot_flops = 6.0 * config.hidden_size * width / expert_tensor
         layers = config.num_layers / own_ranks / slot_flops
         return cls(
             num_experts=experts,
@@ -90,10 +91,6 @@ def _expert_tensor_ranks(config: Any) -> int:
     """Return the ranks that divide one expert; Megatron takes the tensor-parallel size where nothing is said."""
     stated = getattr(config, "expert_tensor_parallel_size", None)
     return int(stated) if stated else _size(config, "tensor_model_parallel_size")
-
-
-def _expert_width(config: Any) -> int:
-    return int(getattr(config, "moe_ffn_hidden_size", None) or config.ffn_hidden_size)
 
 
 def _score_width(config: Any) -> float:

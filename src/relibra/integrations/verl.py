@@ -179,7 +179,7 @@ def _repacked_indices(
     limit = int(_setting(data, "max_token_len_per_gpu", 0)) * int(_setting(data, "sp_size", 1))
 
     def plan() -> Int32[ndarray, " S"]:
-        if _is_first_rank():
+        if not dist.is_initialized() or dist.get_rank() == 0:
             try:
                 step = repack_tables(tables, layout, rank_tokens=limit, since=since)
                 _log.info(step.line("log-probs" if forward_only else "update"))
@@ -326,10 +326,6 @@ def _size(group: Any) -> int:
 
 def _place(group: Any) -> int:
     return 0 if group is None else dist.get_rank(group)
-
-
-def _is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _setting(data: Any, key: str, default: Any) -> Any:

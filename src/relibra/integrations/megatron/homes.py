@@ -100,7 +100,8 @@ def _relocate_layer(layer: PlannedMoELayer, wanted_E: ndarray, optimizer: Any) -
         sent_R[target // n].append(tensor)
     coming = targets[targets // n == own]
     from_R = np.bincount(sources[targets // n == own] // n, minlength=len(sent_R))
-    device, width = next(layer.parameters()).device, _width(states[0])
+    device = next(layer.parameters()).device
+    width = sum(t.nbytes for state in states[0] for t in state.tensors.values())
     received = torch.empty((len(coming), width), dtype=torch.uint8, device=device)
     sent = torch.stack([t for one in sent_R for t in one]) if leaving else received.new_empty((0, width))
     dist.all_to_all_single(received, sent, from_R.tolist(), [len(one) for one in sent_R], group=group)
@@ -128,10 +129,6 @@ def _unpack(row: Tensor, states: Sequence[StateTensors]) -> None:
             values[name] = own.view(tensor.dtype).view(tensor.shape)
             start += tensor.nbytes
         state.write(values)
-
-
-def _width(states: Sequence[StateTensors]) -> int:
-    return sum(t.nbytes for state in states for t in state.tensors.values())
 
 
 def _states(layer: PlannedMoELayer, optimizer: Any) -> list[list[StateTensors]]:

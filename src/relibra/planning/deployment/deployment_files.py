@@ -30,11 +30,12 @@ def write_deployment(path: Path | str, plan: DeploymentPlan) -> None:
     raises    PlanError for a plan that breaks a rule
     """
     plan.validate()
+    pools = {name: getattr(plan, name) for name in _POOLS}
     body = {
         "format": FORMAT,
         "version": VERSION,
         **{name: asdict(getattr(plan, name)) for name in _VALUES},
-        **{name: _pool_fields(getattr(plan, name)) for name in _POOLS},
+        **{name: pool._asdict() | {"accelerator": asdict(pool.accelerator)} for name, pool in pools.items()},
         **{name: getattr(plan, name) for name in _NUMBERS},
         "predicted": predicted(plan),
     }
@@ -87,10 +88,6 @@ def predicted(plan: DeploymentPlan) -> dict[str, float]:
         "requests": plan.batch,
         "gpus": plan.gpus,
     }
-
-
-def _pool_fields(pool: Pool) -> dict[str, Any]:
-    return {"accelerator": asdict(pool.accelerator), "ways": pool.ways, "nodes": pool.nodes}
 
 
 def _digest(body: dict[str, Any]) -> str:

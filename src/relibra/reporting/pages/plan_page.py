@@ -124,14 +124,10 @@ def step_headline(step: ComparedStep) -> str:
     )
 
 
-def _gap(one: ComparedPlan) -> str:
-    return exact_percent(one.skew / one.bound - 1)
-
-
 def _cards(step: ComparedStep, found: StepSimulation | None) -> str:
     """Show the key figures of the second plan; of two plans, both by name."""
     before, after = step.plans
-    bounds = [f"bound {one.bound:.3f}, gap {_gap(one)}" for one in step.plans]
+    bounds = [f"bound {one.bound:.3f}, gap {exact_percent(one.skew / one.bound - 1)}" for one in step.plans]
     if before.is_static:
         items = [
             ("Skew, static layout", f"{before.skew:.3f}", "busiest / mean load of ranks; 1 is even"),

@@ -50,7 +50,10 @@ def differing_settings(configs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     [['plan.slots', '1', '4']]
     """
     listed = [list_settings(config) for config in configs]
-    rows = [[name, *(settings.get(name, "–") for settings in listed)] for name in _union(listed)]
+    rows = [
+        [name, *(settings.get(name, "–") for settings in listed)]
+        for name in dict.fromkeys(name for settings in listed for name in settings)
+    ]
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
@@ -127,8 +130,3 @@ def _name(section: str, key: str) -> str:
 
 def _when(first: str, second: str) -> str:
     return f"{first} {second}" if first and second else ""
-
-
-def _union(listed: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return all names, in the order of the first run, then of those that only others have."""
-    return list(dict.fromkeys(name for settings in listed for name in settings))

@@ -41,7 +41,7 @@ def check_model_path(path: str) -> None:
         _check_folder(path, folder)
     elif folder.exists():
         raise ConfigError(f"model.path {path!r} is a file: set it to a folder written by save_pretrained")
-    elif not _was_downloaded(name):
+    elif _downloaded_config(name) is None:
         raise ConfigError(
             f"model.path {path!r} is no folder{_similar(folder)}, and no model of that name was downloaded before; to "
             f"download one from the hub, name the hub: model.path={HUB}owner/name"
@@ -111,11 +111,6 @@ def _base_model(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
     return f" of {base[:200]!r}" if isinstance(base, str) and base else ""
-
-
-def _was_downloaded(name: str) -> bool:
-    """Return whether the cache of the hub's library has a model of this name."""
-    return _downloaded_config(name) is not None
 
 
 def _downloaded_config(name: str) -> Path | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,16 +141,13 @@ class MicroBatch:
     @torch.inference_mode()
     def run(self) -> None:
         """Serve until closed. An error ends the requests of this micro-batch, not the process."""
-        with self._own_stream():
+        on_cuda = self._device.type == "cuda"
+        with torch.cuda.stream(torch.cuda.Stream(self._device)) if on_cuda else nullcontext():
             while self._await_work():
                 try:
                     self._round()
                 except Exception as error:  # noqa: BLE001 - the boundary of the thread: its requests get the sentence
                     self._fail_all(str(error) if isinstance(error, RelibraError) else in_a_line(error))
-
-    def _own_stream(self) -> AbstractContextManager[object]:
-        """Return the context of a CUDA stream of this micro-batch; on a CPU, of nothing."""
-        return torch.cuda.stream(torch.cuda.Stream(self._device)) if self._device.type == "cuda" else nullcontext()
 
     def _await_work(self) -> bool:
         with self._work:

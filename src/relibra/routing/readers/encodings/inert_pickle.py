@@ -192,10 +192,6 @@ def _reduce(machine: _Machine, _: Any) -> None:
     machine.called(*machine.taken(2))
 
 
-def _new_object(machine: _Machine, _: Any) -> None:
-    machine.called(*machine.taken(2))
-
-
 def _new_object_with_keywords(machine: _Machine, _: Any) -> None:
     function, *arguments = machine.taken(3)
     machine.called(function, tuple(arguments))
@@ -283,7 +279,7 @@ _ACTIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "INST": _instance,
     "OBJ": _object,
     "REDUCE": _reduce,
-    "NEWOBJ": _new_object,
+    "NEWOBJ": _reduce,
     "NEWOBJ_EX": _new_object_with_keywords,
     "BUILD": lambda machine, argument: machine.restore(argument),
     "PERSID": _persistent,
