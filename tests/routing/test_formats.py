@@ -14,10 +14,8 @@ from hypothesis.extra import numpy as hnp
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
-from relibra.cli.inputs import options
 from relibra.cli.main import app
 from relibra.errors import TraceError
-from relibra.routing.readers import formats
 from relibra.routing.readers.encodings.base64_text import decode_base64
 from relibra.routing.readers.encodings.json_text import parse_documents
 from relibra.routing.readers.formats import Format, ImportRules, ShortRows, ZeroRows, import_samples
@@ -392,11 +390,6 @@ def test_reading_takes_at_most_twice_the_payload(tmp_path, rng):
         assert rows > 1000
     assert peaks.keys() == set(Format)
     assert {format: peak for format, peak in peaks.items() if peak > 2} == {}
-
-
-def test_options_of_the_command_line_are_those_of_the_readers():
-    for name in ("Format", "ZeroRows", "ShortRows"):
-        assert [one.value for one in getattr(options, name)] == [one.value for one in getattr(formats, name)]
 
 
 def test_a_command_imports_and_says_what_was_missing(tmp_path, samples):

@@ -78,8 +78,10 @@ def plan_step(
 
 def choose_residents(
     plan: StepPlan, demand: ScheduledDemand, cluster: Cluster, budget: Budget, *, expert: ExpertShape
-) -> Residents:
-    """Return homes and replicas for later steps, chosen from the step of a plan, for `plan_step(residents=...)`.
+) -> Residents | None:
+    """Return replicas for later steps, chosen from the step of a plan, under its homes; for `plan_step(residents=...)`.
+
+    None for a plan without slots of layers.
 
     demand   that the plan was made for
     """
@@ -112,7 +114,8 @@ def _plan_or_bare_homes(plan: StepPlan, request: PlacementRequest) -> StepPlan:
         found = predict(bare, demand, request.cluster, request.expert).as_dict()
         if _seconds(found, request) < least:
             finished = _finished_plan(f"{name} (instead of {plan.balancer})", placement, request)
-            best, least = replace(finished, considered=plan.considered), _seconds(found, request)
+            considered = tuple(replace(row, chosen=False) for row in plan.considered)
+            best, least = replace(finished, considered=considered), _seconds(found, request)
     return best
 
 

@@ -136,7 +136,7 @@ def test_r2_records_the_routes_that_this_pass_took(model):
     )
     with alone_in_group():
         planned = plan_recorded_routes(
-            batch, found.routes, policy, CONFIG.plan, previous=None, cluster=cluster_preset("laptop", 1)
+            batch, found.routes, policy, CONFIG, previous=None, cluster=cluster_preset("laptop", 1)
         )
     for micro_batch in planned.micro_batches:
         expected = []

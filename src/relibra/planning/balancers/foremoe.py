@@ -42,23 +42,12 @@ def decide(request: PlacementRequest) -> Placement:
         if budget.move_homes:
             home_E = _search_homes(request, load_ME, home_E)
         if request.slots:
-            _spill_layer(
-                load_ME,
-                home_E,
-                cluster.ranks_per_node,
-                budget.tolerance,
-                replica_MLRB[:, layer],
-                quota_MLRB[:, layer],
-            )
+            slots = replica_MLRB[:, layer], quota_MLRB[:, layer]
+            _spill_layer(load_ME, home_E, cluster.ranks_per_node, budget.tolerance, *slots)
         return home_E
 
     home_LE = np.array(parallel_map(plan, before_LE.shape[0]), dtype=np.int16)
-    return request.placement(
-        home_LE,
-        replica_MLRB,
-        quota_MLRB,
-        scope="cluster",
-    )
+    return request.placement(home_LE, replica_MLRB, quota_MLRB, scope="cluster")
 
 
 def _search_homes(request: PlacementRequest, load_ME: ndarray, before_E: Int64[ndarray, " E"]) -> Int64[ndarray, " E"]:
@@ -83,10 +72,10 @@ def _search_homes(request: PlacementRequest, load_ME: ndarray, before_E: Int64[n
 
 
 def _moving_token_slots(request: PlacementRequest, moved: int) -> float:
-    """Return the cost of moves in token-slots of the busiest rank: expert state over the network of all ranks."""
+    """Return the cost of moves per step served, in token-slots of the busiest rank; all ranks send expert state."""
     cluster, expert = request.cluster, request.expert
     network = min(cluster.inter_send.bytes_per_second, cluster.inter_receive.bytes_per_second)
-    seconds = moved * expert.state_bytes / network / cluster.num_ranks
+    seconds = moved * expert.state_bytes / network / cluster.num_ranks / request.budget.steps_served
     return seconds * cluster.flops_per_second / (3 * expert.flops_per_token_slot)
 
 
@@ -124,20 +113,21 @@ def _spill_layer(load_ME, home_E, ranks_per_node, tolerance, replica_MRB, quota_
     R = replica_MRB.shape[1]
     load_R, left_E = np.empty(R, np.int64), np.empty(E, np.int64)
     for m in range(M):
-        load_R[:] = 0
-        left_E[:] = load_ME[m]
+        at_home_R = np.zeros(R, np.int64)
         for e in range(E):
-            load_R[home_E[e]] += load_ME[m, e]
-        before = load_R.max()
-        replica_RB, quota_RB = replica_MRB[m], quota_MRB[m]
-        if ranks_per_node < R:
-            _leave_machines(home_E, ranks_per_node, load_R, left_E, replica_RB, quota_RB)
-        for low in range(0, R, ranks_per_node):
-            _spill(home_E, low, low + ranks_per_node, tolerance, load_R, left_E, replica_RB, quota_RB)
-        if load_R.max() >= before:  # no gain: drop the replicas
-            for r in range(R):
-                for b in range(replica_RB.shape[1]):
-                    replica_RB[r, b], quota_RB[r, b] = -1, 0
+            at_home_R[home_E[e]] += load_ME[m, e]
+        least = at_home_R.max()
+        for leave in range(2 if ranks_per_node < R else 1):  # level 2 takes slots of level 3: kept where it helps
+            replica_RB, quota_RB = np.full_like(replica_MRB[m], -1), np.zeros_like(quota_MRB[m])
+            load_R[:] = at_home_R
+            left_E[:] = load_ME[m]
+            if leave:
+                _leave_machines(home_E, ranks_per_node, load_R, left_E, replica_RB, quota_RB)
+            for low in range(0, R, ranks_per_node):
+                _spill(home_E, low, low + ranks_per_node, tolerance, load_R, left_E, replica_RB, quota_RB)
+            if load_R.max() < least:
+                least = load_R.max()
+                replica_MRB[m], quota_MRB[m] = replica_RB, quota_RB
 
 
 @compiled

@@ -40,14 +40,18 @@ def with_residents(homes: Homes, experts: list) -> Homes:
     return Residents(**{field.name: getattr(homes, field.name) for field in fields(Homes)}, replica_LRB=replica_LRB)
 
 
-def choose_residents(request: PlacementRequest, plan: StepPlan) -> Residents:
+def choose_residents(request: PlacementRequest, plan: StepPlan) -> Residents | None:
     """Return the homes of a plan, and for each layer the replicas that serve its whole step at the least seconds.
+
+    None for a plan without slots of layers: nothing that lasts fits or pays, and the next step is planned whole.
 
     Replicas are chosen from the step's totals and priced on its micro-batches, where they stay: slots are filled again
     after every optimizer step only.
 
     request   of the step that the plan was made for
     """
+    if not plan.resident or not plan.slots:
+        return None
     demand, home_LE = plan.scheduled(request.demand), plan.home_LE.astype(np.int64)
     slots, totals = SlotChoice(number=plan.slots, resident=True), _totals(demand)
     chosen_LRB = np.full(plan.replica_MLRB.shape[1:], -1, dtype=np.int16)
@@ -85,15 +89,10 @@ def split_over(request: PlacementRequest, residents: Residents) -> Placement:
             f"residents of {len(residents.replica_LRB)} layers on {residents.num_ranks} ranks do not fit a demand of "
             f"{request.demand.tokens_MLRE.shape[1:3]}: choose them from a step of the same model and ranks"
         )
-    slots, home_LE = (
-        SlotChoice(number=residents.replica_LRB.shape[2], resident=True),
-        residents.home_LE.astype(np.int64),
-    )
+    held_LRB, home_LE = residents.replica_LRB, residents.home_LE.astype(np.int64)
+    slots = SlotChoice(number=held_LRB.shape[2], resident=True)
     tolerances = [None, *(request.budget.tolerance * share for share in TOLERANCES)]
     choices = [LayerChoice(tolerance=tolerance, cross_node=True) for tolerance in tolerances]
-    plans = {
-        choice: plan_layers(request, request.demand, slots, choice, home_LE, residents.replica_LRB)
-        for choice in choices
-    }
+    plans = {one: plan_layers(request, request.demand, slots, one, home_LE, held_LRB) for one in choices}
     layers = cheapest_layers(plans, request.demand, slots, worth_moving=0.0)
     return request.placement(layers.home_LE, layers.replica_MLRB, layers.quota_MLRB, resident=True, scope="cluster")

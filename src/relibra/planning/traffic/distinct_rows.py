@@ -13,7 +13,7 @@ from jaxtyping import Int, Int32, Int64, Shaped
 from numpy import ndarray
 
 from relibra.planning.parallel_map import parallel_map
-from relibra.planning.plan import StepPlan
+from relibra.planning.placement import Placement
 from relibra.planning.traffic.split import TokenSplit, split_tokens
 from relibra.routing.compiled import compiled
 from relibra.routing.demand import ScheduledDemand
@@ -82,7 +82,7 @@ def _count_distinct(experts_TK, source_T, starts_E1, rank_I, left_RI, ranks_per_
 
 
 def distinct_rows_of_step(
-    plan: StepPlan,
+    plan: Placement,
     demand: ScheduledDemand,
     experts_TLK: Shaped[ndarray, "T L K"],
     sample_T: Int[ndarray, " T"],

@@ -152,7 +152,7 @@ class PlannedStep:
 
     plan: StepPlan
     static_seconds: float
-    lasting: Future[Residents] | None = None
+    lasting: Future[Residents | None] | None = None
 
 
 def plan_together(
@@ -175,7 +175,7 @@ def plan_together(
     plan, static_seconds, lasting = None, 0.0, None
     if dist.get_rank() == 0:
         budget = replace(plan_budget(settings, memory_gib), rank_tokens=rank_tokens)
-        residents = previous if isinstance(previous, Residents) else None
+        residents = previous if isinstance(previous, Residents) and _may_last(previous, settings) else None
         plan = plan_step(
             demand, cluster, budget, settings.balancer, expert=expert, previous=previous, residents=residents
         )
@@ -193,9 +193,15 @@ def plan_together(
     )
 
 
-def _in_thread(choose: Callable[[], Residents]) -> Future[Residents]:
+def _may_last(residents: Residents, settings: PlanSettings) -> bool:
+    """Return whether settings, which may be others after a resume, still allow these slots of layers."""
+    slots = residents.replica_LRB.shape[2]
+    return settings.lasting and settings.memory_gib != 0 and (settings.slots is None or slots <= settings.slots)
+
+
+def _in_thread(choose: Callable[[], Residents | None]) -> Future[Residents | None]:
     """Return what a thread will choose; it does not keep the process from ending."""
-    future: Future[Residents] = Future()
+    future: Future[Residents | None] = Future()
 
     def run() -> None:
         try:
@@ -207,6 +213,7 @@ def _in_thread(choose: Callable[[], Residents]) -> Future[Residents]:
     return future
 
 
-def exchange_residents(lasting: Future[Residents] | None) -> list | None:
+def exchange_residents(lasting: Future[Residents | None] | None) -> list | None:
     """Return the experts `[L][R][B]` in lasting slots, chosen on rank 0, on all ranks; None: none. Collective."""
-    return gather_json(None if lasting is None else lasting.result().replica_LRB.tolist())[0]
+    chosen = None if lasting is None else lasting.result()
+    return gather_json(None if chosen is None else chosen.replica_LRB.tolist())[0]

@@ -61,7 +61,7 @@ class TrainingBatch:
     demand: ScheduledDemand | None
     plan: StepPlan | None
     static_seconds: float | None = None
-    lasting: Future[Residents] | None = None
+    lasting: Future[Residents | None] | None = None
     sent_bytes: int = 0
 
     def of_mini_batch(self, number: int) -> list[tuple[int, TokenBatch]]:

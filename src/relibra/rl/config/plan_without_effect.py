@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.config.settings import PlanSettings
 
-_OF_WHOLE_STEPS = ("memory_gib", "move_homes", "pack", "steps_served")
+_OF_WHOLE_STEPS = ("memory_gib", "move_homes", "pack", "steps_served", "lasting")
 """Settings that only a plan of the whole step follows, which live balancing has none of."""
 
 
