@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -55,10 +56,8 @@ def test_a_full_run_has_every_section_and_says_what_its_numbers_mean(full: Path)
 
 def test_sections_without_numbers_are_left_out() -> None:
     metrics = Metrics(rows=({"step": 0}, {"step": 1, "reward": None, "evaluation": None, "alarms": None}))
-    makers = (
-        run_sections.learning, run_sections.balance, run_sections.mismatch, run_sections.value_model,
-        run_sections.update, run_sections.time, run_sections.unreadable,
-    )  # fmt: skip
+    makers = [partial(run_sections.panels, identifier=name) for name in run_sections.PANELS]
+    makers += [run_sections.mismatch, run_sections.time, run_sections.unreadable]
     assert [make(metrics) for make in makers] == [""] * len(makers)
     assert run_sections.figures([("", metrics)]) == ""
     assert sample_browser(Samples()) == ""
@@ -71,9 +70,9 @@ def test_any_key_may_be_missing_or_odd(key: str, odd: object) -> None:
         return
     rows = [full_row(0), full_row(1) | {key: odd}, {name: v for name, v in full_row(2).items() if name != key}]
     metrics = Metrics(rows=tuple(rows))
-    for make in (run_sections.learning, run_sections.balance, run_sections.mismatch, run_sections.value_model):
-        make(metrics)
-    for make in (run_sections.update, run_sections.time, lambda known: run_sections.figures([("", known)])):
+    for name in run_sections.PANELS:
+        run_sections.panels(metrics, name)
+    for make in (run_sections.mismatch, run_sections.time, lambda known: run_sections.figures([("", known)])):
         make(metrics)
 
 

@@ -10,24 +10,14 @@ import relibra
 from relibra.errors import ConfigError
 from relibra.printable import plural
 from relibra.reporting.data.recording import Recording, open_recording
-from relibra.reporting.html import run_figures
 from relibra.reporting.html.glossary import LOAD_WORDS, glossary
 from relibra.reporting.html.html import paragraph, plot, section
 from relibra.reporting.html.html_page import check_output, html_page, write_page
 from relibra.reporting.html.route_figures import plotly_figures
-from relibra.reporting.html.run_figures import Panel, compared_panels, has_any
-from relibra.reporting.pages.run_sections import figures
+from relibra.reporting.html.run_figures import compared_panels, has_any
+from relibra.reporting.pages.run_sections import PANELS, figures
 from relibra.reporting.settings.listing import describe_differences
 from relibra.reporting.settings.sections import differences_section
-
-SECTIONS: tuple[tuple[str, str, tuple[Panel, ...]], ...] = (
-    ("learning", "Learning", run_figures.LEARNING),
-    ("balance", "Balance", run_figures.BALANCE),
-    ("mismatch", "Mismatch of rollout and trainer", run_figures.MISMATCH),
-    ("values", "Value model", run_figures.VALUES),
-    ("update", "Policy update", run_figures.UPDATE),
-    ("idle", "Idle share of the rollout batch", run_figures.IDLE),
-)
 
 
 def write_comparison(first: Path | str, second: Path | str, output: Path | str) -> Path:
@@ -54,10 +44,12 @@ def render_comparison(runs: Sequence[Recording], made: datetime) -> str:
     pairs = list(zip(names, metrics, strict=True))
     configs = [run.config for run in runs]
     pieces = [figures(pairs), differences_section(configs, names)]
-    for identifier, title, panels in SECTIONS:
-        if any(has_any(one, panels) for one in metrics):
-            words = f"{title} of {' and '.join(names)} over RL steps."
-            pieces.append(section(identifier, title, plot(f"{identifier}-plot", compared_panels(pairs, panels), words)))
+    for identifier, one in PANELS.items():
+        if any(has_any(found, one.panels) for found in metrics):
+            figure = plot(
+                f"{identifier}-plot", compared_panels(pairs, one.panels), f"{one.title} of {' and '.join(names)}."
+            )
+            pieces.append(section(identifier, one.title, figure))
     pieces.append(glossary(LOAD_WORDS))
     steps = "; ".join(f"{name}: {plural(len(one.rows), 'step')}" for name, one in pairs)
     footer = paragraph(f"relibra {relibra.__version__}, {made:%Y-%m-%d %H:%M} UTC · {steps}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean
+from typing import NamedTuple
 
 from relibra.printable import plural
 from relibra.reporting.data.metrics import Metrics
@@ -55,6 +56,59 @@ FIGURES = (
 """Key, part, meaning with unit, form; a meaning with "first" or "last" shows that step, others the mean."""
 
 
+class PanelSection(NamedTuple):
+    """Curves of a run over its steps; `how` says what their numbers are."""
+
+    title: str
+    panels: tuple[Panel, ...]
+    how: str = ""
+
+
+PANELS = {
+    "learning": PanelSection(
+        "Learning",
+        run_figures.LEARNING,
+        "Reward: mean over the responses that ended in a step, with a band of one standard deviation. Evaluation: "
+        "mean reward on held-out prompts. Response: tokens per response, of those that ended. Unfinished: share of "
+        "the responses that continue in the next step. Truncated: share of those that ended because they reached the "
+        "longest allowed length.",
+    ),
+    "balance": PanelSection(
+        "Balance in training",
+        run_figures.BALANCE,
+        "Rank skew of a step, over its micro-batches as they were trained: sum of the busiest ranks’ loads / sum of "
+        "the mean loads. Load: tokens times chosen experts that a rank computes. Static layout: the same step without "
+        "a plan, with experts on fixed ranks. Bound: the lowest skew that any replicas could reach with this schedule "
+        "and these homes (the rank that owns each expert).",
+    ),
+    "mismatch": PanelSection("Mismatch of rollout and trainer", run_figures.MISMATCH),
+    "values": PanelSection(
+        "Value model",
+        run_figures.VALUES,
+        "Explained variance: 1 − variance of (reward − value) / variance of rewards, over the tokens of responses that "
+        "ended, before the value model learns from them. 1 is perfect, 0 is what a constant reaches; below 0 the value "
+        "model adds noise.",
+    ),
+    "update": PanelSection(
+        "Policy update",
+        run_figures.UPDATE,
+        "Entropy: of the policy at the tokens it sampled, before the update. Clipped: share of trained tokens whose "
+        "ratio was clipped. Gradient norm: before it is scaled down, mean over mini-batches.",
+    ),
+    "idle": PanelSection("Idle share of the rollout batch", run_figures.IDLE),
+}
+"""By identifier, in the order of pages."""
+
+
+def panels(metrics: Metrics, identifier: str) -> str:
+    """Return one of `PANELS`; "" without numbers."""
+    one = PANELS[identifier]
+    if not has_any(metrics, one.panels):
+        return ""
+    figure = plot(f"{identifier}-plot", run_panels(metrics, one.panels), f"{one.title} over RL steps.")
+    return section(identifier, one.title, paragraph(one.how, "how"), figure)
+
+
 def figures(runs: Sequence[tuple[str, Metrics]]) -> str:
     """Show the key figures of runs (name, metrics) beside each other; "" without any."""
     rows = []
@@ -74,34 +128,6 @@ def figures(runs: Sequence[tuple[str, Metrics]]) -> str:
 
 def _chosen(known: Sequence[float], meaning: str) -> float:
     return known[-1] if "last" in meaning else known[0] if "first" in meaning else fmean(known)
-
-
-def learning(metrics: Metrics) -> str:
-    """Show reward, evaluations and response lengths."""
-    return _panels_section(
-        metrics,
-        run_figures.LEARNING,
-        "learning",
-        "Learning",
-        "Reward: mean over the responses that ended in a step, with a band of one standard deviation. Evaluation: "
-        "mean reward on held-out prompts. Response: tokens per response, of those that ended. Unfinished: share of "
-        "the responses that continue in the next step. Truncated: share of those that ended because they reached the "
-        "longest allowed length.",
-    )
-
-
-def balance(metrics: Metrics) -> str:
-    """Show rank skew in training, without and with plans."""
-    return _panels_section(
-        metrics,
-        run_figures.BALANCE,
-        "balance",
-        "Balance in training",
-        "Rank skew of a step, over its micro-batches as they were trained: sum of the busiest ranks’ loads / sum of "
-        "the mean loads. Load: tokens times chosen experts that a rank computes. Static layout: the same step without "
-        "a plan, with experts on fixed ranks. Bound: the lowest skew that any replicas could reach with this schedule "
-        "and these homes (the rank that owns each expert).",
-    )
 
 
 def mismatch(metrics: Metrics) -> str:
@@ -144,31 +170,6 @@ def _alarms(metrics: Metrics) -> list[list[str]]:
             found.setdefault(text.partition(" ")[0], []).append((step, text))
     latest = [(len(dict(raised)), *raised[-1]) for raised in list(found.values())[:MAX_ALARMS]]
     return [[str(number), str(step), text[:400]] for number, step, text in latest]
-
-
-def value_model(metrics: Metrics) -> str:
-    """Show how much of the returns the value model explains; "" for algorithms without one."""
-    return _panels_section(
-        metrics,
-        run_figures.VALUES,
-        "values",
-        "Value model",
-        "Explained variance: 1 − variance of (reward − value) / variance of rewards, over the tokens of responses that "
-        "ended, before the value model learns from them. 1 is perfect, 0 is what a constant reaches; below 0 the value "
-        "model adds noise.",
-    )
-
-
-def update(metrics: Metrics) -> str:
-    """Show entropy, clipping and gradient norm of the policy update."""
-    return _panels_section(
-        metrics,
-        run_figures.UPDATE,
-        "update",
-        "Policy update",
-        "Entropy: of the policy at the tokens it sampled, before the update. Clipped: share of trained tokens whose "
-        "ratio was clipped. Gradient norm: before it is scaled down, mean over mini-batches.",
-    )
 
 
 def time(metrics: Metrics) -> str:
@@ -216,14 +217,6 @@ def unreadable(metrics: Metrics) -> str:
     return paragraph(
         f"{plural(metrics.unreadable, 'line')} of metrics.jsonl could not be read and were left out.", "notice"
     )
-
-
-def _panels_section(metrics: Metrics, panels: Sequence[Panel], identifier: str, title: str, how: str) -> str:
-    """Return a section of panels and what their numbers are; "" without numbers."""
-    if not has_any(metrics, panels):
-        return ""
-    figure = plot(f"{identifier}-plot", run_panels(metrics, panels), f"{title} over RL steps.")
-    return section(identifier, title, paragraph(how, "how"), figure)
 
 
 def _worst(metrics: Metrics, key: str) -> float:
