@@ -56,7 +56,9 @@ FREE_MOVES = 1_000_000
 def _request(model, num_ranks, past):
     history_LE, load_MLE = _micro_batches(model)
     total_LE = history_LE if past else load_MLE.sum(axis=0)
-    return ask(spread(load_MLE, num_ranks), num_ranks // 8, slots=1, total_LE=total_LE, steps_served=FREE_MOVES, tolerance=0.0)
+    return ask(
+        spread(load_MLE, num_ranks), num_ranks // 8, slots=1, total_LE=total_LE, steps_served=FREE_MOVES, tolerance=0.0
+    )
 
 
 CASES = [("gpt-oss", 8), ("gpt-oss", 16), ("gpt-oss", 32), ("v2-lite", 8), ("v2-lite", 16), ("v2-lite", 32)]
