@@ -76,7 +76,7 @@ def agree_on_step(
     elif others := (plan_R != plan_R[0]).nonzero().flatten().tolist():
         problem = (
             f"ranks {others} hold another plan or demand than rank 0: make the plan on one rank and send it to the "
-            "others, or plan with the same demand and version everywhere and without a deadline"
+            "others, or plan with the same demand, budget and version everywhere"
         )
     else:
         assert scheduled is not None, "every rank has a demand"

@@ -27,7 +27,7 @@ from relibra.rl.batch.plan_budget import plan_budget
 from relibra.rl.batch.schedule import Schedule, draw_unit_order, make_schedule
 from relibra.rl.config.settings import PlanSettings, UpdateSettings
 from relibra.rl.rollout.response import Response
-from relibra.rl.run.ranks import gather_arrays, gather_json, gather_several, sum_over_ranks
+from relibra.rl.run.ranks import broadcast_bytes, gather_arrays, gather_json, gather_several, sum_over_ranks
 from relibra.routing.demand import Demand, ScheduledDemand, count_token_slots
 from relibra.routing.statistics import count_pairs
 
@@ -184,10 +184,10 @@ def plan_together(
         static = StepPlan.static(demand, cluster.topology, dispatch=cluster.dispatch)
         static_seconds = predict(static, demand, cluster, expert).total
     arrays, facts = ({}, {}) if plan is None else plan_to_tensors(plan)
-    packed = gather_arrays(np.frombuffer(save(arrays), dtype=np.uint8))[0]
+    packed = broadcast_bytes(save(arrays))
     static_seconds, facts = gather_json([static_seconds, facts])[0]
     return PlannedStep(
-        plan=plan or plan_from_tensors("the plan of rank 0", load(packed.tobytes()), facts),
+        plan=plan or plan_from_tensors("the plan of rank 0", load(packed), facts),
         static_seconds=static_seconds,
         lasting=lasting,
     )

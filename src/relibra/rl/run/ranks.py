@@ -183,6 +183,22 @@ def broadcast_json(value: Any) -> Any:
     return gather_json(value if dist.get_rank() == 0 else None)[0]
 
 
+def broadcast_bytes(payload: bytes) -> bytes:
+    """Return rank 0's bytes on every rank; collective. A rank holds them once, however many ranks there are.
+
+    raises    EngineError if they are more than MAX_ARRAY_BYTES
+    """
+    size = torch.tensor([len(payload)])
+    dist.broadcast(size, src=0)
+    if size > MAX_ARRAY_BYTES:
+        raise EngineError(f"rank 0 sends {int(size)} bytes: at most {MAX_ARRAY_BYTES} are allowed")
+    sent = torch.zeros(int(size), dtype=torch.uint8)
+    if dist.get_rank() == 0 and size:
+        sent = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    dist.broadcast(sent, src=0)
+    return sent.numpy().tobytes()
+
+
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the values of all ranks, in rank order; collective.
 
