@@ -187,6 +187,9 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
         "seconds": {name: round(seconds, 4) for name, seconds in clock.seconds.items()},
     }
     metrics["alarms"] = alarms(metrics)
+    residents = progress.residents if config.plan.lasting else None
+    if config.plan.lasting and batch.plan is not None:
+        residents = exchange_residents(batch.lasting)
     progress = replace(
         progress,
         cursor=rollout.cursor,
@@ -194,7 +197,7 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
         policy_steps=update.count.made,
         policy_skips=update.count.skipped_in_a_row,
         planned=progress.planned or batch.plan is not None,
-        residents=exchange_residents(batch.lasting) if config.plan.lasting else None,
+        residents=residents,
     )
     check_live_responses(progress.live, cursor=progress.cursor, finished=progress.finished, settings=config.rollout)
     return StepResult(metrics=metrics, responses=rollout.responses, progress=progress)
