@@ -29,15 +29,19 @@ def plan_budget(settings: PlanSettings, memory_gib: float) -> Budget:
 def slot_memory(config: RunConfig, demand: ScheduledDemand, cluster: Cluster, model: ModelShape) -> float:
     """Return the GiB that the trained model of a run leaves for slots, the same on all ranks and in a resumed run.
 
-    Beside it a rank holds a full copy for sampling, one of the reference policy, and its part of a value model.
+    Beside it a rank holds a full copy for sampling, and its parts of the reference policy and of a value model.
     """
-    copies = 1 + (config.algorithm.kl_coefficient > 0)
-    held_bytes = float(copies * model.parameters * model.expert.bytes_per_value)
+    held_bytes = float(model.parameters * model.expert.bytes_per_value)
+    if config.algorithm.kl_coefficient > 0:
+        held_bytes += _REFERENCE_BYTES * model.parameters / cluster.num_ranks
     if config.algorithm.advantage == "gae":
         held_bytes += _TRAINED_BYTES * model.parameters / cluster.num_ranks
     how = Execution(recompute_activations=config.model.activation_checkpointing)
     return memory_for_slots(demand, cluster, model, how, held_bytes=held_bytes)
 
+
+_REFERENCE_BYTES = 4.0
+"""Of a float32 weight, which no gradient or moment goes with."""
 
 _TRAINED_BYTES = 16.0
 """Of a float32 weight with its gradient and two moments."""
