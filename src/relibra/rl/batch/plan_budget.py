@@ -40,8 +40,5 @@ def slot_memory(config: RunConfig, demand: ScheduledDemand, cluster: Cluster, mo
     return memory_for_slots(demand, cluster, model, how, held_bytes=held_bytes)
 
 
-_REFERENCE_BYTES = 4.0
-"""Of a float32 weight, which no gradient or moment goes with."""
-
-_TRAINED_BYTES = 16.0
-"""Of a float32 weight with its gradient and two moments."""
+_REFERENCE_BYTES, _TRAINED_BYTES = 4.0, 16.0
+"""Of a float32 weight; and with its gradient and two moments."""
