@@ -11,7 +11,7 @@ SYSTEMS: Mapping[str, tuple[str, str]] = {
     "static": ("static layout", "#9aa0a6"),
     "eplb": ("EPLB", "#d9a441"),
     "ultraep": ("UltraEP", "#5b8bd0"),
-    "relibra": ("relibra", "#1b8a5a"),
+    "relibra_paper_tokens": ("relibra, even tokens", "#1b8a5a"),
 }
 """Balancer in the rows -> label and colour, in the order of the bars."""
 
