@@ -8,7 +8,7 @@ once per step    samples stay in their micro-batches, or are packed (`levers/pac
 for each layer   homes stay or are dealt again (`levers/homes.py`); slots for traffic: none, half, all; the accepted
                  unevenness; replicas inside nodes or anywhere (`LayerChoice`)
 
-Choices are priced on a sample of layers and micro-batches, those that win there on all layers. `Placement.considered`
+Choices are priced on some layers and micro-batches; those that win there are planned for all. `Placement.considered`
 keeps what was tried and what each would cost. The objective is after ReLibra (arXiv 2605.08639) and ForeMoE
 (arXiv 2606.11867).
 """

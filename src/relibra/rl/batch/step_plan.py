@@ -27,7 +27,7 @@ from relibra.rl.batch.plan_budget import plan_budget
 from relibra.rl.batch.schedule import Schedule, draw_unit_order, make_schedule
 from relibra.rl.config.settings import PlanSettings, UpdateSettings
 from relibra.rl.rollout.response import Response
-from relibra.rl.run.ranks import broadcast_bytes, gather_arrays, gather_json, gather_several, sum_over_ranks
+from relibra.rl.run.ranks import broadcast_bytes, broadcast_json, gather_arrays, gather_several, sum_over_ranks
 from relibra.routing.demand import Demand, ScheduledDemand, count_token_slots
 from relibra.routing.statistics import count_pairs
 
@@ -185,7 +185,7 @@ def plan_together(
         static_seconds = predict(static, demand, cluster, expert).total
     arrays, facts = ({}, {}) if plan is None else plan_to_tensors(plan)
     packed = broadcast_bytes(save(arrays))
-    static_seconds, facts = gather_json([static_seconds, facts])[0]
+    static_seconds, facts = broadcast_json([static_seconds, facts])
     return PlannedStep(
         plan=plan or plan_from_tensors("the plan of rank 0", load(packed), facts),
         static_seconds=static_seconds,
@@ -216,4 +216,4 @@ def _in_thread(choose: Callable[[], Residents | None]) -> Future[Residents | Non
 def exchange_residents(lasting: Future[Residents | None] | None) -> list | None:
     """Return the experts `[L][R][B]` in lasting slots, chosen on rank 0, on all ranks; None: none. Collective."""
     chosen = None if lasting is None else lasting.result()
-    return gather_json(None if chosen is None else chosen.replica_LRB.tolist())[0]
+    return broadcast_json(None if chosen is None else chosen.replica_LRB.tolist())
