@@ -206,7 +206,7 @@ def plan_whole_step(sizes: dict, repetitions: int = 3) -> dict:
     plan_step(small, cluster, budget, expert=EXPERT, previous=plan_step(small, cluster, budget, expert=EXPERT))
     before, demand = (domain_step(seed=0, step=step, **sizes) for step in (0, 1))
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
-    resident = _status_mib("VmRSS")
+    resident = status_mib("VmRSS")
     previous = plan_step(before, cluster, budget, expert=EXPERT)
     starts = {"cold": None, "warm": previous}
     seconds: dict[str, list[float]] = {name: [] for name in starts}
@@ -217,8 +217,8 @@ def plan_whole_step(sizes: dict, repetitions: int = 3) -> dict:
             )
     found = {
         **seconds,
-        "mib": _status_mib("VmHWM"),
-        "added_mib": _status_mib("VmHWM") - resident,
+        "mib": status_mib("VmHWM"),
+        "added_mib": status_mib("VmHWM") - resident,
     }
     static = plan_step(demand, cluster, budget, "static", expert=EXPERT)
     for name, start in starts.items():
@@ -232,7 +232,8 @@ def plan_whole_step(sizes: dict, repetitions: int = 3) -> dict:
     return found
 
 
-def _status_mib(key: str) -> float:
+def status_mib(key: str) -> float:
+    """Return a size of this process, in MiB, as Linux counts it."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) / 1024

@@ -21,6 +21,7 @@ from relibra.rl.batch.plan_budget import plan_budget
 from relibra.rl.config.settings import PlanSettings
 from relibra.simulation import Execution, with_mini_batches
 from relibra.simulation.step.group_run import run_group
+from relibra.simulation.step.step_result import SimulatedStep
 from relibra.simulation.step.training_step import assemble, costs_of
 
 Row = dict[str, Any]
@@ -80,13 +81,9 @@ def planned_row(case: Case, name: str, balancer: str, budget: Budget) -> tuple[S
     start = time.perf_counter()
     plan = plan_step(case.demand, case.cluster, budget, balancer, expert=expert, never_worse=balancer == "relibra")
     spent = time.perf_counter() - start
-    scheduled = plan.scheduled(case.demand)
-    validate_plan(plan, case.cluster.topology, scheduled)
-    scheduled, how = with_mini_batches(scheduled, Execution(live=is_live(balancer)))
-    how = how.on(case.cluster)
-    costs = costs_of(plan, scheduled, case.cluster, case.model, how)
-    step = assemble(plan, [run_group(costs, how)], case.cluster, case.model, how)
+    costs, step = simulate(plan, case, balancer)
     charged = step.with_relocation_over(budget.steps_served)
+    scheduled = plan.scheduled(case.demand)
     M, L, R, _ = plan.replica_MLRB.shape
     sent = {kind: float(bytes_R.sum()) for kind, bytes_R in step.sent_bytes.items()}
     return plan, {
@@ -117,6 +114,16 @@ def planned_row(case: Case, name: str, balancer: str, budget: Budget) -> tuple[S
         "configuration": f"{M} micro-batches, {L} of {case.whole.moe_layers} layers, "
         f"{len(case.demand.sample_ids)} samples; slots in {case.memory_gib / L * case.whole.moe_layers:.1f} GiB",
     }
+
+
+def simulate(plan: StepPlan, case: Case, balancer: str) -> tuple[list[LayerCosts], SimulatedStep]:
+    """Check a plan and simulate it; return the costs of every optimizer step, and the step."""
+    scheduled = plan.scheduled(case.demand)
+    validate_plan(plan, case.cluster.topology, scheduled)
+    scheduled, how = with_mini_batches(scheduled, Execution(live=is_live(balancer)))
+    how = how.on(case.cluster)
+    costs = costs_of(plan, scheduled, case.cluster, case.model, how)
+    return costs, assemble(plan, [run_group(costs, how)], case.cluster, case.model, how)
 
 
 def hidden_seconds(costs: LayerCosts) -> float:
