@@ -1,4 +1,4 @@
-"""What a rank keeps of prepared micro-batches: rows of the same plan, demand and routes, the oldest leave first."""
+"""What a rank keeps of prepared micro-batches: rows of the same plan, demand and routes; the first and latest stay."""
 
 import gc
 from dataclasses import replace
@@ -60,14 +60,16 @@ def test_rows_are_kept_for_the_same_plan_demand_sums_and_routes(prepared):
         assert not one.holds(plan, demand, 128, 0, routes)
 
 
-def test_the_oldest_leave_and_those_of_dropped_routes_are_not_used(prepared):
+def test_first_rows_and_latest_stay_within_the_limit(prepared):
     one, of_step = prepared
     kept = [mock.Mock(spec=BatchRoutes) for _ in range(5)]
     with one.of_step(of_step):
         for number, routes in enumerate(kept):
             start(one, number, routes)
     held = [one.holds(*of_step.source, None, number, routes) for number, routes in enumerate(kept)]
-    assert held == [False, False, True, True, True]
+    assert held == [True, False, False, True, True]
+    with one.of_step(of_step):  # the next pass finds the first ones
+        assert one.holds(*of_step.source, None, 0, kept[0])
     del routes
     kept[4] = mock.Mock(spec=BatchRoutes)
     gc.collect()

@@ -78,6 +78,7 @@ def test_only_many_rows_without_routes_have_an_exchange_of_their_own(tmp_path):
 def test_what_cannot_be_followed_runs_at_home_with_one_warning(tmp_path):
     case = step()
     static = step(slots=0).plan
+    smaller = step(trace=skewed_trace((9, 12, 7, 10), layer_ids=(0,))).plan
     illegal = replace(case.plan, balancer="by hand", quota_MLRB=case.plan.quota_MLRB - 1)
     cases = {
         "routes on rank 0": with_other_routes(case, 0),
@@ -86,6 +87,7 @@ def test_what_cannot_be_followed_runs_at_home_with_one_warning(tmp_path):
         "routes, canonical": with_other_routes(replace(case, sums="canonical"), 0),
         "routes, checkpointed": with_other_routes(replace(case, checkpointing=True), 0),
         "plans that differ": replace(case, plans=(case.plan, static)),
+        "plans of other sizes": replace(case, plans=(case.plan, smaller)),
         "illegal plan": replace(case, plan=illegal),
         "nothing": case,
     }
@@ -95,6 +97,7 @@ def test_what_cannot_be_followed_runs_at_home_with_one_warning(tmp_path):
             "replay the routes",
         ),
         "plans that differ": ("every expert runs at home: ranks [1] hold another plan", "make the plan on one rank"),
+        "plans of other sizes": ("ranks [1] hold a demand that the plan was not made for",),
         "illegal plan": ("every expert runs at home: a quota is negative",),
     }
     for name, results_R in on_ranks(2, cases, tmp_path, fall_back).items():

@@ -77,16 +77,17 @@ class PlanExecution:
         number    micro-batch of the plan, from 0
         routes    recorded routes of this rank's batch. Rows of samples that are not valid, such as last tokens, go
                   where the router sends them, at home; no expert computes padding. None: this rank has no sample here
-        raises    EngineError inside another micro-batch, for a number that the plan does not have, or when a peer is
-                  gone
+        raises    EngineError inside another micro-batch, for a number that a followed plan does not have, or when a
+                  peer is gone
         """
         executed, state = self._executed, self._executed.state
         if self._current is not None:
             raise EngineError(
                 f"micro-batch {number} begins inside micro-batch {self._current.number}: leave that one first"
             )
-        if not 0 <= number < len(executed.plan.replica_MLRB):
-            raise EngineError(f"the plan has micro-batches 0 to {len(executed.plan.replica_MLRB) - 1}, not {number}")
+        last = len(executed.plan.replica_MLRB) - 1
+        if executed.demand is not None and not 0 <= number <= last:
+            raise EngineError(f"the plan has micro-batches 0 to {last}, not {number}")
         if routes is not None and routes.num_rows == 0:
             routes = None
         planned = prepare_micro_batch(executed, number, routes)
@@ -120,7 +121,7 @@ class PlanExecution:
         if current is not None and current.planned is not None:
             return run_layer(layer, current.planned, position, tokens)
         number = -1 if current is None else current.number
-        place = Place(executed.state.rank, int(executed.plan.layer_ids[position]), number)
+        place = Place(executed.state.rank, executed.layer_ids[position], number)
         waiting = self._waiting_gradients(place, position)
         return run_at_home(
             layer,
@@ -191,7 +192,7 @@ class PlanExecution:
             (self._ran_inside.add if inside else self._ran_inside.discard)(position)
         elif not inside and position in self._ran_inside:
             raise EngineError(
-                f"layer {self._executed.plan.layer_ids[position]}: activation checkpointing recomputes it outside of "
+                f"layer {self._executed.layer_ids[position]}: activation checkpointing recomputes it outside of "
                 "any micro-batch of the plan: call backward() inside micro_batch(...) of its forward pass"
             )
 
@@ -263,6 +264,7 @@ def _begin(
     executed = ExecutedPlan(
         model=model,
         layers=layers,
+        layer_ids=list(by_layer),
         source=source,
         plan=plan,
         demand=agreed.demand,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from relibra.errors import EngineError, PlanError
+from relibra.errors import EngineError, PlanError, RelibraError
 from relibra.parallel.agreement import Agreement, Point, digest_word, refuse_differences
 from relibra.parallel.balanced import BalancedEP, expert_shapes
 from relibra.parallel.rows.prepared_rows import PreparedRows
@@ -61,7 +61,7 @@ def agree_on_step(
     scheduled, problem = None, ""
     try:
         scheduled = plan.scheduled(demand)
-    except PlanError as error:
+    except RelibraError as error:
         problem = f" ({error})"
     homes = np.stack([layer.physical_to_logical_E for layer in layers.values()]).astype("<i8").tobytes()
     tokens = b"" if scheduled is None else np.ascontiguousarray(scheduled.tokens_MLRE).tobytes()

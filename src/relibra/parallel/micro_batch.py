@@ -32,15 +32,17 @@ from relibra.timeline import TimelineRecorder
 class ExecutedPlan:
     """A plan, the model that executes it, and this rank's part in it.
 
-    layers   of the model, by position in the plan
-    source   plan and demand as the user gave them
-    demand   under the schedule of the plan; None: the plan is not followed, every expert runs at home
-    chunk    token-slots of a chunk of canonical sums (`canonical.py`); None: fast sums
-    routes   of micro-batches that are prepared ahead, in the order in which they run
+    layers      of the model, by position in the plan
+    layer_ids   their decoder layers; a plan that is not followed may have others
+    source      plan and demand as the user gave them
+    demand      under the schedule of the plan; None: the plan is not followed, every expert runs at home
+    chunk       token-slots of a chunk of canonical sums (`canonical.py`); None: fast sums
+    routes      of micro-batches that are prepared ahead, in the order in which they run
     """
 
     model: nn.Module
     layers: Sequence[BalancedEP]
+    layer_ids: Sequence[int]
     source: tuple[StepPlan, Demand]
     plan: StepPlan
     demand: ScheduledDemand | None

@@ -24,8 +24,8 @@ from relibra.routing.demand import Demand, ScheduledDemand
 from relibra.timeline import TimelineRecorder
 
 KEPT_BYTES = 1 << 30
-"""Row lists that a rank keeps, in bytes; those prepared first are dropped first. They take 12 bytes per token-slot and
-layer with canonical sums, up to 24 with fast ones."""
+"""Row lists that a rank keeps, in bytes: the first micro-batches of a pass, and the one that runs. They take 12 bytes
+per token-slot and layer with canonical sums, up to 24 with fast ones."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,7 +94,7 @@ class Preparation:
         """
         assert self._step is not None, "a step has begun"
         self._kept.pop(number, None)
-        self._drop_oldest()
+        self._drop_latest()
         reference = None if routes is None else weakref.ref(routes)
         self._kept[number] = _Kept(reference, self._thread.submit(self._prepare, self._step, number, routes))
 
@@ -116,16 +116,19 @@ class Preparation:
     def _forget(self, _reference: object = None) -> None:
         self._kept, self._kept_for = {}, None
 
-    def _drop_oldest(self) -> None:
-        """Drop finished preparations, the oldest first, until those left have at most `KEPT_BYTES`."""
-        done = {n: kept.rows for n, kept in self._kept.items() if kept.rows.done()}
-        ready = {n: 0 if _failed(rows) else rows.result().numbers.nbytes for n, rows in done.items()}
-        total = sum(ready.values())
-        for number, nbytes in ready.items():
+    def _drop_latest(self) -> None:
+        """Drop finished preparations until those left have at most `KEPT_BYTES`; the latest, which runs now, stays.
+
+        Those before it are dropped, the first ones kept: the next pass runs the same micro-batches in the same order.
+        """
+        done = {number: kept.rows for number, kept in self._kept.items() if kept.rows.done()}
+        nbytes = {number: 0 if _failed(rows) else rows.result().numbers.nbytes for number, rows in done.items()}
+        total = sum(nbytes.values())
+        for number in list(done)[-2::-1]:
             if total <= KEPT_BYTES:
                 return
             del self._kept[number]
-            total -= nbytes
+            total -= nbytes[number]
 
     def _prepare(self, step: PreparedStep, number: int, routes: BatchRoutes | None) -> PreparedRows:
         on_gpu = self._device.type == "cuda"
