@@ -445,6 +445,8 @@ def test_explain_of_a_layer(run, plan):
     facts = json.loads(run("explain", plan, "--layer", 1, "--json")[1])
     assert facts["layer"] == 1
     assert len(facts["explanation"]) >= 2
+    made = read_plan(plan)
+    assert len(facts["moved"]) == (made.previous.home_LE[1] != made.home_LE[1]).sum()
 
 
 def test_pages_are_written(run, trace, tmp_path):

@@ -46,6 +46,7 @@ def explain(
     from relibra.planning.analysis.explanation import explain_plan
     from relibra.planning.plan_files import read_plan
     from relibra.reporting.data.compared_plans import check_same_sizes
+    from relibra.reporting.data.moved_experts import moved_experts
     from relibra.routing.demand_files import read_demand
 
     made = read_plan(plan)
@@ -58,12 +59,16 @@ def explain(
     if layer is None:
         _print_considered(plan, made, as_json=as_json)
         return
-    text = explain_plan(made, read_demand(find_demand(plan, demand)), layer, micro_batch)
+    of_plan = read_demand(find_demand(plan, demand))
+    text = explain_plan(made, of_plan, layer, micro_batch)
     choices = _layer_choices(made, made.layer_ids == layer)
+    moved = [asdict(one) for one in moved_experts(made, made.scheduled(of_plan), made.layer_ids.tolist().index(layer))]
     if as_json:
-        print_text(json.dumps({"layer": layer, "explanation": text.splitlines(), "considered": choices}))
+        facts = {"layer": layer, "explanation": text.splitlines(), "moved": moved, "considered": choices}
+        print_text(json.dumps(facts))
         return
     print_text(text)
+    _print_rows(moved)
     _print_rows(choices)
 
 
