@@ -239,6 +239,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("quartiles", lambda row: between(row, "step_seconds")),
         ("/ static", lambda row: row["ratio_to_static"]),
         ("train / static", lambda row: row["ratio_train"]),
+        ("value model / static", lambda row: row["ratio_values"] or "-"),
         *_SHARES,
         ("expert share", lambda row: f"{row['expert_share']:.0%}"),
         ("rollout s", lambda row: row["seconds_per_stage"]["rollout"]),

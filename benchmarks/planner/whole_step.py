@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -26,10 +27,12 @@ from relibra.planning.costs.expert_shape import expert_shape
 from relibra.planning.planner import plan_step
 from relibra.rl.batch.plan_budget import plan_budget
 from relibra.rl.config.settings import PlanSettings
-from relibra.routing.demand import ScheduledDemand
+from relibra.routing.demand import Demand, ScheduledDemand
 
 TOKENS, THREADS = 1024, 2
 SLOT_MEMORY_GIB = 8.0
+DISTINCT = 4096
+"""Most samples that are drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +46,14 @@ class Size:
     shape: str = "qwen3-30b-a3b"
 
     def draw(self, step: int, samples: int | None = None, tokens: int = TOKENS) -> ScheduledDemand:
-        """Return the demand of one step."""
-        return domain_step(
-            ranks=self.ranks,
-            layers=self.layers,
-            experts=self.experts,
-            micro_batches=self.micro_batches,
-            samples=samples or self.ranks * self.micro_batches,
-            tokens=tokens,
-            seed=0,
-            step=step,
-        )
+        """Return the demand of one step; of many samples `DISTINCT` are drawn, in turn for all."""
+        samples = samples or self.ranks * self.micro_batches
+        sizes = {"ranks": self.ranks, "layers": self.layers, "experts": self.experts}
+        drawn = domain_step(micro_batches=1, samples=min(samples, DISTINCT), tokens=tokens, seed=0, step=step, **sizes)
+        place = np.arange(samples)
+        counts_SLE = np.resize(drawn.counts_SLE, (samples, *drawn.counts_SLE.shape[1:]))
+        demand = Demand(counts_SLE=counts_SLE, layer_ids=drawn.layer_ids, sample_ids=place, top_k=drawn.top_k)
+        return demand.with_schedule(place % self.micro_batches, place // self.micro_batches % self.ranks, self.ranks)
 
 
 SIZES = tuple(Size(layers=layers, micro_batches=M) for layers, M in ((24, 32), (94, 32), (24, 128), (94, 128)))

@@ -2,7 +2,8 @@
 
 The same policy, from one warm-up, is trained with every expert at its home (transformers' `all_to_all`) and by plans;
 with canonical sums both follow the same bits. A third run executes the static layout as plans are executed: what it
-gains is the executor's, the rest balance. The experts of the policy are numbered by falling load, which changes no
+gains is the executor's, the rest balance. PPO runs show both stages of the value model, which `relibra` balances live:
+its routes are known after its routers only. The experts of the policy are numbered by falling load, which changes no
 result and puts the busy ones on rank 0: small models trained for minutes have even routes, real ones have not.
 Runs of a pair take turns, so that a slow minute of the machine meets both.
 Rows go to results/rl.json.
@@ -18,6 +19,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -52,9 +54,21 @@ BALANCERS = {
     "relibra": ("plan.balancer=relibra",),
 }
 """Settings by name; "static" is transformers' `all_to_all`."""
-TURNS = {"fast": 3, "canonical": 1}
-STEPS = {"fast": 6, "canonical": 4}
-"""Of one run; with fast sums every turn trains the same steps again."""
+
+
+class Kind(NamedTuple):
+    """Runs that are compared: their settings, steps of a run, and turns, each of which trains the same steps again."""
+
+    settings: tuple[str, ...]
+    steps: int
+    turns: int
+
+
+KINDS = {
+    "fast sums": Kind((), steps=6, turns=3),
+    "canonical sums": Kind(("plan.sums=canonical",), steps=4, turns=1),
+    "PPO": Kind(("algorithm.preset=ppo", "critic.pretrain_steps=0"), steps=4, turns=3),
+}
 QUICK = (
     "model.hidden_size=32",
     "model.expert_width=32",
@@ -62,8 +76,8 @@ QUICK = (
     "rollout.prompts_per_step=8",
     "rollout.max_response=24",
 )
-TRAIN_TARGET, STEP_TARGET = 1.45, 1.27
-"""Recompute and update, and the whole step: seconds of static / seconds with plans."""
+TRAIN_TARGET, STEP_TARGET, VALUES_TARGET = 1.45, 1.27, 1.25
+"""Recompute and update, the whole step, and both stages of the value model: seconds of static / seconds with plans."""
 PLAN_TARGET = 0.02
 """Planning, as a share of the step."""
 EDGE = 3
@@ -80,13 +94,13 @@ UNIT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Runs of one balancer with one kind of sums.
+    """Runs of one balancer.
 
     expert_seconds   of the busiest rank's experts in the last update of the static layout's first run
     """
 
     balancer: str
-    sums: str
+    kind: str
     turns: list[Rows]
     expert_seconds: float
 
@@ -103,49 +117,51 @@ def cases(folder: Path, *, quick: bool) -> Iterator[Case]:
     first = trained((*settings, "run.steps=1", "plan.balancer=static"), policy, folder, "loads")
     assert first, "the run whose routes are counted made its step"
     sort_experts_by_load(policy, folder / "loads")
-    for sums, steps in STEPS.items():
+    for name, kind in KINDS.items():
         turns: dict[str, list[Rows]] = {balancer: [] for balancer in BALANCERS}
-        for turn in range(TURNS[sums]):
+        for turn in range(1 if quick else kind.turns):
             for balancer in BALANCERS:
-                own = (f"run.steps={3 if quick else steps}", f"plan.sums={sums}", *BALANCERS[balancer])
-                turns[balancer].append(trained((*settings, *own), policy, folder, f"{balancer}-{sums}-{turn}"))
+                own = (f"run.steps={3 if quick else kind.steps}", *kind.settings, *BALANCERS[balancer])
+                run = f"{balancer}-{name.replace(' ', '-')}-{turn}"
+                turns[balancer].append(trained((*settings, *own), policy, folder, run))
         settings_of = dict(setting.split("=") for setting in settings)
         busiest = busiest_rank_seconds(
-            folder / f"static-{sums}-0",
+            folder / f"static-{name.replace(' ', '-')}-0",
             hidden=int(settings_of["model.hidden_size"]),
             width=int(settings_of["model.expert_width"]),
             num_ranks=int(settings_of["parallel.ranks"]),
             micro_batch_tokens=int(settings_of["update.micro_batch_tokens"]),
         )
         for balancer, of_turns in turns.items():
-            yield Case(balancer=balancer, sums=sums, turns=of_turns, expert_seconds=busiest)
+            yield Case(balancer=balancer, kind=name, turns=of_turns, expert_seconds=busiest)
 
 
 def result_rows(found: list[Case]) -> list[dict]:
     """Make a row of each case."""
     rows: list[dict] = []
-    static, executed = ({case.sums: case for case in found if case.balancer == name} for name in ("static", EXECUTOR))
+    static, executed = ({case.kind: case for case in found if case.balancer == name} for name in ("static", EXECUTOR))
     for case in found:
         steps, totals = case.turns[0], _step_seconds(case.later)
         stages = {name: _median([row["seconds"].get(name, 0.0) for row in case.later]) for name in steps[0]["seconds"]}
         rewards = [row["reward"] for row in steps]
         edge = min(EDGE, len(steps))
-        base = static[case.sums]
+        base = static[case.kind]
         ratio = _ratio_train(base, case)
-        executor = 1.0 if case is base else _ratio_train(base, executed[case.sums])
+        executor = 1.0 if case is base else _ratio_train(base, executed[case.kind])
         ratios = [
             _median(_train_seconds(one[1:])) / _median(_train_seconds(other[1:]))
             for one, other in zip(base.turns, case.turns, strict=True)
         ]
         rows.append({
-            "case": f"{case.balancer}, {case.sums} sums", "label": "measured", "unit": UNIT, "seed": 0,
-            "repetitions": len(case.later), "balancer": case.balancer, "sums": case.sums, "steps": len(steps),
+            "case": f"{case.balancer}, {case.kind}", "label": "measured", "unit": UNIT, "seed": 0,
+            "repetitions": len(case.later), "balancer": case.balancer, "kind": case.kind, "steps": len(steps),
             "plan": case.balancer,
             "seconds_train": _median(_train_seconds(case.later)), "seconds_step": _median(totals),
             "seconds_per_stage": stages, "step_seconds": _median(totals), **quartiles(totals, "step_seconds"),
             "ratio_train": ratio, **quartiles(ratios, "ratio_train"),
             "executor_ratio": executor, "balance_ratio": ratio / executor,
             "ratio_to_static": _median(_step_seconds(base.later)) / _median(totals),
+            **_ratios_of_values(base, case),
             "expert_share": case.expert_seconds / base.turns[0][-1]["seconds"]["update"],
             "reward_first": float(np.mean(rewards[:edge])), "reward_last": float(np.mean(rewards[-edge:])),
             "rewards": rewards,
@@ -169,6 +185,27 @@ def result_rows(found: list[Case]) -> list[dict]:
 def _ratio_train(base: Case, case: Case) -> float:
     """Return the speed of recompute and update, as a multiple of another case's."""
     return _median(_train_seconds(base.later)) / _median(_train_seconds(case.later))
+
+
+def _ratios_of_values(base: Case, case: Case) -> dict[str, float | None]:
+    """Return how many times as fast the two stages of the value model are, with quartiles over turns; None: none."""
+    turns = [
+        (_median(_value_seconds(one[1:])), _median(_value_seconds(other[1:])))
+        for one, other in zip(base.turns, case.turns, strict=True)
+    ]
+    if not turns[0][0]:
+        return {"ratio_values": None, "values_skew": None, "values_skew_balanced": None}
+    before, after = np.median([row["pass_skews"].get("update values", [np.nan, np.nan]) for row in case.later], axis=0)
+    return {
+        "ratio_values": _median(_value_seconds(base.later)) / _median(_value_seconds(case.later)),
+        **quartiles([one / other for one, other in turns], "ratio_values"),
+        "values_skew": None if np.isnan(before) else float(before),
+        "values_skew_balanced": None if np.isnan(after) else float(after),
+    }
+
+
+def _value_seconds(rows: Rows) -> list[float]:
+    return [row["seconds"].get("values", 0.0) + row["seconds"].get("update values", 0.0) for row in rows]
 
 
 def _step_seconds(rows: Rows) -> list[float]:
@@ -206,6 +243,7 @@ def print_rows(rows: list[dict]) -> None:
         "s /\nstep",
         "/\nstatic",
         "train\n/ st.",
+        "values\n/ st.",
         "exe-\ncutor",
         "bal-\nance",
         "static\nskew",
@@ -223,7 +261,9 @@ def print_rows(rows: list[dict]) -> None:
             str(row["steps"]),
             f"{row['step_seconds']:.2f}",
             f"{row['ratio_to_static']:.3f}",
-            *(f"{row[name]:.3f}" for name in ("ratio_train", "executor_ratio", "balance_ratio")),
+            f"{row['ratio_train']:.3f}",
+            f"{row['ratio_values']:.3f}" if row["ratio_values"] else "-",
+            *(f"{row[name]:.3f}" for name in ("executor_ratio", "balance_ratio")),
             f"{row['rank_skew']:.2f}",
             f"{row['planned_skew']:.2f}",
             f"{100 * row['plan_share']:.1f}",
@@ -240,8 +280,8 @@ def print_rows(rows: list[dict]) -> None:
 
 def summary(rows: list[dict]) -> list[str]:
     """Say which targets are reached, and whether both balancers learn the same."""
-    of = {(row["balancer"], row["sums"]): row for row in rows}
-    planned, canonical = of["relibra", "fast"], of["relibra", "canonical"]
+    of = {row["case"]: row for row in rows}
+    planned, canonical, ppo = (of[f"relibra, {kind}"] for kind in KINDS)
 
     def told(what: str, ratio: float, target: float) -> str:
         return f"{what} {ratio:.2f}x as fast as static, target {target}: {'reached' if ratio >= target else 'MISSED'}"
@@ -253,6 +293,7 @@ def summary(rows: list[dict]) -> list[str]:
         told("recompute and update", planned["ratio_train"], TRAIN_TARGET),
         f"of that {planned['balance_ratio']:.2f}x is balance, {planned['executor_ratio']:.2f}x the executor",
         told("whole step", planned["ratio_to_static"], STEP_TARGET),
+        told("both stages of the value model of PPO", ppo["ratio_values"], VALUES_TARGET),
         f"planning takes {planned['plan_share']:.1%} of a step, target {PLAN_TARGET:.0%}: {met}",
         f"fast sums: losses differ by at most {planned['largest_loss_difference']:.1g}",
         f"canonical sums: rewards, lengths and losses of both balancers are {same}",
