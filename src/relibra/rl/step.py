@@ -175,6 +175,10 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
         update = _update_policy(learner, update.count, batch, config, clock)
     with clock.stage("sync"):
         canary = sync_weights(learner.engine, learner.policy, step + 1, learner.canary)
+    residents = progress.residents if config.plan.lasting else None
+    if config.plan.lasting and batch.plan is not None:
+        with clock.stage("plan"):  # what is left of it beside the update
+            residents = exchange_residents(batch.lasting)
     metrics = {
         "step": step,
         **step_metrics.rollout_metrics(rollout.responses, rollout.cost, by_group=config.algorithm.advantage == "group"),
@@ -187,9 +191,6 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
         "seconds": {name: round(seconds, 4) for name, seconds in clock.seconds.items()},
     }
     metrics["alarms"] = alarms(metrics)
-    residents = progress.residents if config.plan.lasting else None
-    if config.plan.lasting and batch.plan is not None:
-        residents = exchange_residents(batch.lasting)
     progress = replace(
         progress,
         cursor=rollout.cursor,

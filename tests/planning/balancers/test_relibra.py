@@ -9,7 +9,7 @@ import pytest
 from benchmarks.planner.steps import domain_step
 from relibra.cluster import cluster_preset
 from relibra.planning import parallel_map
-from relibra.planning.balancers.relibra import sample_of
+from relibra.planning.balancers.relibra import probe_of
 from relibra.planning.budget import Budget
 from relibra.planning.costs.copies import pushed_copies, slot_bytes
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES
@@ -138,9 +138,9 @@ def test_moves_are_charged_to_the_steps_that_they_serve():
 def test_a_sample_ends_with_a_group_and_pays_its_share_of_moves(per_group, kept):
     request = ask(np.ones((100, 8, 2, 4)), 1, slots=1, steps_served=12)
     demand = replace(request.demand, group_M=(np.arange(100) // per_group).astype(np.int32))
-    sample = sample_of(request, demand)
-    assert sample.demand.tokens_MLRE.shape[:2] == (kept, 6)
-    assert sample.budget.steps_served == round(12 * 100 / kept)
+    probe = probe_of(request, demand)
+    assert probe.demand.tokens_MLRE.shape[:2] == (kept, 6)
+    assert probe.budget.steps_served == round(12 * 100 / kept)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relibra.planning.levers.homes import SwapPrices, deal_inside_nodes, longest_first, renumber_bins, swap_nodes
+from relibra.planning.levers.homes import SwapPrices, deal_inside_nodes, heaviest_first, renumber_bins, swap_nodes
 from relibra.planning.relibra_paper.annealing import home_cost
 from tests.planning.relibra_paper.test_nodes_and_ranks import plain_cost
 
@@ -69,7 +69,7 @@ def test_dealing_inside_nodes_keeps_nodes_and_counts(nodes, per_node, per_rank, 
     assert np.bincount(dealt_E, minlength=R).tolist() == [per_rank] * R
     for node in range(nodes):
         here = node_E == node
-        bin_X = longest_first(load_E[here], per_node)
+        bin_X = heaviest_first(load_E[here], per_node)
         tops = [np.bincount(ranks, load_E[here]).max() for ranks in (dealt_E[here] - node * per_node, bin_X)]
         assert tops[0] == tops[1]
     again_E = deal_inside_nodes(load_E, node_E, dealt_E, R, per_node)

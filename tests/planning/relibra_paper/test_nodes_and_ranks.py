@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relibra.planning.levers.homes import longest_first
+from relibra.planning.levers.homes import heaviest_first
 from relibra.planning.relibra_paper.annealing import COLD, WARM, anneal_nodes, home_cost
 from relibra.planning.relibra_paper.nodes_and_ranks import (
     HomeWeights,
@@ -46,7 +46,7 @@ def problems(draw):
 @given(problems(), st.integers(0, 9))
 def test_annealing_never_ends_above_its_start_and_costs_are_exact(problem, seed):
     nodes = problem[1].shape[1]
-    start_E = longest_first(problem[0].sum(axis=0), nodes)
+    start_E = heaviest_first(problem[0].sum(axis=0), nodes)
     found_E = anneal_nodes(start_E, *problem, temperature=COLD, proposals=600, seed=seed)
     assert (np.bincount(found_E, minlength=nodes) == len(found_E) // nodes).all()
     assert home_cost(found_E, *problem) == pytest.approx(plain_cost(found_E, *problem))
@@ -104,7 +104,7 @@ def test_homes_stay_when_moving_costs_more_than_it_brings():
 
 
 @given(problems(), st.integers(1, 3))
-def test_ranks_inside_nodes_are_full_and_as_even_as_longest_first(problem, ranks_per_node):
+def test_ranks_inside_nodes_are_full_and_as_even_as_heaviest_first(problem, ranks_per_node):
     load_ME, source_MNE, node_E, _, _ = problem
     node_E, load_ME = np.repeat(node_E, ranks_per_node), np.repeat(load_ME, ranks_per_node, axis=1)
     nodes, sizes = source_MNE.shape[1], {"move": 0.0, "proposals": 300, "seed": 0}
@@ -113,7 +113,7 @@ def test_ranks_inside_nodes_are_full_and_as_even_as_longest_first(problem, ranks
     assert (home_E // ranks_per_node == node_E).all()
     for node in range(nodes):
         here = node_E == node
-        plain_E = longest_first(load_ME[:, here].sum(axis=0), ranks_per_node)
+        plain_E = heaviest_first(load_ME[:, here].sum(axis=0), ranks_per_node)
         assert busiest(load_ME[:, here], home_E[here] - node * ranks_per_node) <= busiest(load_ME[:, here], plain_E)
     # planned again from there, nobody moves
     assert (ranks_inside_nodes(load_ME, node_E, home_E, ranks_per_node, nodes, **sizes) == home_E).all()

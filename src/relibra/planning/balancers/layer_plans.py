@@ -14,7 +14,7 @@ from relibra.planning.costs.compute import busiest_attention_M
 from relibra.planning.costs.copies import relocation_seconds
 from relibra.planning.costs.exchange import rows_per_crossing
 from relibra.planning.costs.layer_costs import layer_costs
-from relibra.planning.levers.homes import Homes, SwapPrices, deal_inside_nodes, swap_nodes
+from relibra.planning.levers.homes import HomeMoves, SwapPrices, deal_inside_nodes, swap_nodes
 from relibra.planning.levers.replication import replicate
 from relibra.planning.levers.resident_replicas import keep_replicas
 from relibra.planning.loads import tokens_of_domains
@@ -44,7 +44,7 @@ class LayerChoice:
     cross_node      replicas may be on nodes without the expert
     """
 
-    homes: Homes = "stay"
+    homes: HomeMoves = "stay"
     traffic_slots: int = 0
     tolerance: float | None = None
     cross_node: bool = False
@@ -52,35 +52,35 @@ class LayerChoice:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerPlans:
-    """Homes and replicas of every layer, and their seconds in each micro-batch, without moves of homes.
+    """Homes and replicas of every layer by one choice, and their seconds.
 
-    waits_ML    compute, exchange, and copies that make ranks wait whatever other layers do
-    queue_ML    waits for pushes into resident slots, if all layers were planned by one choice: pushes of all layers
-                are one queue
-    moves_L     each layer's moves, as if spread evenly over ranks / the steps that new homes serve
+    seconds_ML   compute, exchange, and waits for copies that do not depend on other layers; no moves
+    queue_ML     waits for pushes into slots of layers, which are one queue over all layers: as long as they are if
+                 every layer follows the same choice
+    moves_L      each layer's moves of homes, spread evenly over ranks and the steps that new homes serve
     """
 
     home_LE: Int64[ndarray, "L E"]
     replica_MLRB: Int16[ndarray, "M L R B"]
     quota_MLRB: Int32[ndarray, "M L R B"]
-    waits_ML: Float64[ndarray, "M L"]
+    seconds_ML: Float64[ndarray, "M L"]
     queue_ML: Float64[ndarray, "M L"]
     moves_L: Float64[ndarray, " L"]
 
     @property
     def seconds_L(self) -> Float64[ndarray, " L"]:
         """Return the seconds of each layer where all are planned by one choice, with its part of the moves."""
-        return (self.waits_ML + self.queue_ML).sum(axis=0) + self.moves_L
+        return (self.seconds_ML + self.queue_ML).sum(axis=0) + self.moves_L
 
     def with_replicas(self, other: LayerPlans, chosen_ML: Bool[ndarray, "M L"]) -> LayerPlans:
         """Return these plans with the replicas of others in some micro-batches and layers."""
-        names = ("replica_MLRB", "quota_MLRB", "waits_ML", "queue_ML")
+        names = ("replica_MLRB", "quota_MLRB", "seconds_ML", "queue_ML")
         return replace(self, **{name: _where(chosen_ML, getattr(other, name), getattr(self, name)) for name in names})
 
     def with_layers(self, other: LayerPlans, chosen_L: Bool[ndarray, " L"]) -> LayerPlans:
         """Return these plans with others in some layers."""
         return replace(
-            self.with_replicas(other, np.broadcast_to(chosen_L, self.waits_ML.shape)),
+            self.with_replicas(other, np.broadcast_to(chosen_L, self.seconds_ML.shape)),
             home_LE=np.where(chosen_L[:, None], other.home_LE, self.home_LE),
             moves_L=np.where(chosen_L, other.moves_L, self.moves_L),
         )
@@ -112,13 +112,13 @@ def plan_layers(
     costs = layer_costs(placement, demand, request.cluster, request.expert)
     attention_M = busiest_attention_M(demand, request.cluster, request.expert)
     copies_ML = costs.exposed_copies_ML(attention_M)
-    waits_ML = costs.exposed_copies_ML(attention_M, without_queue=slots.resident)
+    own_copies_ML = costs.exposed_copies_ML(attention_M, without_queue=slots.resident)
     return LayerPlans(
         home_LE=home_LE,
         replica_MLRB=replica_MLRB,
         quota_MLRB=quota_MLRB,
-        waits_ML=costs.compute_ML + costs.exchange_ML + waits_ML,
-        queue_ML=copies_ML - waits_ML,
+        seconds_ML=costs.compute_ML + costs.exchange_ML + own_copies_ML,
+        queue_ML=copies_ML - own_copies_ML,
         moves_L=_moves_L(request, home_LE),
     )
 
@@ -209,12 +209,12 @@ def cheapest_layers(
     """
 
     def cost_ML(one: LayerPlans) -> ndarray:
-        return one.waits_ML + one.queue_ML
+        return one.seconds_ML + one.queue_ML
 
     M = len(demand.load_MLE)
     group_M = np.arange(M) if not slots.resident else np.zeros(M) if demand.group_M is None else demand.group_M
     same_MM = (group_M[:, None] == group_M).astype(np.float64)
-    by_homes: dict[Homes, LayerPlans] = {}
+    by_homes: dict[HomeMoves, LayerPlans] = {}
     for choice, plan in plans.items():
         best = by_homes.setdefault(choice.homes, plan)
         by_homes[choice.homes] = best.with_replicas(plan, same_MM @ cost_ML(plan) < same_MM @ cost_ML(best))
@@ -234,10 +234,10 @@ def step_seconds(request: PlacementRequest, demand: ScheduledDemand, slots: Slot
     )  # fmt: skip
     costs = layer_costs(placement, demand, request.cluster, request.expert)
     attention_M = busiest_attention_M(demand, request.cluster, request.expert)
-    waits_ML = costs.compute_ML + costs.exchange_ML + costs.exposed_copies_ML(attention_M) + costs.host_ML
+    seconds_ML = costs.compute_ML + costs.exchange_ML + costs.exposed_copies_ML(attention_M) + costs.host_ML
     moving = relocation_seconds(request.previous, placement, request.cluster, request.expert)
     attention = 3.0 * len(layers.home_LE) * float(attention_M.sum())
-    return float(waits_ML.sum()) + attention + moving / request.budget.steps_served
+    return float(seconds_ML.sum()) + attention + moving / request.budget.steps_served
 
 
 def _moves_L(request: PlacementRequest, home_LE: Int64[ndarray, "L E"]) -> Float64[ndarray, " L"]:

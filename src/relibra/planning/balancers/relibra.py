@@ -32,7 +32,7 @@ from relibra.planning.balancers.layer_plans import (
     step_seconds,
 )
 from relibra.planning.costs.copies import memory_of_slots
-from relibra.planning.levers.homes import Homes
+from relibra.planning.levers.homes import HomeMoves
 from relibra.planning.levers.packing import pack_groups
 from relibra.planning.placement import Considered, ConsideredLayers, Placement
 from relibra.routing.demand import ScheduledDemand
@@ -47,7 +47,7 @@ TOLERANCES = (1, 5, 20)
 """Accepted unevenness that is tried, as multiples of the budget's tolerance."""
 _WORTH_MOVING_AGAIN = 0.05
 """Share of a layer's seconds that new homes must save to replace planned ones: the next step has other samples."""
-_SAMPLE_LAYERS, _SAMPLE_MICRO_BATCHES, _PACKED_LAYERS = 6, 32, 12
+_PROBE_LAYERS, _PROBE_MICRO_BATCHES, _PACKED_LAYERS = 6, 32, 12
 _LARGE_STEP = 1024
 """Layers x micro-batches above which samples have half as many micro-batches."""
 _ALL_LAYERS_BUDGET = 12_000
@@ -55,24 +55,28 @@ _ALL_LAYERS_BUDGET = 12_000
 
 
 def decide(request: PlacementRequest) -> Placement:
-    """Return the cheapest placement found."""
-    sample = sample_of(request, request.demand)
-    tried = [_try_slots(sample, sample.demand, slots) for slots in slot_choices(request)]
-    best = _cheapest({choice: choice.seconds for choice in tried})
+    """Return the cheapest placement found.
+
+    First the number of slots, priced on a probe; then numbers within 8 % of the cheapest with both schedules; then the
+    layers, each by the choices that were the cheapest most often on the probe.
+    """
+    probe = probe_of(request, request.demand)
+    tried = [_try_slots(probe, probe.demand, slots) for slots in slot_choices(request)]
+    best = _cheapest({one: one.seconds for one in tried})
     number = _number_of_choices(request.demand)
 
     schedules = {"kept": request.demand}
     if request.budget.pack_samples and request.cluster.num_nodes > 1:
         schedules["packed"] = _pack(request)
     priced = {
-        choice: {
-            name: _seconds_of_schedule(request, demand, choice.slots, choice.winners(number))
+        one: {
+            name: _seconds_of_schedule(request, demand, one.slots, one.winners(number))
             for name, demand in schedules.items()
         }
-        for choice in tried
-        if choice.seconds <= (1 + _NEARLY_CHEAPEST) * best.seconds
+        for one in tried
+        if one.seconds <= (1 + _NEARLY_CHEAPEST) * best.seconds
     }
-    best = _cheapest({choice: min(seconds.values()) for choice, seconds in priced.items()})
+    best = _cheapest({one: min(seconds.values()) for one, seconds in priced.items()})
     seconds, winners = priced[best], best.winners(number)
     schedule = min(seconds, key=seconds.__getitem__)
     demand = schedules[schedule]
@@ -97,11 +101,11 @@ def slot_choices(request: PlacementRequest) -> list[SlotChoice]:
     choices = [SlotChoice(number=0, resident=False)]
     choices += [SlotChoice(number=number, resident=False) for number in SHARED_NUMBERS]
     choices += [SlotChoice(number=number, resident=True) for number in RESIDENT_NUMBERS]
-    others = request.previous.num_experts - request.previous.num_experts // request.cluster.num_ranks
+    elsewhere = request.previous.num_experts - request.previous.num_experts // request.cluster.num_ranks
     return [
         slots
         for slots in choices
-        if slots.number <= min(others, others if most is None else most)
+        if slots.number <= min(elsewhere, elsewhere if most is None else most)
         and (not slots.resident or _gib(request, slots) <= request.memory_gib)
     ]
 
@@ -120,7 +124,7 @@ def layer_choices(request: PlacementRequest, slots: SlotChoice) -> list[LayerCho
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Tried:
-    """One choice for the step, with the cheapest choices of its layers, priced on a sample."""
+    """One choice for the step, with the cheapest choices of its layers, priced on the probe."""
 
     slots: SlotChoice
     plans: dict[LayerChoice, LayerPlans]
@@ -140,7 +144,7 @@ class _Tried:
 
 def _followed(plans: dict[LayerChoice, LayerPlans], layers: LayerPlans) -> dict[LayerChoice, Bool[ndarray, "M L"]]:
     """Return where a combination follows each choice; where several made the same plan, the first one."""
-    left_ML, found = np.ones(layers.waits_ML.shape, dtype=bool), {}
+    left_ML, found = np.ones(layers.seconds_ML.shape, dtype=bool), {}
     for choice, plan in plans.items():
         same_L = (plan.home_LE == layers.home_LE).all(axis=1)
         found[choice] = left_ML & same_L & (plan.replica_MLRB == layers.replica_MLRB).all(axis=(2, 3))
@@ -163,7 +167,7 @@ def _try_slots(request: PlacementRequest, demand: ScheduledDemand, slots: SlotCh
     tolerances = [request.budget.tolerance * share for share in TOLERANCES]
     add(replace(choice, tolerance=tolerance) for choice in best_two() for tolerance in tolerances)
     if request.budget.move_homes:
-        homes: tuple[Homes, ...] = ("in nodes", "over nodes") if request.cluster.num_nodes > 1 else ("in nodes",)
+        homes: tuple[HomeMoves, ...] = ("in nodes", "over nodes") if request.cluster.num_nodes > 1 else ("in nodes",)
         add(replace(choice, homes=name) for choice in [*best_two(), LayerChoice()] for name in homes)
     cheapest = _mix(request, demand, slots, plans)
     return _Tried(slots=slots, plans=plans, cheapest=cheapest, seconds=step_seconds(request, demand, slots, cheapest))
@@ -209,27 +213,27 @@ def _seconds_of_schedule(
     request: PlacementRequest, demand: ScheduledDemand, slots: SlotChoice, choices: list[LayerChoice]
 ) -> float:
     """Return the seconds of a few layers under a schedule, for as many layers as the step has."""
-    layers = _some_layers(request, _SAMPLE_LAYERS)
+    layers = _some_layers(request, _PROBE_LAYERS)
     few = replace(request, demand=demand).of_layers(layers)
     plans = {choice: plan_layers(few, few.demand, slots, choice) for choice in choices}
     seconds = step_seconds(few, few.demand, slots, _mix(few, few.demand, slots, plans))
     return seconds * len(request.demand.layer_ids) / len(layers)
 
 
-def sample_of(request: PlacementRequest, demand: ScheduledDemand) -> PlacementRequest:
+def probe_of(request: PlacementRequest, demand: ScheduledDemand) -> PlacementRequest:
     """Return the request for a few layers, evenly spaced, and the first micro-batches up to the end of a group.
 
     `steps_served` grows with the micro-batches left out, so that those kept pay their share of the moves.
     """
     M, L, served = len(demand.tokens_MLRE), len(demand.layer_ids), request.budget.steps_served
-    number = _SAMPLE_MICRO_BATCHES // (2 if M * L > _LARGE_STEP else 1)
+    number = _PROBE_MICRO_BATCHES // (2 if M * L > _LARGE_STEP else 1)
     if number < M:
         group_M = np.zeros(M, dtype=np.int32) if demand.group_M is None else demand.group_M
         end_of_group = int(np.searchsorted(group_M, group_M[number - 1], side="right"))
         number = end_of_group if end_of_group <= 2 * number else number
         demand, served = demand.of_micro_batches(slice(number)), round(served * M / number)
     few = replace(request, demand=demand, budget=replace(request.budget, steps_served=served))
-    return few.of_layers(_some_layers(request, _SAMPLE_LAYERS))
+    return few.of_layers(_some_layers(request, _PROBE_LAYERS))
 
 
 def _some_layers(request: PlacementRequest, number: int) -> Int64[ndarray, " l"]:
@@ -250,9 +254,9 @@ def _gib(request: PlacementRequest, slots: SlotChoice) -> float:
 def _considered(
     request: PlacementRequest, tried: list[_Tried], best: _Tried, schedule: str, seconds: dict[str, float]
 ) -> tuple[Considered, ...]:
-    """Return what was tried for the step, in seconds of the whole step: estimates from the sample.
+    """Return what was tried for the step, in seconds of the whole step: estimates from the probe.
 
-    The sample's seconds are scaled to the schedule that was kept, which all layers of the sample and all micro-batches
+    The probe's seconds are scaled to the schedule that was kept, which all layers of the probe and all micro-batches
     were priced for.
     """
     scale = seconds["kept"] / best.seconds if best.seconds else 1.0

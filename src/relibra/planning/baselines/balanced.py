@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.levers.homes import longest_first
+from relibra.planning.levers.homes import heaviest_first
 from relibra.planning.levers.replication import replicate
 from relibra.planning.placement import Placement
 
@@ -23,7 +23,7 @@ def decide(request: PlacementRequest) -> Placement:
     replica_MLRB, quota_MLRB = request.empty_slots()
     for layer in range(home_LE.shape[0]):
         if budget.move_homes:
-            home_LE[layer] = longest_first(load_MLE[:, layer].sum(axis=0), R)
+            home_LE[layer] = heaviest_first(load_MLE[:, layer].sum(axis=0), R)
         load_ME = np.ascontiguousarray(load_MLE[:, layer])
         replica_MLRB[:, layer], quota_MLRB[:, layer] = replicate(load_ME, home_LE[layer], R, R, slots=request.slots)
     return request.placement(home_LE, replica_MLRB, quota_MLRB, scope="cluster")

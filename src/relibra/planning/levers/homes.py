@@ -12,7 +12,7 @@ from scipy.optimize import linear_sum_assignment
 
 from relibra.routing.compiled import compiled
 
-Homes = Literal["stay", "in nodes", "over nodes"]
+HomeMoves = Literal["stay", "in nodes", "over nodes"]
 """What experts may do: nothing, change their rank inside their node, or change their node too."""
 
 _SWEEPS = 4
@@ -40,7 +40,7 @@ def deal_inside_nodes(
     num_ranks: int,
     ranks_per_node: int,
 ) -> Int64[ndarray, " E"]:
-    """Return the home rank of each expert of a layer on its node, longest first; every rank gets E / R experts.
+    """Return the home rank of each expert of a layer on its node, heaviest first; every rank gets E / R experts.
 
     load_E   token-slots of each expert in the step
     node_E   node of each expert
@@ -52,7 +52,7 @@ def deal_inside_nodes(
         experts = np.flatnonzero(node_E == node)
         before_X = home_E[experts].astype(np.int64) - node * G
         before_X[(before_X < 0) | (before_X >= G)] = UNASSIGNED
-        dealt_E[experts] = node * G + renumber_bins(longest_first(load_E[experts], G), before_X, G)
+        dealt_E[experts] = node * G + renumber_bins(heaviest_first(load_E[experts], G), before_X, G)
     return dealt_E
 
 
@@ -118,10 +118,10 @@ def _swap(load_ME, source_MNE, before_E, node_E, network, move) -> None:
             return
 
 
-def longest_first(load_E: Shaped[ndarray, " E"], num_bins: int) -> Int64[ndarray, " E"]:
+def heaviest_first(load_E: Shaped[ndarray, " E"], num_bins: int) -> Int64[ndarray, " E"]:
     """Return experts in bins of equal count: heaviest expert first, to the lightest bin with room (ties: lower id).
 
-    >>> longest_first(np.array([5, 4, 3, 2]), 2).tolist()
+    >>> heaviest_first(np.array([5, 4, 3, 2]), 2).tolist()
     [0, 1, 1, 0]
     """
     bin_E = np.full(len(load_E), UNASSIGNED)

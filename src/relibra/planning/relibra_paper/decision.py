@@ -78,14 +78,14 @@ def _plan(request: PlacementRequest, demand: ScheduledDemand, objective: Objecti
         if objective == "seconds":
             return cheapest_layers(plans, demand, slots, worth_moving=0.0)
         [plan] = plans.values()
-        return replace(plan, waits_ML=_unevenness_ML(request, demand, plan), moves_L=np.zeros(len(home_LE)))
+        return replace(plan, seconds_ML=_unevenness_ML(request, demand, plan), moves_L=np.zeros(len(home_LE)))
 
     stay = place(previous_LE)
     if not budget.move_homes:
         return stay
     moved = place(search_homes(request, demand, objective))
-    saved_L = (stay.waits_ML - moved.waits_ML).sum(axis=0) - moved.moves_L
-    return stay.with_layers(moved, saved_L > (_WORTH_MOVING if request.warm else 0.0) * stay.waits_ML.sum(axis=0))
+    saved_L = (stay.seconds_ML - moved.seconds_ML).sum(axis=0) - moved.moves_L
+    return stay.with_layers(moved, saved_L > (_WORTH_MOVING if request.warm else 0.0) * stay.seconds_ML.sum(axis=0))
 
 
 def _unevenness_ML(request: PlacementRequest, demand: ScheduledDemand, plan: LayerPlans) -> Float64[ndarray, "M L"]:

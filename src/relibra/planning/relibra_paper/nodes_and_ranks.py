@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int, Int64
 from numpy import ndarray
 
-from relibra.planning.levers.homes import UNASSIGNED, fill_bins, longest_first, renumber_bins
+from relibra.planning.levers.homes import UNASSIGNED, fill_bins, heaviest_first, renumber_bins
 from relibra.planning.relibra_paper.annealing import COLD, anneal_nodes, home_cost
 
 
@@ -56,7 +56,7 @@ def place_homes(
     node_E = previous_node_E
     if num_nodes > 1 and load_ME.any():
         problem = (load_ME, source_MNE, previous_node_E, weights.network, weights.move)
-        starts = [previous_node_E, longest_first(load_ME.sum(axis=0), num_nodes)]
+        starts = [previous_node_E, heaviest_first(load_ME.sum(axis=0), num_nodes)]
         start_E = min(starts, key=lambda start: home_cost(start, *problem))
         found_E = anneal_nodes(start_E, *problem, temperature=temperature, proposals=proposals, seed=seed)
         if home_cost(found_E, *problem) < home_cost(previous_node_E, *problem):
@@ -111,7 +111,7 @@ def ranks_inside_nodes(
         before_X[(before_X < 0) | (before_X >= ranks_per_node)] = UNASSIGNED
         nowhere = np.zeros((len(load_ME), ranks_per_node, len(experts)), dtype=np.int64)
         problem = (load_MX, nowhere, before_X, 0.0, move)
-        dealt_X = renumber_bins(longest_first(load_MX.sum(axis=0), ranks_per_node), before_X, ranks_per_node)
+        dealt_X = renumber_bins(heaviest_first(load_MX.sum(axis=0), ranks_per_node), before_X, ranks_per_node)
         starts = (dealt_X, _keep_ranks(load_MX.sum(axis=0), before_X, ranks_per_node))
         rank_X = min(starts, key=lambda start_X: home_cost(start_X, *problem))
         if ranks_per_node > 1:
