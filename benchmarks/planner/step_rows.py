@@ -21,6 +21,7 @@ from relibra.rl.batch.plan_budget import plan_budget
 from relibra.rl.config.settings import PlanSettings
 from relibra.simulation import Execution, with_mini_batches
 from relibra.simulation.step.group_run import run_group
+from relibra.simulation.step.stage_costs import StageCosts
 from relibra.simulation.step.step_result import SimulatedStep
 from relibra.simulation.step.training_step import assemble, costs_of
 
@@ -116,7 +117,7 @@ def planned_row(case: Case, name: str, balancer: str, budget: Budget) -> tuple[S
     }
 
 
-def simulate(plan: StepPlan, case: Case, balancer: str) -> tuple[list[LayerCosts], SimulatedStep]:
+def simulate(plan: StepPlan, case: Case, balancer: str) -> tuple[list[StageCosts], SimulatedStep]:
     """Check a plan and simulate it; return the costs of every optimizer step, and the step."""
     scheduled = plan.scheduled(case.demand)
     validate_plan(plan, case.cluster.topology, scheduled)

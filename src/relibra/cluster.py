@@ -197,7 +197,7 @@ def cluster_preset(name: str, num_ranks: int | None = None, ranks_per_node: int 
             f"cluster {name!r} is unknown: allowed are {', '.join(PRESETS)}, or the path of a .toml file"
         )
     cluster = PRESETS[name]
-    return cluster.with_ranks(num_ranks or cluster.num_ranks, ranks_per_node)
+    return cluster.with_ranks(cluster.num_ranks if num_ranks is None else num_ranks, ranks_per_node)
 
 
 def write_cluster(path: Path | str, cluster: Cluster) -> None:

@@ -156,7 +156,7 @@ def test_what_is_around_a_model_changes_no_gradient_of_a_live_step(tmp_path):
 
 def test_live_balancing_takes_as_many_slots_as_plans_and_runs():
     assert live.MOST_SLOTS == MOST_SLOTS == Budget(slots=MOST_SLOTS).slots == PlanSettings(slots=MOST_SLOTS).slots
-    with pytest.raises(PlanError, match="budget of 65 slots per rank: allowed are 0"):
+    with pytest.raises(PlanError, match=r"slots is 65: .* less than or equal to 64"):
         Budget(slots=MOST_SLOTS + 1)
     with pytest.raises(ValueError, match="64"):
         PlanSettings(slots=MOST_SLOTS + 1)

@@ -208,7 +208,7 @@ def test_a_schedule_beyond_the_stated_limit_is_refused():
         plan_step(demand, cluster(1, 8), Budget(rank_tokens=40))
     with pytest.raises(PlanError, match="needs the choices per token: give the demand a top_k"):
         plan_step(replace(demand, top_k=None), cluster(1, 8), Budget(rank_tokens=4000))
-    with pytest.raises(PlanError, match="budget of 0 tokens per rank: at least 1"):
+    with pytest.raises(PlanError, match=r"rank_tokens is 0: .* greater than or equal to 1"):
         Budget(rank_tokens=0)
 
 
@@ -334,3 +334,10 @@ def test_a_plan_for_hierarchical_dispatch_is_cheaper_there():
     once = predict(static, demand, hierarchical, SMALL)
     rows = once.bytes.rows.between / SMALL.row_bytes
     assert rows / (4 * once.cross_node_token_slots) == pytest.approx(share, rel=0.02)
+
+
+def test_what_is_no_demand_cluster_or_budget_is_one_sentence():
+    demand = make_demand(64, 2, 16, 2, 8, 0)
+    for arguments in ((demand.counts_SLE, cluster(1, 8)), (demand, "h100x8"), (demand, cluster(1, 8), "eplb")):
+        with pytest.raises(PlanError, match="in place of a"):
+            plan_step(*arguments)

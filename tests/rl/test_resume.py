@@ -6,10 +6,14 @@ import random
 import shutil
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 
+from relibra.cluster import Link, cluster_preset, write_cluster
+from relibra.planning.plan_files import read_plan
 from relibra.reporting.data.metrics import read_metrics
+from relibra.rl.run.step_trace import step_folders
 from relibra.routing.trace_files import read_trace
 from tests.rl.ranks_at_work import assert_same_bits, comparable, outcome_of, run_alone, run_on_ranks
 from tests.rl.runs import LongRun, check_samples, check_whole, make_user_task, run_command, train, wait_until_gone
@@ -31,7 +35,7 @@ TPPO = (
 
 
 def shards_of(run):
-    return {path.relative_to(run): path.read_bytes() for path in sorted((run / "traces").rglob("*.safetensors"))}
+    return {path.relative_to(run): path.read_bytes() for path in sorted((run / "traces").rglob("rank-*.safetensors"))}
 
 
 def test_a_run_killed_six_times_ends_as_one_that_never_was(tmp_path):
@@ -145,6 +149,28 @@ def test_a_run_goes_on_on_another_number_of_ranks(tmp_path):
         for step, own in enumerate(ids):
             assert live <= set(own) or step != before, "a response that was under way is lost"
             assert len(own) == 8
+
+
+def test_lasting_replicas_are_there_after_a_resume(tmp_path):
+    slow = replace(
+        cluster_preset("h100x8", 2, 2),
+        name="slow computing, free copies",
+        peak_flops_per_second=1e6,
+        intra=Link(latency_seconds=0.0, bytes_per_second=1e15),
+        layer_seconds=0.0,
+    )
+    write_cluster(tmp_path / "slow.toml", slow)
+    settings = ("plan.lasting=true", f"plan.cluster={tmp_path / 'slow.toml'}", "run.steps=6", "trace.keep=9")
+    case = (*settings, "checkpoint.every=3", "checkpoint.keep=9")
+    whole = run_on_ranks(2, {"run": case}, tmp_path)["run"]
+    plans = [read_plan(folder / "plan.safetensors") for _, folder in step_folders(whole.run / "traces")]
+    assert [plan.balancer for plan in plans] == ["relibra", *["lasting residents"] * 5]
+    assert all(plan.num_copies for plan in plans)
+    rewound(whole.run, 3)
+    again = run_on_ranks(2, {"run": case}, tmp_path)["run"]
+    assert_same_bits(whole, again)
+    later = [read_plan(folder / "plan.safetensors") for _, folder in step_folders(again.run / "traces")]
+    assert [plan.digest() for plan in later] == [plan.digest() for plan in plans]
 
 
 def test_responses_that_were_passed_over_begin_after_a_resume(tmp_path):

@@ -42,7 +42,7 @@ def rows_of(run):
 
 
 def shards_of(run):
-    return {path.relative_to(run): path.read_bytes() for path in sorted((run / "traces").rglob("*.safetensors"))}
+    return {path.relative_to(run): path.read_bytes() for path in sorted((run / "traces").rglob("rank-*.safetensors"))}
 
 
 def test_stdout_is_the_outcome_and_nothing_else(done, run):

@@ -75,8 +75,8 @@ class PlanExecution:
         are not those of the plan, all ranks run this micro-batch at home.
 
         number    micro-batch of the plan, from 0
-        routes    recorded routes of this rank's batch. Rows of samples that are not valid, such as last tokens, go
-                  where the router sends them, at home; no expert computes padding. None: this rank has no sample here
+        routes    recorded routes of this rank's batch. Rows of samples without a route, such as last tokens, run at
+                  the homes that the router picks; no expert computes padding. None: this rank has no sample here
         raises    EngineError inside another micro-batch, for a number that a followed plan does not have, or when a
                   peer is gone
         """
@@ -99,7 +99,7 @@ class PlanExecution:
                 yield replay
             executed.slots.end_pass()
         except BaseException:
-            self.forget_weights()
+            executed.slots.forget_weights()
             # Errors of FSDP's own collectives do not say where they happened.
             layers = [event.layer for event in self.timeline().events if event.layer >= 0]
             place = Place(state.rank, layers[-1] if layers else -1, number)  # of the last exchange
@@ -162,11 +162,6 @@ class PlanExecution:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 agreement.last_forward = LastForward.WITH_GRADIENTS
                 _register_first_hook(tensor, begin)
-
-    def forget_weights(self) -> None:
-        """Mark the weights in all slots as outdated: the step is over or has failed."""
-        self._executed.slots.forget_weights()
-        self._executed.state.forget()
 
     def _begin_forward(self) -> None:
         """Note, once per micro-batch, that its forward pass begins."""
@@ -243,7 +238,7 @@ def execute_plan(
             handle.remove()
         for layer in executed.layers:
             layer.runner = None
-        execution.forget_weights()
+        executed.slots.forget_weights()
 
 
 def _begin(

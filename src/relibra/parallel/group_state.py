@@ -89,11 +89,6 @@ class GroupState:
             self._push.finish()
             self._push = None
 
-    def forget(self) -> None:
-        """Note that the weights of all layers' slots are outdated: a step is over or has failed."""
-        if self.buffer is not None:
-            self.buffer.forget()
-
 
 def _make_push_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """Make a second group of the ranks of each expert-parallel group and return that of this rank; collective."""

@@ -200,7 +200,7 @@ def balance_live(
     finally:
         for layer in live.layers:
             layer.runner = None
-        live.slots.state.forget()
+        live.slots.forget_weights()
 
 
 def _begin_live(

@@ -1,4 +1,4 @@
-"""`PlannedMicroBatch`: what one rank prepares of a micro-batch before its first layer runs."""
+"""`ExecutedPlan` of a model, and `PlannedMicroBatch`: what a rank prepares before the first layer runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ExecutedPlan:
 
     layers      of the model, by position in the plan
     layer_ids   their decoder layers; a plan that is not followed may have others
-    source      plan and demand as the user gave them
+    source      plan and demand as the user gave them; `plan` has replicas in the slots where they are executed
     demand      under the schedule of the plan; None: the plan is not followed, every expert runs at home
     chunk       token-slots of a chunk of canonical sums (`canonical.py`); None: fast sums
     routes      of micro-batches that are prepared ahead, in the order in which they run

@@ -94,7 +94,7 @@ class Preparation:
         """
         assert self._step is not None, "a step has begun"
         self._kept.pop(number, None)
-        self._drop_latest()
+        self._keep_first()
         reference = None if routes is None else weakref.ref(routes)
         self._kept[number] = _Kept(reference, self._thread.submit(self._prepare, self._step, number, routes))
 
@@ -116,10 +116,10 @@ class Preparation:
     def _forget(self, _reference: object = None) -> None:
         self._kept, self._kept_for = {}, None
 
-    def _drop_latest(self) -> None:
-        """Drop finished preparations until those left have at most `KEPT_BYTES`; the latest, which runs now, stays.
+    def _keep_first(self) -> None:
+        """Drop finished preparations, the last but one first, until those left have at most `KEPT_BYTES`.
 
-        Those before it are dropped, the first ones kept: the next pass runs the same micro-batches in the same order.
+        The first ones stay: the next pass runs the same micro-batches in the same order.
         """
         done = {number: kept.rows for number, kept in self._kept.items() if kept.rows.done()}
         nbytes = {number: 0 if _failed(rows) else rows.result().numbers.nbytes for number, rows in done.items()}

@@ -28,6 +28,9 @@ from relibra.routing.demand import ScheduledDemand
 
 _STATE_BYTES = 18
 """Per parameter of an expert at home: weights and gradient for computing, fp32 master, moments and gradient sum."""
+LASTING = "lasting residents"
+"""Balancer of a plan over residents."""
+_WORTH_PLANNING = 0.05
 _FOR_SLOTS = 0.5
 """Share of the memory beside experts at home that slots may take where nothing is known of the rest of the model."""
 
@@ -55,22 +58,23 @@ def plan_step(
     expert        sizes of one expert; None: those of Qwen3-30B-A3B, and `StepPlan.assumed_model` names it
     previous      current homes, for example the plan of the last step; None: the static layout
     history_MLE   loads of earlier micro-batches, for balancers that see "history"; None: they plan from even loads
-    residents     homes and replicas chosen from an earlier step (`choose_residents`): only token-slots are split
+    residents     current homes, and replicas chosen from an earlier step (`choose_residents`): only token-slots are
+                  split, unless the budget allows fewer slots or less memory or the balancer is another one
     never_worse   False: return the plan of the balancer even if one without replicas is cheaper, to compare balancers;
                   so does a balancer that evens token-slots out (`Balancer.for_tokens`)
     raises        PlanError when sizes of demand, cluster and budget disagree
     """
-    budget = budget or Budget()
+    budget, previous = budget or Budget(), residents or previous
     _check(demand, cluster, budget, previous, history_MLE)
     if balancer not in BALANCERS:
         raise PlanError(f"balancer {balancer!r} is unknown: allowed are {', '.join(BALANCERS)}")
     start = time.perf_counter()
     shape = expert or EXPERT_SHAPES[DEFAULT_MODEL]
     request = _request(demand, cluster, budget, shape, previous, history_MLE, BALANCERS[balancer])
-    if residents is None:
+    if residents is None or balancer != "relibra" or not lasting.fits(request, residents):
         plan = _finished_plan(balancer, BALANCERS[balancer].decide(request), request)
     else:
-        plan = _finished_plan("lasting residents", split_over(request, residents), request)
+        plan = _finished_plan(LASTING, split_over(request, residents), request)
     if never_worse and balancer != "static" and not BALANCERS[balancer].for_tokens:
         plan = _plan_or_bare_homes(plan, request)
     return replace(plan, plan_seconds=time.perf_counter() - start, assumed_model="" if expert else DEFAULT_MODEL)
@@ -81,11 +85,16 @@ def choose_residents(
 ) -> Residents | None:
     """Return replicas for later steps, chosen from the step of a plan, under its homes; for `plan_step(residents=...)`.
 
-    None for a plan without slots of layers.
+    None for a plan without slots of layers, and where replicas that lasted no longer suit: the step planned whole would
+    take `_WORTH_PLANNING` of the seconds less.
 
     demand   that the plan was made for
     """
     request = _request(demand, cluster, budget, expert, plan, None, BALANCERS["relibra"])
+    if plan.balancer == LASTING:
+        whole = plan_step(demand, cluster, budget, expert=expert, previous=plan)
+        if _seconds(whole.predicted, request) < (1 - _WORTH_PLANNING) * _seconds(plan.predicted, request):
+            return None
     return lasting.choose_residents(request, plan)
 
 
@@ -126,6 +135,12 @@ def _check(
     previous: Homes | None,
     history_MLE: ndarray | None,
 ) -> None:
+    for value, kind in ((demand, ScheduledDemand), (cluster, Cluster), (budget, Budget)):
+        if not isinstance(value, kind):
+            raise PlanError(
+                f"a {type(value).__name__} in place of a {kind.__name__}: plan_step takes a demand with a schedule "
+                "(Demand.with_schedule), a cluster (cluster_preset, read_cluster) and a Budget(...)"
+            )
     if demand.tokens_MLRE.shape[2] != cluster.num_ranks:
         raise PlanError(
             f"the demand is scheduled on {demand.tokens_MLRE.shape[2]} ranks, cluster {cluster.name!r} has "

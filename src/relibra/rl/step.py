@@ -164,6 +164,8 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
     rollout = replace(rollout, responses=[_without_routes(response) for response in rollout.responses])
     routed = sum(response.experts_mLK.nbytes for response in kept if response.experts_mLK is not None)
     batch, recomputed = _build_and_recompute(learner, progress, kept, config, clock)
+    with clock.stage("trace"):
+        traces.write_plan(step, batch.plan, batch.demand)
     progress, credit, value_metrics = _run_value_model(step, learner, progress, batch.responses, config, clock)
     credit = credit or broadcast_advantages(batch.responses, advantage_of)
     batch = _with_targets(learner, batch, recomputed, credit, config, clock)

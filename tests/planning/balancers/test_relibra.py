@@ -138,7 +138,7 @@ def test_moves_are_charged_to_the_steps_that_they_serve():
 def test_a_sample_ends_with_a_group_and_pays_its_share_of_moves(per_group, kept):
     request = ask(np.ones((100, 8, 2, 4)), 1, slots=1, steps_served=12)
     demand = replace(request.demand, group_M=(np.arange(100) // per_group).astype(np.int32))
-    probe = probe_of(request, demand)
+    probe = probe_of(replace(request, demand=demand))
     assert probe.demand.tokens_MLRE.shape[:2] == (kept, 6)
     assert probe.budget.steps_served == round(12 * 100 / kept)
 

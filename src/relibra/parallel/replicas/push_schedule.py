@@ -21,7 +21,7 @@ class PushSchedule:
     backward   before_layer      this layer again, unless its weights are still in the slots
                after_gradients   previous layer that lacks weights: the gradients of this one have left the slots
 
-    Early pushes need slots, whose types the first layer with replicas shows when it runs.
+    Early pushes begin once a layer with replicas has run and shown the types of slots.
 
     tables_L        by position of the layer
     homes_L         functions that return the local parameters of each layer

@@ -130,7 +130,7 @@ class LayerReplicas:
 class AddReplicaGradients(torch.autograd.Function):
     """Homes as they are, and an anchor (0). Backward adds the gradients of replicas to those of the homes.
 
-    What reads the anchor sends gradients in its backward pass; by reading it, its backward pass runs before this one.
+    The sender of gradients reads the anchor, so its backward pass runs before this one, which waits.
     """
 
     @staticmethod
@@ -170,7 +170,7 @@ class RefillSlots(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, replicas: LayerReplicas, num_outputs: int, *outputs_and_slots: Tensor) -> tuple[Tensor, ...]:
-        """Return views of the outputs; by the slots behind them this runs before the backward pass of replicas."""
+        """Return views of the outputs; as this reads the slots, its backward pass runs before that of replicas."""
         ctx.replicas, ctx.num_slots = replicas, len(outputs_and_slots) - num_outputs
         return tuple(output.view_as(output) for output in outputs_and_slots[:num_outputs])
 

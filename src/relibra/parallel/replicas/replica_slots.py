@@ -127,11 +127,11 @@ class ReplicaSlots:
     def forget_weights(self) -> None:
         """Note that all weights are outdated.
 
-        The next push finishes those under way: later ones could match the messages of dropped ones.
+        A push under way is not dropped: the next one waits for it, or it could match the wrong messages.
         """
-        shared = self.state.buffer if self.residency is None else None
-        for buffer in self._of_layers.values() if shared is None else [shared]:
-            buffer.forget()
+        for buffer in (self.state.buffer, *self._of_layers.values()):
+            if buffer is not None:
+                buffer.forget()
 
     def digest(self) -> int:
         """Return a number that ranks compare: they have made the same passes. 0 where nothing is kept."""

@@ -26,7 +26,7 @@ from relibra.planning.traffic.rank_tables import Push
 class Settled(NamedTuple):
     """What becomes of the sums in one layer's resident slots in the backward pass of a micro-batch, on all ranks.
 
-    before   sums of other experts, which go home before gradients of this micro-batch are added
+    before   sums of experts that lose their slots; they go home before this micro-batch's are added
     fresh    (rank, slot) where this micro-batch adds the first gradient of a sum
     after    sums that are complete with this micro-batch, and go home
     """
@@ -62,7 +62,7 @@ class Residency:
         return bool((self._replica_MLRB[micro_batch, layer] >= 0).any())
 
     def begin_forward(self, micro_batch: int, *, training: bool) -> bool:
-        """Return whether a new round begins: in another group, or a second time, when weights may have changed.
+        """Return whether a new round begins: another group, or this micro-batch again (weights may differ).
 
         training   whether the pass has gradients. A repeated pass without gradients begins a new round only if no
                    gradients wait
@@ -132,10 +132,10 @@ def keep_slots(plan: StepPlan) -> StepPlan:
 
     A plan says which experts are in the resident slots of a rank, not in which of them one stays.
     """
-    A, group_M = plan.slots, _groups(plan)
+    B, group_M = plan.slots, _groups(plan)
     replica_MLRB, quota_MLRB = plan.replica_MLRB.copy(), plan.quota_MLRB.copy()
     for m in range(1, len(group_M)):
-        if A > 1 and group_M[m] == group_M[m - 1]:
+        if B > 1 and group_M[m] == group_M[m - 1]:
             order_LRB = _kept_order(replica_MLRB[m - 1], replica_MLRB[m])
             for array_MLRB in (replica_MLRB, quota_MLRB):
                 array_MLRB[m] = np.take_along_axis(array_MLRB[m], order_LRB, axis=-1)
@@ -144,10 +144,10 @@ def keep_slots(plan: StepPlan) -> StepPlan:
 
 def _kept_order(before_LRB: Int16[ndarray, "L R B"], now_LRB: Int16[ndarray, "L R B"]) -> Int64[ndarray, "L R B"]:
     """Return which entry of `now` goes into each slot: experts that stay into their old slot, others into the rest."""
-    A = before_LRB.shape[-1]
+    B = before_LRB.shape[-1]
     same_LRBX = (before_LRB[..., :, None] == now_LRB[..., None, :]) & (now_LRB[..., None, :] >= 0)
-    slot_key_LRB = np.where(same_LRBX.any(axis=-1), 0, A) + np.arange(A)
-    entry_key_LRX = np.where(same_LRBX.any(axis=-2), same_LRBX.argmax(axis=-2), A + np.arange(A))
+    slot_key_LRB = np.where(same_LRBX.any(axis=-1), 0, B) + np.arange(B)
+    entry_key_LRX = np.where(same_LRBX.any(axis=-2), same_LRBX.argmax(axis=-2), B + np.arange(B))
     order_LRB = np.empty(now_LRB.shape, dtype=np.int64)
     np.put_along_axis(order_LRB, np.argsort(slot_key_LRB, axis=-1), np.argsort(entry_key_LRX, axis=-1), axis=-1)
     return order_LRB

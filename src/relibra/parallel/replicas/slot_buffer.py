@@ -33,7 +33,7 @@ class SlotBuffer:
         self._user: object = None
 
     def lacks(self, pushes: Sequence[Push]) -> bool:
-        """Return whether a layer with these replicas may have to push: slots of all layers hold what another left."""
+        """Return whether a layer with these replicas may need a push; in slots of all layers always."""
         return bool(self._missing(pushes)) if self.of_layer else bool(pushes)
 
     def claim(self, pushes: Sequence[Push], user: object) -> list[Push]:

@@ -109,6 +109,8 @@ def _replica_sentences(
         away = [int(r) for r in ranks if r // plan.ranks_per_node != home // plan.ranks_per_node]
         if before_R[home] > mean:
             why = f"its home, rank {home}, is at {before_R[home] / mean:.2f} x mean"
+        elif any(choice.traffic_slots and choice.micro_batches_L[index] for choice in plan.considered_layers):
+            why = "token-slots of that rank or node then need not travel to its home, or its home makes room for others"
         else:
             why = f"its home, rank {home}, makes room for load of busier ranks"
         network = f"; rank {', '.join(map(str, away))} on another node than its home" if away else ""
@@ -119,6 +121,8 @@ def _replica_sentences(
 
 def _why_none(plan: StepPlan, index: int, micro_batch: int, busiest: int) -> str:
     bound = int(plan.bound_ML[micro_batch, index])
+    if " (instead of " in plan.balancer:
+        return "no replicas: the plan with them would take more seconds"
     if plan.slots == 0:
         return "no replicas: the plan has no spare slots"
     if bound >= busiest:

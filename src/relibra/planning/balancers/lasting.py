@@ -13,10 +13,10 @@ import numpy as np
 from jaxtyping import Int16
 from numpy import ndarray
 
-from relibra.errors import PlanError
 from relibra.planning.balancer import PlacementRequest
 from relibra.planning.balancers.layer_plans import LayerChoice, SlotChoice, cheapest_layers, plan_layers
 from relibra.planning.balancers.relibra import TOLERANCES, layer_choices
+from relibra.planning.costs.copies import memory_of_slots
 from relibra.planning.placement import Homes, Placement
 from relibra.planning.plan import StepPlan
 from relibra.routing.demand import ScheduledDemand
@@ -79,16 +79,15 @@ def _totals(demand: ScheduledDemand) -> ScheduledDemand:
     )
 
 
-def split_over(request: PlacementRequest, residents: Residents) -> Placement:
-    """Return the placement of a step under given homes and replicas: the cheapest split of each layer's token-slots.
+def fits(request: PlacementRequest, residents: Residents) -> bool:
+    """Return whether the limits of a step allow the slots of residents."""
+    (layers, _, slots), most = residents.replica_LRB.shape, request.budget.slots
+    fits_memory = memory_of_slots(slots, layers, request.expert) <= request.memory_gib * 2**30
+    return fits_memory and (most is None or slots <= most)
 
-    raises   PlanError for residents of other layers or ranks
-    """
-    if residents.replica_LRB.shape[:2] != request.demand.tokens_MLRE.shape[1:3]:
-        raise PlanError(
-            f"residents of {len(residents.replica_LRB)} layers on {residents.num_ranks} ranks do not fit a demand of "
-            f"{request.demand.tokens_MLRE.shape[1:3]}: choose them from a step of the same model and ranks"
-        )
+
+def split_over(request: PlacementRequest, residents: Residents) -> Placement:
+    """Return the placement of a step under given homes and replicas: the cheapest split of each layer's token-slots."""
     held_LRB, home_LE = residents.replica_LRB, residents.home_LE.astype(np.int64)
     slots = SlotChoice(number=held_LRB.shape[2], resident=True)
     tolerances = [None, *(request.budget.tolerance * share for share in TOLERANCES)]

@@ -38,8 +38,8 @@ class LayerChoice:
     """One way to place a layer's experts and replicas.
 
     homes           whether experts are dealt again
-    traffic_slots   slots that hold the experts that a domain's own token-slots want most: a node, or a rank of a single
-                    node. The others even out loads
+    traffic_slots   slots for the experts that token-slots of a node (or rank, on a single node) choose most. The
+                    others even out loads
     tolerance       accepted load of the busiest rank above the mean, as a share; None: no replicas
     cross_node      replicas may be on nodes without the expert
     """
@@ -55,8 +55,8 @@ class LayerPlans:
     """Homes and replicas of every layer by one choice, and their seconds.
 
     seconds_ML   compute, exchange, and waits for copies that do not depend on other layers; no moves
-    queue_ML     waits for pushes into slots of layers, which are one queue over all layers: as long as they are if
-                 every layer follows the same choice
+    queue_ML     waits for pushes of all layers into their slots, which share one queue; priced as if every layer
+                 followed this choice
     moves_L      each layer's moves of homes, spread evenly over ranks and the steps that new homes serve
     """
 

@@ -1,4 +1,4 @@
-"""relibra: the cheapest plan of a step under the cost model. `decide` is the whole decision, read from top to bottom.
+"""relibra: the cheapest plan of a step under the cost model. `decide` is the decision, read from top to bottom.
 
 Known routes say what every rank computes and sends in the coming step, so plans are priced before it runs, and the
 cheapest is kept:
@@ -43,6 +43,8 @@ _WORTH_SLOTS = 0.001
 """Share of the seconds that more slots must save: they take memory."""
 _NEARLY_CHEAPEST = 0.08
 """Share above the cheapest number of slots up to which others are priced with packed samples too."""
+_FINALISTS, _FINAL = 4_000, 0.015
+"""Layers x micro-batches up to which all numbers of slots within this share of the cheapest are planned whole."""
 TOLERANCES = (1, 5, 20)
 """Accepted unevenness that is tried, as multiples of the budget's tolerance."""
 _WORTH_MOVING_AGAIN = 0.05
@@ -50,19 +52,15 @@ _WORTH_MOVING_AGAIN = 0.05
 _PROBE_LAYERS, _PROBE_MICRO_BATCHES, _PACKED_LAYERS = 6, 32, 12
 _LARGE_STEP = 1024
 """Layers x micro-batches above which samples have half as many micro-batches."""
-_ALL_LAYERS_BUDGET = 12_000
-"""Layers x micro-batches x choices that are priced on all layers; 2 to 16 choices."""
+_ALL_LAYERS_BUDGET = 20_000
+"""Layers x micro-batches x choices that are priced on all layers; 2 to 20 choices."""
 
 
 def decide(request: PlacementRequest) -> Placement:
-    """Return the cheapest placement found.
-
-    First the number of slots, priced on a probe; then numbers within 8 % of the cheapest with both schedules; then the
-    layers, each by the choices that were the cheapest most often on the probe.
-    """
-    probe = probe_of(request, request.demand)
-    tried = [_try_slots(probe, probe.demand, slots) for slots in slot_choices(request)]
-    best = _cheapest({one: one.seconds for one in tried})
+    """Return the cheapest placement found: first slots are chosen, on a probe; then the schedule; then the layers."""
+    probe = probe_of(request)
+    tried = [_try_slots(probe, slots) for slots in slot_choices(request)]
+    least = min(one.seconds for one in tried)
     number = _number_of_choices(request.demand)
 
     schedules = {"kept": request.demand}
@@ -74,39 +72,38 @@ def decide(request: PlacementRequest) -> Placement:
             for name, demand in schedules.items()
         }
         for one in tried
-        if one.seconds <= (1 + _NEARLY_CHEAPEST) * best.seconds
+        if one.seconds <= (1 + _NEARLY_CHEAPEST) * least
     }
-    best = _cheapest({one: min(seconds.values()) for one, seconds in priced.items()})
-    seconds, winners = priced[best], best.winners(number)
-    schedule = min(seconds, key=seconds.__getitem__)
-    demand = schedules[schedule]
-
-    plans = {choice: plan_layers(request, demand, best.slots, choice) for choice in winners}
-    layers = _mix(request, demand, best.slots, plans)
+    planned: dict[_Tried, tuple[_Tried, str]] = {}
+    for one in _finalists(request, {one: min(seconds.values()) for one, seconds in priced.items()}):
+        name = min(priced[one], key=priced[one].__getitem__)
+        plans = {choice: plan_layers(request, schedules[name], one.slots, choice) for choice in one.winners(number)}
+        planned[_mix(request, schedules[name], one.slots, plans)] = one, name
+    best = _cheapest({whole: whole.seconds for whole in planned})
+    on_probe, schedule = planned[best]
     return request.placement(
-        layers.home_LE,
-        layers.replica_MLRB,
-        layers.quota_MLRB,
-        schedule=demand,
+        best.cheapest.home_LE,
+        best.cheapest.replica_MLRB,
+        best.cheapest.quota_MLRB,
+        schedule=schedules[schedule],
         resident=best.slots.resident,
         scope="cluster",
-        considered=_considered(request, tried, best, schedule, seconds),
-        considered_layers=_considered_layers(plans, layers),
+        considered=_considered(request, tried, on_probe, schedule, priced[on_probe]),
+        considered_layers=_considered_layers(best.plans, best.cheapest),
     )
 
 
 def slot_choices(request: PlacementRequest) -> list[SlotChoice]:
-    """Return the numbers of slots that limits and memory allow, the fewest bytes first."""
-    most = request.budget.slots
+    """Return the numbers of slots that are tried: none, shared ones, and slots of layers as far as memory allows."""
+    elsewhere = request.previous.num_experts - request.previous.num_experts // request.cluster.num_ranks
+    most = elsewhere if request.budget.slots is None else min(elsewhere, request.budget.slots)
     choices = [SlotChoice(number=0, resident=False)]
     choices += [SlotChoice(number=number, resident=False) for number in SHARED_NUMBERS]
     choices += [SlotChoice(number=number, resident=True) for number in RESIDENT_NUMBERS]
-    elsewhere = request.previous.num_experts - request.previous.num_experts // request.cluster.num_ranks
     return [
         slots
         for slots in choices
-        if slots.number <= min(elsewhere, elsewhere if most is None else most)
-        and (not slots.resident or _gib(request, slots) <= request.memory_gib)
+        if slots.number <= most and (not slots.resident or _gib(request, slots) <= request.memory_gib)
     ]
 
 
@@ -124,7 +121,7 @@ def layer_choices(request: PlacementRequest, slots: SlotChoice) -> list[LayerCho
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Tried:
-    """One choice for the step, with the cheapest choices of its layers, priced on the probe."""
+    """One choice of slots, with the cheapest choices of its layers: on the probe, or for all layers."""
 
     slots: SlotChoice
     plans: dict[LayerChoice, LayerPlans]
@@ -138,7 +135,8 @@ class _Tried:
         wins = {choice: int(follows_ML.sum()) for choice, follows_ML in _followed(self.plans, self.cheapest).items()}
         chosen = sorted((choice for choice in wins if wins[choice]), key=lambda choice: -wins[choice])[:most]
         if not any(choice.homes == "stay" for choice in chosen):
-            chosen.append(max((choice for choice in self.plans if choice.homes == "stay"), key=wins.__getitem__))
+            stay = {choice: plan.seconds_L.sum() for choice, plan in self.plans.items() if choice.homes == "stay"}
+            chosen.append(min(stay, key=stay.__getitem__))
         return chosen
 
 
@@ -152,42 +150,49 @@ def _followed(plans: dict[LayerChoice, LayerPlans], layers: LayerPlans) -> dict[
     return found
 
 
-def _try_slots(request: PlacementRequest, demand: ScheduledDemand, slots: SlotChoice) -> _Tried:
+def _try_slots(probe: PlacementRequest, slots: SlotChoice) -> _Tried:
     """Price choices of the layers, one property after another: traffic, then tolerance, then homes."""
-    plans: dict[LayerChoice, LayerPlans] = {}
+    plans, demand = dict[LayerChoice, LayerPlans](), probe.demand
 
     def add(choices: Iterable[LayerChoice]) -> None:
-        plans.update({choice: plan_layers(request, demand, slots, choice) for choice in choices if choice not in plans})
+        plans.update({choice: plan_layers(probe, demand, slots, choice) for choice in choices if choice not in plans})
 
     def best_two() -> list[LayerChoice]:
         cost = {choice: float(plan.seconds_L.sum()) for choice, plan in plans.items() if choice.tolerance is not None}
         return sorted(cost, key=cost.__getitem__)[:2]
 
-    add([LayerChoice(), *layer_choices(request, slots)])
-    tolerances = [request.budget.tolerance * share for share in TOLERANCES]
+    add([LayerChoice(), *layer_choices(probe, slots)])
+    tolerances = [probe.budget.tolerance * share for share in TOLERANCES]
     add(replace(choice, tolerance=tolerance) for choice in best_two() for tolerance in tolerances)
-    if request.budget.move_homes:
-        homes: tuple[HomeMoves, ...] = ("in nodes", "over nodes") if request.cluster.num_nodes > 1 else ("in nodes",)
+    if probe.budget.move_homes:
+        homes: tuple[HomeMoves, ...] = ("in nodes", "over nodes") if probe.cluster.num_nodes > 1 else ("in nodes",)
         add(replace(choice, homes=name) for choice in [*best_two(), LayerChoice()] for name in homes)
-    cheapest = _mix(request, demand, slots, plans)
-    return _Tried(slots=slots, plans=plans, cheapest=cheapest, seconds=step_seconds(request, demand, slots, cheapest))
+    return _mix(probe, demand, slots, plans)
+
+
+def _finalists(request: PlacementRequest, seconds: dict[_Tried, float]) -> list[_Tried]:
+    """Return the choices that are planned for all layers: all that are nearly the cheapest, one of a large step."""
+    if len(request.demand.layer_ids) * len(request.demand.tokens_MLRE) > _FINALISTS:
+        return [_cheapest(seconds)]
+    least = min(seconds.values())
+    return [one for one in seconds if seconds[one] <= (1 + _FINAL) * least]
 
 
 def _mix(
     request: PlacementRequest, demand: ScheduledDemand, slots: SlotChoice, plans: dict[LayerChoice, LayerPlans]
-) -> LayerPlans:
+) -> _Tried:
     """Return the cheapest combination of layer choices found.
 
-    Where homes move, the same without moves is tried too: the busiest rank's moves take longer than those of a mean
-    rank, as layers count them.
+    Where homes move, the mix without moves is priced too: layers count moves of a mean rank, the step those of the
+    busiest.
     """
-    worth_moving = _WORTH_MOVING_AGAIN if request.warm else 0.0
-    layers = cheapest_layers(plans, demand, slots, worth_moving=worth_moving)
-    if not layers.moves_L.any():
-        return layers
-    stay = {choice: plan for choice, plan in plans.items() if choice.homes == "stay"}
-    mixes = (layers, cheapest_layers(stay, demand, slots, worth_moving=worth_moving))
-    return min(mixes, key=lambda mix: step_seconds(request, demand, slots, mix))
+    mixes = [cheapest_layers(plans, demand, slots, worth_moving=_WORTH_MOVING_AGAIN if request.warm else 0.0)]
+    if mixes[0].moves_L.any():
+        stay = {choice: plan for choice, plan in plans.items() if choice.homes == "stay"}
+        mixes.append(cheapest_layers(stay, demand, slots, worth_moving=0.0))
+    seconds = [step_seconds(request, demand, slots, mix) for mix in mixes]
+    best = int(np.argmin(seconds))
+    return _Tried(slots=slots, plans=plans, cheapest=mixes[best], seconds=seconds[best])
 
 
 def _cheapest(seconds: dict[_Tried, float]) -> _Tried:
@@ -216,16 +221,16 @@ def _seconds_of_schedule(
     layers = _some_layers(request, _PROBE_LAYERS)
     few = replace(request, demand=demand).of_layers(layers)
     plans = {choice: plan_layers(few, few.demand, slots, choice) for choice in choices}
-    seconds = step_seconds(few, few.demand, slots, _mix(few, few.demand, slots, plans))
-    return seconds * len(request.demand.layer_ids) / len(layers)
+    return _mix(few, few.demand, slots, plans).seconds * len(request.demand.layer_ids) / len(layers)
 
 
-def probe_of(request: PlacementRequest, demand: ScheduledDemand) -> PlacementRequest:
+def probe_of(request: PlacementRequest) -> PlacementRequest:
     """Return the request for a few layers, evenly spaced, and the first micro-batches up to the end of a group.
 
     `steps_served` grows with the micro-batches left out, so that those kept pay their share of the moves.
     """
-    M, L, served = len(demand.tokens_MLRE), len(demand.layer_ids), request.budget.steps_served
+    demand, served = request.demand, request.budget.steps_served
+    M, L = demand.tokens_MLRE.shape[:2]
     number = _PROBE_MICRO_BATCHES // (2 if M * L > _LARGE_STEP else 1)
     if number < M:
         group_M = np.zeros(M, dtype=np.int32) if demand.group_M is None else demand.group_M
@@ -243,7 +248,7 @@ def _some_layers(request: PlacementRequest, number: int) -> Int64[ndarray, " l"]
 
 def _number_of_choices(demand: ScheduledDemand) -> int:
     M, L, _ = demand.load_MLE.shape
-    return int(np.clip(_ALL_LAYERS_BUDGET // max(1, M * L), 2, 16))
+    return int(np.clip(_ALL_LAYERS_BUDGET // max(1, M * L), 2, 20))
 
 
 def _gib(request: PlacementRequest, slots: SlotChoice) -> float:
@@ -256,8 +261,7 @@ def _considered(
 ) -> tuple[Considered, ...]:
     """Return what was tried for the step, in seconds of the whole step: estimates from the probe.
 
-    The probe's seconds are scaled to the schedule that was kept, which all layers of the probe and all micro-batches
-    were priced for.
+    The probe's seconds are scaled so that the best choice has its seconds of all micro-batches in the given order.
     """
     scale = seconds["kept"] / best.seconds if best.seconds else 1.0
     rows = [

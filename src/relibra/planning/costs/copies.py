@@ -25,7 +25,7 @@ class CopyCosts:
     takes_part_MLR          ranks that send or receive
     sent_MLR, received_MLR  experts that leave and enter a rank
     network_sent_MLR        of those sent, how many go to other nodes
-    from_host_MLR           of those received, how many come from a pool in host memory and from no rank: all or none
+    from_host_MLR           of those received, how many come out of host memory: all (`from_pool`) or none
     bytes_each              of one expert
     """
 

@@ -3,8 +3,7 @@
 Dispatch carries a hidden state from its source rank to the rank that computes it, combine carries one back; in the
 backward pass their gradients travel the same ways reversed. A rank sends one message to every other rank that gets rows
 from it: a link costs alpha x messages + beta x bytes in each direction, both at once; links inside and between nodes
-work at the same time. A node's network is shared by its ranks in fixed parts, so the sum over a node can never be
-slower than its busiest rank.
+work at the same time. Each rank has a fixed part of its node's network, so the busiest rank decides.
 
 With hierarchical dispatch (`planning.traffic.relays`) a token crosses to another node once, whatever ranks compute
 for it there, and is forwarded inside. The stage inside nodes then follows the one between them, and combine runs them
@@ -62,7 +61,7 @@ class ExchangeCosts:
     """Exchanges of rows and of gate weights, one pass each.
 
     stages                       of dispatch, in order; combine runs them in reverse, against the traffic
-    network_out_MLR, network_in_MLR   rows that leave a rank for other nodes and enter it from them, along the traffic
+    network_out_MLR              rows that leave a rank for other nodes, along the traffic
     gates_ML, gates_back_ML      seconds of the gate weights, one number per token-slot, and of their gradients back
     gates_out_MLR, gates_in_MLR  token-slots that leave and enter a rank: gate weights are never shared between choices
     cross_node_ML                token-slots computed on another node than the one they come from
@@ -70,7 +69,6 @@ class ExchangeCosts:
 
     stages: tuple[ExchangeStage, ...]
     network_out_MLR: Float64[ndarray, "M L R"]
-    network_in_MLR: Float64[ndarray, "M L R"]
     gates_ML: Float64[ndarray, "M L"]
     gates_back_ML: Float64[ndarray, "M L"]
     gates_out_MLR: Float64[ndarray, "M L R"]
@@ -151,7 +149,6 @@ def exchange_costs(
     return ExchangeCosts(
         stages=_stages(rows_2ML2R, row_peers_2ML2R, cluster, expert.row_bytes, in_stages=in_stages),
         network_out_MLR=rows_2ML2R[BETWEEN, :, :, OUT],
-        network_in_MLR=rows_2ML2R[BETWEEN, :, :, IN],
         gates_ML=gates.seconds_ML,
         gates_back_ML=gates.back_ML,
         gates_out_MLR=slots_ML2R[:, :, OUT],

@@ -66,7 +66,7 @@ class LayerCosts:
         """Return the seconds that ranks wait for copies, forward and backward, as the executor runs them.
 
         attention_M     forward seconds before the experts of each layer; backward takes twice as long
-        without_queue   leave out waits for pushes before forward, where these can hide
+        without_queue   leave out waits for pushes before forward, if copies can hide
         """
         if not self.hides_copies:
             return self.push.seconds_ML + self.again.seconds_ML + self.gradients.seconds_ML
@@ -77,8 +77,8 @@ class LayerCosts:
         """Return the waits for pushes, which run one after another beside everything before the replicas.
 
         Resident slots are free from the start of the pass, the slots of all layers when results of the layer before are
-        back, and a live balancer pushes after its decision. Pushes between nodes pause while rows travel there: `v`
-        counts the time without rows between nodes.
+        back, and a live balancer pushes after its decision. Pushes between nodes pause while rows cross: `t` is the
+        time of each micro-batch, `v` its time without such rows.
         """
         rows_ML = self.exchange.dispatch_ML + self.exchange.gates_ML
         inside_ML, inside_back_ML = self.exchange.inside_ML

@@ -25,7 +25,7 @@ UNASSIGNED = -1
 class SwapPrices:
     """Prices of a swap of two experts between nodes, in token-slots of the fullest node.
 
-    network   of a token-slot that enters or leaves a node, whichever is more
+    network   of a token-slot that crosses, in the node's busier direction
     move      of an expert that is on another node than before
     """
 

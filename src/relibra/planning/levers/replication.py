@@ -28,7 +28,7 @@ LOAD, FREE = 0, 1
 """Rows of `state_2R`: load of each rank, and its free slots."""
 
 _SCORINGS = 4
-"""1 to 3 are *chain* with different scores (`score_move`); 0 is *threshold* inside a node, and 3 over several nodes."""
+"""1 to 3 are *chain* with different scores (`score_move`); 0: *threshold* in a node; over nodes the same as 3."""
 
 
 def replicate(

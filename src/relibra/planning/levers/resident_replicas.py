@@ -93,32 +93,32 @@ def keep_replicas(
     changes = [] if group_M is None else (np.flatnonzero(np.diff(group_M)) + 1).tolist()
     for first, stop in pairwise([0, *changes, M]):
         one = slice(first, stop)
-        stays_RB = np.full((num_ranks, slots), -1, dtype=np.int64) if held_RB is None else held_RB.astype(np.int64)
+        given_RB = np.full((num_ranks, slots), -1, dtype=np.int64) if held_RB is None else held_RB.astype(np.int64)
         if traffic_slots:
-            stays_RB[:, :traffic_slots] = hottest_remote_experts(
+            given_RB[:, :traffic_slots] = hottest_remote_experts(
                 source_MXE[one].sum(axis=0), home_E, num_ranks // source_MXE.shape[1], traffic_slots
             )
-        ceiling_M = _ceilings(load_ME[one], source_MXE[one], layer, stays_RB, tolerance)
+        ceiling_M = _ceilings(load_ME[one], source_MXE[one], layer, given_RB, tolerance)
         future_ME = _future_need(load_ME[one] / ceiling_M[:, None])
-        arrays = (load_ME[one], source_MXE[one], ceiling_M, future_ME, stays_RB)
+        arrays = (load_ME[one], source_MXE[one], ceiling_M, future_ME, given_RB)
         _keep_in_group(layer, *arrays, held_RB is not None, replica_MRB[one], quota_MRB[one])
     return replica_MRB, quota_MRB
 
 
 def _ceilings(
-    load_ME: ndarray, source_MXE: ndarray, layer: Layer, held_RB: ndarray, tolerance: float
+    load_ME: ndarray, source_MXE: ndarray, layer: Layer, given_RB: ndarray, tolerance: float
 ) -> Int64[ndarray, " M"]:
     """Return which load of the busiest rank is low enough: the mean, or that of the fullest node, and a bit more.
 
-    Nodes are filled by their homes, and by own token-slots of the experts in `held_RB`, which leave other nodes.
+    Nodes are filled by their homes, and by own token-slots of the experts in `given_RB`, which leave other nodes.
     """
-    R, G = len(held_RB), layer.ranks_per_node
+    R, G = len(given_RB), layer.ranks_per_node
     ceiling_M = load_ME.sum(axis=1) / R * (1 + tolerance)
     if not layer.cross_node and R > G:
         node_E = layer.home_E // G
         load_MN = load_ME @ (node_E[:, None] == np.arange(R // G)).astype(np.int64)
         for node in range(source_MXE.shape[1]):
-            held = np.unique(held_RB[node * G : (node + 1) * G])
+            held = np.unique(given_RB[node * G : (node + 1) * G])
             for e in held[held >= 0]:
                 load_MN[:, node] += source_MXE[:, node, e]
                 load_MN[:, node_E[e]] -= source_MXE[:, node, e]
@@ -140,16 +140,16 @@ def _future_need(share_ME: Float64[ndarray, "M E"]) -> Float64[ndarray, "M E"]:
 @compiled
 @no_type_check
 def _keep_in_group(
-    layer, load_ME, source_MXE, ceiling_M, future_ME, traffic_RB, all_stay, replica_MRB, quota_MRB
+    layer, load_ME, source_MXE, ceiling_M, future_ME, given_RB, all_stay, replica_MRB, quota_MRB
 ) -> None:
-    """Fill the slots of one group's micro-batches, in order; `traffic_RB` are the experts that stay in all of them.
+    """Fill the slots of one group's micro-batches, in order; `given_RB` are the experts that stay in all of them.
 
     all_stay   no other expert comes
     """
     M, R, B = replica_MRB.shape
     instances = empty_instances(load_ME.shape[1], R)
-    stays_RB = (traffic_RB >= 0) | all_stay
-    held_RB, tried_RB = traffic_RB.copy(), traffic_RB.copy()
+    stays_RB = (given_RB >= 0) | all_stay
+    held_RB, tried_RB = given_RB.copy(), given_RB.copy()
     for m in range(M):
         load_E, source_XE, ceiling, future_E = load_ME[m], source_MXE[m], ceiling_M[m], future_ME[m]
         before_RB = held_RB.copy()
@@ -160,7 +160,7 @@ def _keep_in_group(
                 for bonus in _BONUSES:
                     tried_RB[:] = before_RB
                     added = _choose_by_chains(
-                        layer, load_E, source_XE, ceiling, future_E, scoring, bonus, traffic_RB, tried_RB, instances
+                        layer, load_E, source_XE, ceiling, future_E, scoring, bonus, given_RB, tried_RB, instances
                     )
                     top = _split(layer, load_E, source_XE, ceiling, tried_RB, instances)
                     cost = max(top, ceiling) / ceiling + PUSH_PRICE * added
@@ -187,15 +187,15 @@ def _split(layer, load_E, source_XE, ceiling, held_RB, instances) -> int:
 @compiled
 @no_type_check
 def _choose_by_chains(
-    layer, load_E, source_XE, ceiling, future_E, scoring, bonus, traffic_RB, held_RB, instances
+    layer, load_E, source_XE, ceiling, future_E, scoring, bonus, given_RB, held_RB, instances
 ) -> int:  # fmt: skip
     """Choose the experts in slots by chains, node by node or over all ranks; return how many are new."""
-    list_instances(layer.home_E, traffic_RB, instances)
+    list_instances(layer.home_E, given_RB, instances)
     assign_tokens(load_E, source_XE, layer.home_E, instances)
     left_E = np.empty(len(load_E), np.int64)
     for e in range(len(load_E)):
         left_E[e] = instances.tokens_ER[e, layer.home_E[e]]
-    R, used_RB, added = len(held_RB), traffic_RB >= 0, 0
+    R, used_RB, added = len(held_RB), given_RB >= 0, 0
     domain = R if layer.cross_node else layer.ranks_per_node
     for low in range(0, R, domain):
         added += choose_anew(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from relibra.rl.run.ranks import broadcast_bytes, broadcast_json, gather_arrays,
 from relibra.routing.demand import Demand, ScheduledDemand, count_token_slots
 from relibra.routing.statistics import count_pairs
 
+_log = logging.getLogger(__name__)
 _PAIR_TOKENS = 1 << 14
 """Most tokens whose pairs of experts one rank counts: 48 layers of 8 choices take about 0.1 s."""
 
@@ -175,7 +177,7 @@ def plan_together(
     plan, static_seconds, lasting = None, 0.0, None
     if dist.get_rank() == 0:
         budget = replace(plan_budget(settings, memory_gib), rank_tokens=rank_tokens)
-        residents = previous if isinstance(previous, Residents) and _may_last(previous, settings) else None
+        residents = previous if isinstance(previous, Residents) and settings.lasting else None
         plan = plan_step(
             demand, cluster, budget, settings.balancer, expert=expert, previous=previous, residents=residents
         )
@@ -193,12 +195,6 @@ def plan_together(
     )
 
 
-def _may_last(residents: Residents, settings: PlanSettings) -> bool:
-    """Return whether settings, which may be others after a resume, still allow these slots of layers."""
-    slots = residents.replica_LRB.shape[2]
-    return settings.lasting and settings.memory_gib != 0 and (settings.slots is None or slots <= settings.slots)
-
-
 def _in_thread(choose: Callable[[], Residents | None]) -> Future[Residents | None]:
     """Return what a thread will choose; it does not keep the process from ending."""
     future: Future[Residents | None] = Future()
@@ -214,6 +210,16 @@ def _in_thread(choose: Callable[[], Residents | None]) -> Future[Residents | Non
 
 
 def exchange_residents(lasting: Future[Residents | None] | None) -> list | None:
-    """Return the experts `[L][R][B]` in lasting slots, chosen on rank 0, on all ranks; None: none. Collective."""
-    chosen = None if lasting is None else lasting.result()
+    """Return the experts `[L][R][B]` in lasting slots, chosen on rank 0, on all ranks; None: none. Collective.
+
+    Where they cannot be chosen, a warning says why: the step that was made counts, and the next one is planned whole.
+    """
+    chosen = None
+    if lasting is not None:
+        try:
+            chosen = lasting.result()
+        except Exception:  # noqa: BLE001 - of the planner's thread
+            _log.warning(
+                "plan.lasting: no replicas could be chosen for the next step, which is planned whole", exc_info=True
+            )
     return broadcast_json(None if chosen is None else chosen.replica_LRB.tolist())

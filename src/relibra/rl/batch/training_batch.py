@@ -93,7 +93,7 @@ def build_batch(
 
     responses   of this rank; where routes are replayed, with validated ones. The list is empty afterwards, so that
                 routes that were sent leave memory
-    previous    plan of the step before; None: experts are where the static layout has them
+    previous    current homes, with replicas that last, if any; None: the static layout
     """
     table = gather_table(responses)
     by_group = config.algorithm.advantage == "group"

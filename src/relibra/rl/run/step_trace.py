@@ -1,4 +1,4 @@
-"""The routes of a step on disk: one shard per rank, and one index over all of them."""
+"""The routes of a step on disk, one shard per rank and one index over all of them, and the plan made from them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from numpy import ndarray
 from safetensors import SafetensorError
 
 from relibra.errors import TraceError
+from relibra.planning.plan import StepPlan
+from relibra.planning.plan_files import write_plan
 from relibra.rl.config.settings import TraceSettings
 from relibra.rl.rollout.response import Response
 from relibra.rl.run.ranks import gather_json, wait_for_ranks
 from relibra.rl.run.run_folder import trace_folder
+from relibra.routing.demand import ScheduledDemand
+from relibra.routing.demand_files import write_demand
 from relibra.routing.trace import RoutingTrace, expert_dtype, hash_tokens
 from relibra.routing.trace_files import SHARD_ROWS, ShardEntry, TraceWriter, index_of, write_index
 
@@ -82,6 +86,17 @@ class StepTraces:
         for number, old in step_folders(self._run / "traces"):
             if number < step and not is_kept(number, self._settings, latest=step):
                 shutil.rmtree(old, ignore_errors=True)
+
+    def write_plan(self, step: int, plan: StepPlan | None, demand: ScheduledDemand | None) -> None:
+        """Write the plan of a step and its demand beside its routes, where these are kept, for `relibra explain`."""
+        folder = trace_folder(self._run, step)
+        if dist.get_rank() != 0 or plan is None or demand is None or not folder.is_dir():
+            return
+        try:
+            write_demand(folder / "plan.demand.safetensors", demand)
+            write_plan(folder / "plan.safetensors", plan)
+        except OSError as error:
+            _log.warning("cannot write the plan of a step to %s (%s): training continues", folder, error.strerror)
 
     def _drop(self, folder: Path, problem: str) -> None:
         """Remove what was written of a trace, and warn unless the trace before was dropped too."""

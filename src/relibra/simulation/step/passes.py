@@ -14,7 +14,7 @@ pass, then when the layer with the replicas before is done with them. Between no
 pauses while these travel there. Gradients leave when the last rank has computed those of its replicas, and arrive
 before rows travel again. The weights of a layer outside of its experts (FSDP) are gathered while the layer before runs,
 the first ones of a pass while all ranks wait. A live balancer decides after the host work of the forward pass, and
-pushes only then. Without overlap all ranks wait for each copy, as in the sums of `planning.predict`.
+pushes only then. Without overlap all ranks wait for each copy.
 """
 
 from __future__ import annotations
