@@ -14,6 +14,8 @@ from functools import partial
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from relibra.errors import EngineError
@@ -22,7 +24,7 @@ from relibra.rl.rollout.served import requests
 from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
 from relibra.rl.rollout.served.dialects import PATHS
 from relibra.rl.rollout.served.engine import ServerEngine
-from relibra.rl.rollout.served.requests import RequestFailed, ServerAddress, request_json
+from relibra.rl.rollout.served.requests import RequestFailed, ServerAddress, parse_in_place, request_json
 from relibra.rl.rollout.served.weights import publish_weights
 from tests.fuzz.servers import RawServer, answer_body, http
 from tests.replay.tiny_models import tiny_model
@@ -105,6 +107,21 @@ def test_an_answer_takes_at_most_twice_its_bytes_in_memory(dialect):
     assert np.array_equal(window.experts_mLK, ids[:, 1:])
     assert len(window.log_probs_w) == new
     assert peak <= 2 * len(text)
+
+
+@given(
+    st.recursive(
+        st.none() | st.text(max_size=5) | st.integers(),
+        lambda x: st.lists(x) | st.dictionaries(st.text('\\"[{:', max_size=3), x),
+        max_leaves=8,
+    )
+)
+def test_routes_in_place_change_nothing_else(rest):
+    value = {"a": rest, "b": ["routed_experts", '"routed_experts": "', rest], "routed_experts": "A" * 80}
+    for indent in (None, 1):
+        found = parse_in_place(json.dumps(value | {"c": {"logprob": 1, "d": rest}}, indent=indent).encode())
+        assert bytes(found.pop("routed_experts")) == b"A" * 80
+        assert found == {"a": rest, "b": value["b"], "c": {"logprob": 1}}
 
 
 def test_no_responses_ask_for_nothing(served):

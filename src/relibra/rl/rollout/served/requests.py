@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import secrets
 import ssl
 import time
 from collections.abc import Mapping
@@ -15,7 +17,6 @@ from typing import Any
 import httpx
 
 from relibra.errors import EngineError
-from relibra.routing.readers.encodings.json_text import parse_in_place
 
 ATTEMPTS = 4
 """Attempts per request; a server that restarts or is full may answer a later one."""
@@ -28,6 +29,10 @@ BUSY = (429, 502, 503, 504)
 """Statuses of a server that may answer a later request."""
 _SHOWN_BYTES = 300
 """Bytes of a refusal, and of an error, that are shown."""
+MAX_CONTAINERS, MAX_REST_BYTES = 1 << 22, 1 << 27
+"""Most lists and objects of an answer, and most bytes besides its routes: values take up to 25 times their bytes."""
+_ROUTES = re.compile(rb'"routed_experts"[ \t\r\n]*:[ \t\r\n]*"')
+"""In valid JSON this is a key and the beginning of its text: inside a text, quotes have a backslash before them."""
 
 
 class RequestFailed(Exception):
@@ -99,8 +104,39 @@ async def request_json(
         raise RequestFailed(why, may_pass=isinstance(error, OSError | httpx.TransportError)) from error
     try:
         return parse_in_place(data or b"{}")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise RequestFailed(f"{type(error).__name__}: {error}", may_pass=False) from error
+
+
+def parse_in_place(data: bytes | bytearray) -> Any:
+    """Return the value of a JSON text, with texts of routes as views of it; of an object with a "logprob" that alone.
+
+    raises    ValueError for what is no JSON, or takes far more memory than routes do
+    """
+    nonce, rest, at = secrets.token_hex(16), bytearray(), 0
+    texts: dict[str, memoryview] = {}
+    while (found := _ROUTES.search(data, at)) and (end := data.find(b'"', found.end())) >= 0:
+        begin, name = found.end(), f"{nonce}:{len(texts)}"
+        whole = data.find(b"\\", begin, end) < 0
+        if whole:
+            texts[name] = memoryview(data)[begin:end]
+        rest += data[at:begin] + (name.encode() if whole else data[begin:end])
+        at = end
+    rest += memoryview(data)[at:]
+    containers = rest.count(b"[") + rest.count(b"{")
+    if containers > MAX_CONTAINERS or len(rest) > MAX_REST_BYTES:
+        raise ValueError(f"the answer has {containers:,} lists and objects in {len(rest):,} bytes besides its routes")
+
+    def with_texts(one: dict[str, Any]) -> dict[str, Any]:
+        if "logprob" in one:  # there are as many as tokens, and the rest takes more memory than the answer
+            return {"logprob": one["logprob"]}
+        routes = one.get("routed_experts")
+        return one | {"routed_experts": texts.get(routes, routes)} if isinstance(routes, str) else one
+
+    try:
+        return json.loads(rest, object_hook=with_texts)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 async def _exchange(client: httpx.AsyncClient, path: str, body: Mapping[str, Any] | None, max_bytes: int) -> bytearray:

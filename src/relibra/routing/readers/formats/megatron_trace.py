@@ -11,22 +11,32 @@ A `.pt` file with the list of `RouterReplay.get_recorded_data()` (0.19.2): one t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
 import numpy as np
+from msgspec import Meta, Raw, Struct
 from numpy import ndarray
 
 from relibra.errors import TraceError
 from relibra.routing.readers.encodings.excerpts import excerpt
-from relibra.routing.readers.encodings.json_text import JsonDocument, iterate_documents
+from relibra.routing.readers.encodings.json_text import decode_lists, iterate_json
 from relibra.routing.readers.encodings.nested_lists import array_of_lists
 from relibra.routing.readers.encodings.torch_archive import TorchArchive
 from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSample
 
 MAX_STEP_LINES = 1 << 20
 """Most lines of a step: micro-batches x layers."""
+
+
+class _Record(Struct):
+    step: int
+    block: Literal["decoder", "mtp"]
+    layer: Annotated[int, Meta(ge=0, lt=1 << 16)]
+    num_tokens: int
+    topk: int
+    top_indices: Raw
 
 
 def read_megatron_trace(path: Path, rules: ImportRules) -> Iterator[RoutedSample]:  # noqa: ARG001 - as every reader
@@ -38,41 +48,29 @@ def read_megatron_trace(path: Path, rules: ImportRules) -> Iterator[RoutedSample
         yield _recorded_indices(path)
         return
     step, layers = -1, dict[int, list[ndarray]]()
-    for document in iterate_documents(path):
-        record = _record(document)
-        if record["block"] == "mtp":
+    for where, record in iterate_json(path, _Record):
+        if record.block == "mtp":
             continue
-        if record["step"] != step and layers:
+        if record.step != step and layers:
             yield from _passes(f"{path}, step {step}", layers)
             layers = {}
-        step = record["step"]
-        layers.setdefault(record["layer"], []).append(_indices(document, record))
+        step = record.step
+        layers.setdefault(record.layer, []).append(_indices(f"{where}: top_indices", record))
         if sum(map(len, layers.values())) > MAX_STEP_LINES:
             raise TraceError(f"{path}, step {step} has more than {MAX_STEP_LINES:,} lines: record fewer micro-batches")
     if layers:
         yield from _passes(f"{path}, step {step}", layers)
 
 
-def _record(document: JsonDocument) -> Mapping[str, Any]:
-    record = document.value
-    if not isinstance(record, Mapping) or any(type(record.get(key)) is not int for key in ("step", "layer")):
-        raise TraceError(f"{document.where} is no record of a router trace: expected step, layer and top_indices")
-    if record.get("block") not in ("decoder", "mtp") or not 0 <= record["layer"] < 1 << 16:
-        raise TraceError(
-            f"{document.where} has block {excerpt(record.get('block'))} and layer {excerpt(record['layer'])}"
-        )
-    return record
-
-
-def _indices(document: JsonDocument, record: Mapping[str, Any]) -> ndarray:
+def _indices(where: str, record: _Record) -> ndarray:
     """Return the ids of a record, [tokens, choices]."""
-    tokens, top_k, lists = record.get("num_tokens"), record.get("topk"), record.get("top_indices")
-    where = f"{document.where}: top_indices"
+    lists = decode_lists(where, record.top_indices)
     if not isinstance(lists, list):
         raise TraceError(f"{where} is {excerpt(lists)}: expected lists [tokens, choices]")
-    ids = array_of_lists(where, lists, document.size)
-    if ids.shape != (tokens, top_k) and (len(ids) or tokens != 0):
-        raise TraceError(f"{where} has shape {ids.shape}: num_tokens and topk say {excerpt((tokens, top_k))}")
+    ids = array_of_lists(where, lists, len(memoryview(record.top_indices)))
+    said = record.num_tokens, record.topk
+    if ids.shape != said and (len(ids) or said[0] != 0):
+        raise TraceError(f"{where} has shape {ids.shape}: num_tokens and topk say {said}")
     return ids.reshape(len(ids), -1 if ids.size else 0)
 
 

@@ -1,48 +1,46 @@
 """Read micro-batches of prime-rl: `rollouts/step_N/rank_R.bin`, written with the file-system transport.
 
-Follows prime-rl 559b447 (2026-08-21): MessagePack of a list of `MicroBatch`, each an array of its fields in order:
-input_ids, loss_mask, advantages, inference_logprobs, position_ids, sequence_lengths, temperatures, env_names, seq_lens,
-ref_logprobs, routed_experts (data, shape [tokens, layers, K], dtype). Samples of a micro-batch follow one another; the
-row of a sample's last token is a copy or zero, and padding (tokens whose env_name is empty) belongs to the last sample.
-Micro-batches without a token that is trained repeat another one to fill ranks up: they are left out.
+Follows prime-rl 559b447 (2026-08-21): MessagePack of a list of `MicroBatch`, each an array of its fields in order; last
+fields with default values are not written. Samples of a micro-batch follow one another; the row of a sample's last
+token is a copy or zero, and padding (tokens whose env_name is empty) belongs to the last sample. Micro-batches without
+a token that is trained repeat another one to fill ranks up: they are left out.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
+from typing import Annotated, Literal
 
-from numpy import ndarray
+import msgspec
+from msgspec import Meta, Raw, Struct
 
 from relibra.errors import TraceError
-from relibra.routing.readers.encodings.msgpack import MessagePack
+from relibra.routing.readers.encodings.json_text import Count
+from relibra.routing.readers.encodings.mapped_file import map_file
 from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSample
 from relibra.routing.readers.formats.wire_routes import shaped
 
-MAX_SEQUENCES = 1 << 20
-"""Most samples of a micro-batch."""
-_FIELDS = ("loss_mask", "sequence_lengths", "env_names")
-# Places of fields; trailing fields with default values are not written.
-_LOSS_MASK, _SEQUENCE_LENGTHS, _ENV_NAMES, _ROUTED_EXPERTS = 1, 5, 7, 10
+MAX_TOKENS = 1 << 22
+"""Most tokens of a micro-batch, and most micro-batches of a file: a value takes up to 60 times its bytes in memory."""
+_Most = Meta(max_length=MAX_TOKENS)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _MicroBatch:
-    """What is read of a micro-batch.
+class _MicroBatch(Struct, array_like=True):
+    """Fields of a micro-batch; a `Raw` one is passed over. Routes are (data, shape [tokens, layers, K], type)."""
 
-    trained    whether loss_mask is true anywhere
-    lengths    tokens of each sample
-    tokens     entries of env_names, of which the last `padding` are empty
-    routes     [tokens, layers, choices]; None: not recorded
-    """
-
-    trained: bool
-    lengths: list[int]
-    tokens: int
-    padding: int
-    routes: ndarray | None
+    input_ids: Raw
+    loss_mask: Annotated[list[bool | Literal[0, 1]], _Most]
+    advantages: Raw
+    inference_logprobs: Raw
+    position_ids: Raw
+    sequence_lengths: Annotated[list[Count], _Most]
+    temperatures: Raw
+    env_names: Annotated[list[str], _Most]
+    seq_lens: Raw = Raw()
+    ref_logprobs: Raw = Raw()
+    routed_experts: tuple[memoryview, tuple[Count, Count, Count], str] | None = None
 
 
 def read_prime_batches(path: Path, rules: ImportRules) -> Iterator[RoutedSample]:  # noqa: ARG001 - as every reader
@@ -50,62 +48,31 @@ def read_prime_batches(path: Path, rules: ImportRules) -> Iterator[RoutedSample]
 
     raises    TraceError for a damaged file, another release's fields, and micro-batches without routes
     """
+    where = f"{path} is no list of micro-batches"
     try:
-        with path.open("rb") as file:
-            if not path.stat().st_size:
-                raise TraceError(f"{path} is empty: expected micro-batches")
-            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    except OSError as error:
-        raise TraceError(f"{path} cannot be read: {error.strerror}") from error
-    try:
-        reader = MessagePack(data)
-        for place in range(reader.array_length()):
+        batches = msgspec.msgpack.decode(map_file(path, "micro-batches"), type=Annotated[list[Raw], _Most])
+        for place, batch in enumerate(batches):
             where = f"{path}, micro-batch {place}"
-            micro_batch = _micro_batch(where, reader)
-            if micro_batch.trained:
-                yield from _samples(where, micro_batch)
-    except TraceError as error:
-        where = "" if str(error).startswith(str(path)) else f"{path} is no list of micro-batches: "
-        raise TraceError(f"{where}{error}") from error
-
-
-def _micro_batch(where: str, reader: MessagePack) -> _MicroBatch:
-    """Read the fields of one micro-batch."""
-    count = reader.array_length()
-    if count <= _ENV_NAMES:
-        raise TraceError(f"a micro-batch has {count} fields, without {', '.join(_FIELDS)} in place")
-    trained, lengths, names = False, list[int](), (0, 0)
-    routes: ndarray | None = None
-    for place in range(count):
-        if place == _LOSS_MASK:
-            trained = reader.any_true()
-        elif place == _SEQUENCE_LENGTHS:
-            lengths = reader.whole_numbers(MAX_SEQUENCES)
-        elif place == _ENV_NAMES:
-            names = reader.texts()
-        elif place == _ROUTED_EXPERTS and not reader.is_none():
-            routes = _routes(f"{where}: routed_experts", reader)
-        elif place != _ROUTED_EXPERTS:
-            reader.skip()
-    return _MicroBatch(trained=trained, lengths=lengths, tokens=names[0], padding=names[1], routes=routes)
-
-
-def _routes(where: str, reader: MessagePack) -> ndarray:
-    """Read (data, shape, dtype)."""
-    if reader.array_length() != 3:
-        raise TraceError(f"{where} is not (data, shape, dtype)")
-    data, shape, dtype = reader.binary(), reader.whole_numbers(3), reader.text()
-    return shaped(where, data, shape, dtype)
+            found = msgspec.msgpack.decode(batch, type=_MicroBatch)
+            if any(found.loss_mask):
+                yield from _samples(where, found)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise TraceError(
+            f"{where}: {error}; expected what prime-rl 559b447 writes: loss_mask $[1] as booleans, sequence_lengths "
+            "$[5] as whole numbers, env_names $[7] as texts, routed_experts $[10] as (data, shape, type)"
+        ) from error
 
 
 def _samples(where: str, found: _MicroBatch) -> Iterator[RoutedSample]:
-    lengths, padding, routes = found.lengths, found.padding, found.routes
-    if routes is None:
+    if found.routed_experts is None:
         raise TraceError(f"{where} has no routes: record with trainer.enable_router_replay=true")
-    if not sum(lengths) == len(routes) == found.tokens:
+    routes = shaped(f"{where}: routed_experts", *found.routed_experts)
+    lengths, names = found.sequence_lengths, found.env_names
+    if not sum(lengths) == len(routes) == len(names):
         raise TraceError(
-            f"{where}: sequence_lengths do not sum to the {len(routes):,} rows of routes and {found.tokens:,} env_names"
+            f"{where}: sequence_lengths do not sum to the {len(routes):,} rows of routes and {len(names):,} env_names"
         )
+    padding = sum(1 for _ in takewhile(lambda name: not name, reversed(names)))
     if not lengths or padding >= lengths[-1]:
         raise TraceError(f"{where} has {padding:,} tokens of padding, and its last sample is no longer")
     first = 0
