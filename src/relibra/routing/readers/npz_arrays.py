@@ -8,9 +8,10 @@ import math
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import numpy as np
 from numpy import ndarray
@@ -37,11 +38,24 @@ DAMAGE = (
     ValueError,
     TypeError,
     KeyError,
+    IndexError,
+    AttributeError,
     OverflowError,
     MemoryError,
     lzma.LZMAError,
 )
 """Errors that zipfile and numpy raise for damaged archives, found by damaging some."""
+
+
+@contextmanager
+def damage_errors(where: str, kind: str) -> Iterator[None]:
+    """Turn errors of damaged data inside into a sentence: `where` cannot be read as `kind`."""
+    try:
+        yield
+    except TraceError:
+        raise
+    except DAMAGE as error:
+        raise TraceError(f"{where} cannot be read as {kind}: {error or type(error).__name__}") from error
 
 
 def load_arrays(path: Path, names: Container[str] | None = None) -> dict[str, ndarray]:
@@ -50,7 +64,7 @@ def load_arrays(path: Path, names: Container[str] | None = None) -> dict[str, nd
     names     of the arrays to load, where they are there; None: all
     raises    TraceError for a damaged archive, or one that is too large
     """
-    try:
+    with damage_errors(str(path), "an .npz archive"):
         check_directory(path)
         with zipfile.ZipFile(path) as archive:
             size = sum(member.file_size for member in archive.infolist())
@@ -59,15 +73,13 @@ def load_arrays(path: Path, names: Container[str] | None = None) -> dict[str, nd
                 raise TraceError(
                     f"{path} would unpack to {size:,} bytes: at most {allowed:,} are read from {path.stat().st_size:,}"
                 )
-            return {
-                member.filename.removesuffix(".npy"): _load_member(path, archive, member)
-                for member in archive.infolist()
-                if names is None or member.filename.removesuffix(".npy") in names
-            }
-    except TraceError:
-        raise
-    except DAMAGE as error:
-        raise TraceError(f"{path} cannot be read as an .npz archive: {error}") from error
+            arrays = {}
+            for member in archive.infolist():
+                name = member.filename.removesuffix(".npy")
+                if names is None or name in names:
+                    with archive.open(member) as file:
+                        arrays[name] = _read_array(file, member.file_size)
+            return arrays
 
 
 def check_directory(path: Path) -> None:
@@ -89,18 +101,12 @@ def load_array(path: Path) -> ndarray:
 
     raises    TraceError for a damaged file, or one that is too large
     """
-    try:
+    with damage_errors(str(path), "an .npy array"):
         held = path.stat().st_size
         if held > MAX_ARRAY_BYTES:
             raise TraceError(f"{path} has {held:,} bytes: at most {MAX_ARRAY_BYTES:,} are read")
         with path.open("rb") as file:
-            _check_claim(file, held)
-            file.seek(0)
-            return np.lib.format.read_array(file, allow_pickle=False)
-    except TraceError:
-        raise
-    except DAMAGE as error:
-        raise TraceError(f"{path} cannot be read as an .npy array: {error}") from error
+            return _read_array(file, held)
 
 
 def parse_npy(data: bytes | memoryview | ndarray) -> ndarray:
@@ -111,11 +117,8 @@ def parse_npy(data: bytes | memoryview | ndarray) -> ndarray:
     try:
         view = memoryview(data).cast("B")  # type: ignore[arg-type]
         header = io.BytesIO(view[:MAX_HEADER_BYTES])
-        shape, dtype, fortran = _read_header(header)
-        size = math.prod(shape) * dtype.itemsize
-        if dtype.hasobject or size > len(view) - header.tell():
-            raise ValueError(f"header of {shape} {dtype} does not fit {len(view)} bytes")
-        if size == 0:
+        shape, dtype, fortran = _read_header(header, len(view))
+        if 0 in shape:
             return np.zeros(shape, dtype=dtype)
         flat = np.frombuffer(view, dtype=dtype, count=math.prod(shape), offset=header.tell())
         parsed: ndarray = flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
@@ -125,29 +128,23 @@ def parse_npy(data: bytes | memoryview | ndarray) -> ndarray:
     return parsed
 
 
-def _check_claim(file: Any, held: int) -> None:
-    """Raise a ValueError if the header of an `.npy` file claims more bytes than it holds, or objects."""
-    shape, dtype, _ = _read_header(file)
-    if dtype.hasobject or math.prod(shape) * dtype.itemsize > held:
-        raise ValueError(f"header of {shape} {dtype} does not fit {held} bytes")
+def _read_array(file: IO[bytes], held: int) -> ndarray:
+    """Return the array of an `.npy` file of so many bytes."""
+    _read_header(file, held)
+    file.seek(0)
+    return np.lib.format.read_array(file, allow_pickle=False)
 
 
-def _read_header(file: Any) -> tuple[tuple[int, ...], np.dtype, bool]:
-    """Return shape, type and order (Fortran's?) in the header of an `.npy` file."""
+def _read_header(file: IO[bytes], held: int) -> tuple[tuple[int, ...], np.dtype, bool]:
+    """Return shape, type and order (Fortran's?) in the header of an `.npy` file.
+
+    raises    ValueError for objects, and for a header that claims more than the `held` bytes of the file
+    """
     major, _ = np.lib.format.read_magic(file)
     read_header = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
     shape, fortran, dtype = read_header(file)
     if not dtype.itemsize and all(shape):  # takes memory once its entries are made
         raise ValueError(f"header of shape {shape} of {dtype}, whose entries have no bytes")
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize > held:
+        raise ValueError(f"header of {shape} {dtype} does not fit {held} bytes")
     return shape, dtype, fortran
-
-
-def _load_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> ndarray:
-    """Read one array, after comparing the size in its header with the bytes of the member."""
-    with archive.open(member) as file:
-        shape, dtype, _ = _read_header(file)
-        claimed = math.prod(shape) * dtype.itemsize
-        if dtype.hasobject or claimed > member.file_size:
-            raise TraceError(f"{path}: {member.filename} cannot be read: header of {claimed} bytes of {dtype}")
-    with archive.open(member) as file:
-        return np.lib.format.read_array(file, allow_pickle=False)

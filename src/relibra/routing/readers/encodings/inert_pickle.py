@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickletools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,11 @@ FREE_BYTES = 1 << 30
 for each byte of the pickle, numbers 8 to 40."""
 PAIR_BYTES, OBJECT_BYTES, POINTER_BYTES, COLLECTED_BYTES = 104, 320, 8, 16
 """Memory of an entry of a dictionary, an `InertObject`, a place in a list, and what the garbage collector adds."""
+_LITERALS = {
+    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "STRING", "BINSTRING", "SHORT_BINSTRING",
+    "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE",
+    "BINUNICODE8", "FLOAT", "BINFLOAT",
+}  # fmt: skip
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -49,6 +54,9 @@ class StorageName:
 
 class _Mark:
     """The place on the stack where the values of a container begin."""
+
+
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "MARK": _Mark}
 
 
 def read_pickle(where: str, file: Any, payload_bytes: int) -> Any:
@@ -80,22 +88,84 @@ class _Machine:
 
     def run(self, operations: Iterator[tuple[Any, Any, int | None]]) -> Any:
         """Return the value that the operations leave."""
-        stack, push = self.stack, self.stack.append
+        stack = self.stack
         for operation, argument, _ in operations:
             name = operation.name
             if name in _LITERALS:
                 self.use(sys.getsizeof(argument) + POINTER_BYTES)
-                push(argument)
+                stack.append(argument)
             elif name in _CONSTANTS:
                 self.use(POINTER_BYTES)
-                push(_CONSTANTS[name])
+                stack.append(_CONSTANTS[name])
             elif name == "STOP":
                 return stack.pop()
-            elif name in _ACTIONS:
-                _ACTIONS[name](self, argument)
-            elif name not in _NOTHING:
-                raise TraceError(f"its operation {name} is not supported")
+            else:
+                self.step(name, argument)
         raise TraceError("it has no end")
+
+    def step(self, name: str, argument: Any) -> None:
+        """Do one operation."""
+        stack = self.stack
+        match name:
+            case "PUT" | "BINPUT" | "LONG_BINPUT":
+                self.remember(argument)
+            case "MEMOIZE":
+                self.remember(len(self.memo))
+            case "GET" | "BINGET" | "LONG_BINGET":
+                self.use(POINTER_BYTES)
+                stack.append(self.memo[argument])
+            case "EMPTY_LIST" | "EMPTY_DICT" | "EMPTY_SET" | "EMPTY_TUPLE":
+                self.made({"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": set, "EMPTY_TUPLE": tuple}[name]())
+            case "LIST":
+                self.made(self.since_mark())
+            case "TUPLE":
+                self.made(tuple(self.since_mark()))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                self.made(tuple(self.taken(int(name[-1]))))
+            case "DICT":
+                pairs = self.since_mark()
+                self.made({})
+                self.set_items(pairs)
+            case "FROZENSET":
+                self.made(frozenset(map(self.as_key, self.since_mark())))
+            case "APPEND" | "APPENDS":
+                self.append(self.taken(1) if name == "APPEND" else self.since_mark())
+            case "SETITEM" | "SETITEMS":
+                self.set_items(self.taken(2) if name == "SETITEM" else self.since_mark())
+            case "ADDITEMS":
+                self.add(self.since_mark())
+            case "POP":
+                stack.pop()
+            case "POP_MARK":
+                self.since_mark()
+            case "DUP":
+                self.use(POINTER_BYTES)
+                stack.append(stack[-1])
+            case "GLOBAL":
+                self.made(InertObject(argument.replace(" ", ".")))
+            case "STACK_GLOBAL":
+                module, function = self.taken(2)
+                if not isinstance(module, str) or not isinstance(function, str):
+                    raise TraceError(f"it names {excerpt(function)} of {excerpt(module)}: expected texts")
+                self.made(InertObject(f"{module}.{function}"))
+            case "REDUCE" | "NEWOBJ":
+                self.called(*self.taken(2))
+            case "NEWOBJ_EX" | "OBJ":
+                function, *arguments = self.taken(3) if name == "NEWOBJ_EX" else self.since_mark()
+                self.called(function, tuple(arguments))
+            case "INST":
+                self.called(InertObject(argument.replace(" ", ".")), tuple(self.since_mark()))
+            case "BUILD":  # the state of an object
+                target, state = self.taken(2)
+                if isinstance(target, InertObject):
+                    target.state = state
+                stack.append(target)
+            case "PERSID" | "BINPERSID":
+                self.made(StorageName(argument if name == "PERSID" else self.taken(1)[0]))
+            case "PROTO" | "FRAME":
+                pass
+            case _:
+                raise TraceError(f"its operation {name} is not supported")
 
     def use(self, size: int) -> None:
         """Count memory that values take."""
@@ -109,18 +179,17 @@ class _Machine:
         self.use(OBJECT_BYTES if is_object else sys.getsizeof(value) + COLLECTED_BYTES + POINTER_BYTES)
         self.stack.append(value)
 
-    def known(self, key: int) -> None:
-        """Push a value that has a name."""
-        self.use(POINTER_BYTES)
-        self.stack.append(self.memo[key])
+    def called(self, function: Any, arguments: Any) -> None:
+        """Push what a call would have made."""
+        name = function.name if isinstance(function, InertObject) else type(function).__name__
+        self.made(InertObject(name, arguments if isinstance(arguments, tuple) else (arguments,)))
 
     def since_mark(self) -> list[Any]:
         """Take the values behind the last mark off the stack."""
-        stack = self.stack
-        for place in range(len(stack) - 1, -1, -1):
-            if stack[place] is _Mark:
-                values = stack[place + 1 :]
-                del stack[place:]
+        for place in range(len(self.stack) - 1, -1, -1):
+            if self.stack[place] is _Mark:
+                values = self.stack[place + 1 :]
+                del self.stack[place:]
                 return values
         raise TraceError("it takes values from an empty stack")
 
@@ -138,18 +207,6 @@ class _Machine:
             raise TraceError(f"it names a value {excerpt(key)}: expected a number of 32 bits")
         self.use(PAIR_BYTES)
         self.memo[key] = self.stack[-1]
-
-    def called(self, function: Any, arguments: Any) -> None:
-        """Push what a call would have made."""
-        name = function.name if isinstance(function, InertObject) else type(function).__name__
-        self.made(InertObject(name, arguments if isinstance(arguments, tuple) else (arguments,)))
-
-    def restore(self, _: Any) -> None:
-        """Keep the state that would have been restored into an object."""
-        target, state = self.taken(2)
-        if isinstance(target, InertObject):
-            target.state = state
-        self.stack.append(target)
 
     def set_items(self, pairs: list[Any]) -> None:
         """Set entries of the dictionary on top of the stack."""
@@ -186,102 +243,3 @@ class _Machine:
             return value
         self.use(OBJECT_BYTES)
         return InertObject("a key", (value,))
-
-
-def _reduce(machine: _Machine, _: Any) -> None:
-    machine.called(*machine.taken(2))
-
-
-def _new_object_with_keywords(machine: _Machine, _: Any) -> None:
-    function, *arguments = machine.taken(3)
-    machine.called(function, tuple(arguments))
-
-
-def _object(machine: _Machine, _: Any) -> None:
-    function, *arguments = machine.since_mark()
-    machine.called(function, tuple(arguments))
-
-
-def _instance(machine: _Machine, argument: Any) -> None:
-    machine.called(InertObject(_dotted(argument)), tuple(machine.since_mark()))
-
-
-def _global(machine: _Machine, argument: Any) -> None:
-    machine.made(InertObject(_dotted(argument)))
-
-
-def _stack_global(machine: _Machine, _: Any) -> None:
-    module, name = machine.taken(2)
-    if not isinstance(module, str) or not isinstance(name, str):
-        raise TraceError(f"it names {excerpt(name)} of {excerpt(module)}: expected texts")
-    machine.made(InertObject(f"{module}.{name}"))
-
-
-def _dictionary(machine: _Machine, _: Any) -> None:
-    pairs = machine.since_mark()
-    machine.made({})
-    machine.set_items(pairs)
-
-
-def _drop_since_mark(machine: _Machine, _: Any) -> None:
-    machine.since_mark()
-
-
-def _dotted(argument: Any) -> str:
-    return str(argument).replace(" ", ".")
-
-
-def _persistent(machine: _Machine, argument: Any) -> None:
-    machine.made(StorageName(argument if argument is not None else machine.taken(1)[0]))
-
-
-def _duplicate(machine: _Machine, _: Any) -> None:
-    machine.use(POINTER_BYTES)
-    machine.stack.append(machine.stack[-1])
-
-
-_LITERALS = {
-    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "STRING", "BINSTRING", "SHORT_BINSTRING",
-    "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE",
-    "BINUNICODE8", "FLOAT", "BINFLOAT",
-}  # fmt: skip
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "MARK": _Mark}
-_NOTHING = {"PROTO", "FRAME"}
-_ACTIONS: dict[str, Callable[[_Machine, Any], None]] = {
-    "EMPTY_LIST": lambda machine, _: machine.made([]),
-    "EMPTY_DICT": lambda machine, _: machine.made({}),
-    "EMPTY_SET": lambda machine, _: machine.made(set()),
-    "EMPTY_TUPLE": lambda machine, _: machine.made(()),
-    "LIST": lambda machine, _: machine.made(machine.since_mark()),
-    "TUPLE": lambda machine, _: machine.made(tuple(machine.since_mark())),
-    "TUPLE1": lambda machine, _: machine.made(tuple(machine.taken(1))),
-    "TUPLE2": lambda machine, _: machine.made(tuple(machine.taken(2))),
-    "TUPLE3": lambda machine, _: machine.made(tuple(machine.taken(3))),
-    "DICT": _dictionary,
-    "FROZENSET": lambda machine, _: machine.made(frozenset(map(machine.as_key, machine.since_mark()))),
-    "APPEND": lambda machine, _: machine.append(machine.taken(1)),
-    "APPENDS": lambda machine, _: machine.append(machine.since_mark()),
-    "SETITEM": lambda machine, _: machine.set_items(machine.taken(2)),
-    "SETITEMS": lambda machine, _: machine.set_items(machine.since_mark()),
-    "ADDITEMS": lambda machine, _: machine.add(machine.since_mark()),
-    "POP": lambda machine, _: machine.stack.pop(),
-    "POP_MARK": _drop_since_mark,
-    "DUP": _duplicate,
-    "PUT": lambda machine, key: machine.remember(key),
-    "BINPUT": lambda machine, key: machine.remember(key),
-    "LONG_BINPUT": lambda machine, key: machine.remember(key),
-    "MEMOIZE": lambda machine, _: machine.remember(len(machine.memo)),
-    "GET": lambda machine, key: machine.known(key),
-    "BINGET": lambda machine, key: machine.known(key),
-    "LONG_BINGET": lambda machine, key: machine.known(key),
-    "GLOBAL": _global,
-    "STACK_GLOBAL": _stack_global,
-    "INST": _instance,
-    "OBJ": _object,
-    "REDUCE": _reduce,
-    "NEWOBJ": _reduce,
-    "NEWOBJ_EX": _new_object_with_keywords,
-    "BUILD": lambda machine, argument: machine.restore(argument),
-    "PERSID": _persistent,
-    "BINPERSID": _persistent,
-}

@@ -22,6 +22,7 @@ MAX_CONTAINERS = 1 << 22
 """Most lists or objects that are made of a document: an empty one takes 35 times its bytes in memory."""
 MAX_LIST_BYTES = 1 << 27
 """Most bytes of nested lists: their values take up to 13 times as much memory."""
+_NEXT = "the file was damaged, or is of another format than the one named"
 _CHUNK = 1 << 20
 _PYTHON_ONLY = re.compile(rb"(?<=[\[,:\s])-?(?:NaN|Infinity)(?=[\],}\s])|\\u[dD][89a-fA-F][\da-fA-F]{2}")
 """Numbers and halves of surrogate pairs that Python's json writes, and msgspec does not read."""
@@ -45,9 +46,9 @@ def iterate_json(path: Path, kind: Any) -> Iterator[tuple[str, Any]]:
             value = _decode(where, line, kind)
         except msgspec.DecodeError as error:
             if not first:
-                raise TraceError(f"{where} is no JSON: {error}") from error
-            where, start = str(path), len(data)  # a document over several lines
-            value = decode_json(where, memoryview(data), kind)
+                raise TraceError(f"{where} is no JSON: {error}; {_NEXT}") from error
+            where, start = str(path), len(data)
+            value = decode_json(f"{path}, read as one document,", memoryview(data), kind)
         first = False
         yield where, value
     if first:
@@ -59,7 +60,7 @@ def decode_json(where: str, text: bytes | memoryview, kind: Any) -> Any:
     try:
         return _decode(where, text, kind)
     except msgspec.DecodeError as error:
-        raise TraceError(f"{where} is no JSON: {error}; expected a document, or one per line") from error
+        raise TraceError(f"{where} is no JSON: {error}; {_NEXT}") from error
 
 
 def decode_lists(where: str, text: Raw) -> Any:
@@ -91,7 +92,7 @@ def _decode(where: str, text: bytes | memoryview, kind: Any) -> Any:
             replaced = _PYTHON_ONLY.sub(lambda found: b"\\u003f" if found[0][:1] == b"\\" else b"null", text)
             return msgspec.json.decode(replaced, type=kind)
     except msgspec.ValidationError as error:
-        raise TraceError(f"{where}: {error}; check --format, which says who wrote the file") from error
+        raise TraceError(f"{where}: {error}; {_NEXT}") from error
     except RecursionError as error:
         raise TraceError(f"{where} is nested too deeply") from error
 

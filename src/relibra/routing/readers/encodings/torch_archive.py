@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -16,8 +15,9 @@ from numpy import ndarray
 from relibra.errors import TraceError
 from relibra.routing.readers.encodings.excerpts import excerpt
 from relibra.routing.readers.encodings.inert_pickle import InertObject, StorageName, read_pickle
+from relibra.routing.readers.encodings.mapped_file import map_file
 from relibra.routing.readers.encodings.nested_lists import MAX_AXES, array_of_lists
-from relibra.routing.readers.npz_arrays import DAMAGE, check_directory
+from relibra.routing.readers.npz_arrays import check_directory, damage_errors
 
 FREE_BYTES = 1 << 30
 """Arrays taken from any file may have so many bytes in all; those of a large file also twice its size."""
@@ -30,10 +30,9 @@ _STORAGES = {
 """Storages of integers and booleans. Wider unsigned types have untyped storages and rebuild with a named type."""
 _UNTYPED = {"torch.storage.UntypedStorage", "torch.UntypedStorage"}
 _NAMED_DTYPES = {
-    "torch.uint16": np.uint16, "torch.uint32": np.uint32, "torch.uint64": np.uint64, "torch.uint8": np.uint8,
-    "torch.int8": np.int8, "torch.int16": np.int16, "torch.int32": np.int32, "torch.int64": np.int64,
-    "torch.bool": np.bool_,
-}  # fmt: skip
+    f"torch.{name}": np.dtype(name)
+    for name in ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "bool")
+}
 
 
 class TorchArchive:
@@ -48,18 +47,15 @@ class TorchArchive:
 
         raises    TraceError for a damaged file, or one of the format before torch 1.6
         """
-        self.path = path
-        self.taken = 0
+        self.path, self.taken = path, 0
         self.checked: set[str] = set()
-        try:
+        with damage_errors(str(path), "a torch file"):
+            self.data = memoryview(map_file(path, "a torch file"))
             if not zipfile.is_zipfile(path):
                 raise TraceError(f"{path} is no torch file: expected a zip archive, as since torch 1.6")
             check_directory(path)
             self.zip = zipfile.ZipFile(path)
             self.members = {one.filename.partition("/")[2]: one for one in self.zip.infolist()}
-            with path.open("rb") as file:
-                # Not closed here: arrays are views of it, and the last of them frees it.
-                self.data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
             if "data.pkl" not in self.members:
                 raise TraceError(f"{path} is no torch file: it has no data.pkl")
             if "byteorder" in self.members and bytes(self._stored("byteorder")) != b"little":
@@ -67,10 +63,6 @@ class TorchArchive:
             self._stored("data.pkl")
             with self.zip.open(self.members["data.pkl"]) as pickled:
                 self.value: Any = read_pickle(str(path), pickled, len(self.data))
-        except TraceError:
-            raise
-        except DAMAGE as error:
-            raise TraceError(f"{path} cannot be read as a torch file: {error}") from error
 
     def __enter__(self) -> TorchArchive:
         """Return the archive."""
@@ -87,15 +79,11 @@ class TorchArchive:
                   far are far larger than the file: views of the same data
         """
         where = f"{self.path}: {what}"
-        if not isinstance(value, InertObject) or not value.name.startswith("torch._utils._rebuild_tensor"):
-            found = as_array(where, value, len(self.data))
-        else:
-            try:
+        if isinstance(value, InertObject) and value.name.startswith("torch._utils._rebuild_tensor"):
+            with damage_errors(where, "a tensor"):
                 found = self._tensor(where, value)
-            except TraceError:
-                raise
-            except DAMAGE as error:
-                raise TraceError(f"{where} cannot be read as a tensor: {error}") from error
+        else:
+            found = as_array(where, value, len(self.data))
         self.taken += found.nbytes
         if self.taken > FREE_BYTES + 2 * len(self.data):
             raise TraceError(
@@ -107,15 +95,14 @@ class TorchArchive:
     def _tensor(self, where: str, value: InertObject) -> ndarray:
         storage, offset, size, stride = value.args[:4]
         named = value.args[6:7] if value.name.endswith("_rebuild_tensor_v3") else ()
-        kind, key, numel, dtype = _storage_of(where, storage, named)
+        key, held, dtype = _storage_of(where, storage, named)
         said = f"size {excerpt(size)} and stride {excerpt(stride)}"
         if len(size) != len(stride) or len(size) > MAX_AXES:
             raise TraceError(f"{where} has {said}: expected at most {MAX_AXES} axes")
-        if not all(type(number) is int and 0 <= number < 1 << 48 for number in (offset, numel, *size, *stride)):
+        if not all(type(number) is int and 0 <= number < 1 << 48 for number in (offset, *size, *stride)):
             raise TraceError(f"{where} has {said}: expected whole numbers")
         entries = math.prod(size)
         last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
-        held = numel if kind != "untyped" else numel // dtype.itemsize
         if entries and (last >= held or entries > held):
             raise TraceError(f"{where} has {said} in a storage of {held:,} entries")
         if not entries:
@@ -123,9 +110,8 @@ class TorchArchive:
         data = self._stored(f"data/{key}")
         if len(data) != held * dtype.itemsize:
             raise TraceError(f"{where} has a storage of {len(data):,} bytes: {held:,} of {dtype} are expected")
-        flat = np.frombuffer(data, dtype=dtype)
         strides = [step * dtype.itemsize for step in stride]
-        return np.lib.stride_tricks.as_strided(flat[offset:], size, strides, writeable=False)
+        return np.lib.stride_tricks.as_strided(np.frombuffer(data, dtype)[offset:], size, strides, writeable=False)
 
     def _stored(self, name: str) -> memoryview:
         """Return the bytes of a member, which are compared with their checksum once."""
@@ -143,21 +129,21 @@ class TorchArchive:
         return found
 
 
-def _storage_of(where: str, storage: Any, named: tuple[Any, ...]) -> tuple[str, str, int, np.dtype]:
-    """Return kind, key, length and type of a storage; named: the type where the storage has none."""
+def _storage_of(where: str, storage: Any, named: tuple[Any, ...]) -> tuple[str, int, np.dtype]:
+    """Return key, entries and type of a storage; named: the type where the storage has none."""
     found = storage.id if isinstance(storage, StorageName) else None
     if not isinstance(found, tuple) or len(found) != 5 or found[0] != "storage":
         raise TraceError(f"{where} has no storage in the file")
     _, kind, key, _, numel = found
     name = kind.name if isinstance(kind, InertObject) else excerpt(kind)
-    if not isinstance(key, str):
-        raise TraceError(f"{where} has its data under {excerpt(key)}: expected a text")
+    if not isinstance(key, str) or type(numel) is not int or not 0 <= numel < 1 << 48:
+        raise TraceError(f"{where} has {excerpt(numel)} entries under {excerpt(key)}: expected a number and a text")
     if name in _STORAGES and not named:
-        return "typed", key, numel, np.dtype(_STORAGES[name])
+        return key, numel, np.dtype(_STORAGES[name])
     dtype = _NAMED_DTYPES.get(named[0].name) if named and isinstance(named[0], InertObject) else None
     if name not in _UNTYPED or dtype is None:
         raise TraceError(f"{where} holds {name}: expected a tensor of integers or booleans")
-    return "untyped", key, numel, np.dtype(dtype)
+    return key, numel // dtype.itemsize, dtype
 
 
 def as_array(where: str, value: Any, payload_bytes: int) -> ndarray:
@@ -166,24 +152,17 @@ def as_array(where: str, value: Any, payload_bytes: int) -> ndarray:
     payload_bytes   of the file
     raises          TraceError for anything else
     """
-    try:
-        if isinstance(value, InertObject) and value.name.endswith("multiarray._reconstruct"):
-            _, shape, dtype, fortran, data = value.state
-            kind = named_dtype(dtype.args[0])
-            if kind.kind not in "biu" or (dtype.state and dtype.state[1] == ">"):
-                raise TraceError(f"{where} holds {kind}: expected integers or booleans")
-            flat = np.frombuffer(as_bytes(data), dtype=kind)
-            return flat.reshape(_checked_shape(where, shape, len(flat)), order="F" if fortran else "C")
-        if isinstance(value, list):
-            return array_of_lists(where, value, payload_bytes)
-    except TraceError:
-        raise
-    except DAMAGE as error:
-        raise TraceError(f"{where} cannot be read as an array: {error}") from error
-    except (AttributeError, IndexError) as error:
-        raise TraceError(f"{where} cannot be read as an array: {type(error).__name__}") from error
+    if isinstance(value, list):
+        return array_of_lists(where, value, payload_bytes)
     name = value.name if isinstance(value, InertObject) else type(value).__name__
-    raise TraceError(f"{where} is {name}: expected a tensor, an array, or nested lists of whole numbers")
+    if not isinstance(value, InertObject) or not name.endswith("multiarray._reconstruct"):
+        raise TraceError(f"{where} is {name}: expected a tensor, an array, or nested lists of whole numbers")
+    with damage_errors(where, "an array"):
+        _, shape, dtype, fortran, data = value.state
+        kind = named_dtype(dtype.args[0])
+        if kind.kind not in "biu" or (dtype.state and dtype.state[1] == ">"):
+            raise TraceError(f"{where} holds {kind}: expected integers or booleans")
+        return np.frombuffer(as_bytes(data), kind).reshape(checked_shape(shape), order="F" if fortran else "C")
 
 
 def as_bytes(value: Any) -> bytes:
@@ -209,9 +188,9 @@ def as_mapping(value: Any) -> Mapping[Any, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _checked_shape(where: str, shape: Any, entries: int) -> tuple[int, ...]:
-    if not isinstance(shape, tuple) or not all(type(length) is int and length >= 0 for length in shape):
-        raise TraceError(f"{where} has shape {excerpt(shape)}: expected whole numbers")
-    if len(shape) > MAX_AXES or math.prod(shape) != entries:
-        raise TraceError(f"{where} has shape {excerpt(shape)} and {entries:,} entries")
-    return shape
+def checked_shape(shape: Any) -> tuple[int, ...]:
+    """Return a shape; raises TypeError for other values than a few whole numbers."""
+    numbers = isinstance(shape, list | tuple) and len(shape) <= MAX_AXES and all(type(one) is int for one in shape)
+    if not numbers or any(not 0 <= one < 1 << 48 for one in shape):
+        raise TypeError(f"shape {excerpt(shape)}, expected at most {MAX_AXES} whole numbers")
+    return tuple(shape)

@@ -16,7 +16,6 @@ Containers: a dictionary of tensors in a torch file (.pt), safetensors, .npz; fo
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,18 @@ from numpy import ndarray
 
 from relibra.errors import TraceError
 from relibra.routing.array_sizes import MAX_SAMPLES
-from relibra.routing.readers.encodings.excerpts import excerpt
 from relibra.routing.readers.encodings.inert_pickle import InertObject, read_pickle
-from relibra.routing.readers.encodings.nested_lists import MAX_AXES
+from relibra.routing.readers.encodings.mapped_file import map_file
 from relibra.routing.readers.encodings.safetensors_file import map_safetensors
-from relibra.routing.readers.encodings.torch_archive import TorchArchive, as_bytes, as_mapping, named_dtype
+from relibra.routing.readers.encodings.torch_archive import (
+    TorchArchive,
+    as_bytes,
+    as_mapping,
+    checked_shape,
+    named_dtype,
+)
 from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSample
-from relibra.routing.readers.npz_arrays import DAMAGE, load_arrays
+from relibra.routing.readers.npz_arrays import damage_errors, load_arrays
 from relibra.routing.readers.recorded_rows import check_whole_numbers
 
 NAMES = (
@@ -141,15 +145,8 @@ def open_batch(path: Path) -> Mapping[str, ndarray]:
 
 def _tensor_batch(path: Path) -> Mapping[str, ndarray]:
     """Return the arrays of a pickled `TensorBatch` of SkyRL."""
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            value = read_pickle(str(path), data, len(data))
-    except OSError as error:
-        raise TraceError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # nothing to map
-        if isinstance(error, TraceError):
-            raise
-        raise TraceError(f"{path} is empty: expected a pickle") from error
+    with map_file(path, "a pickle") as data:
+        value = read_pickle(str(path), data, len(data))
     state = value.args[1] if isinstance(value, InertObject) and len(value.args) == 2 else None
     batch = state.get("batch_dict") if isinstance(state, Mapping) else None
     if not isinstance(batch, Mapping):
@@ -161,15 +158,11 @@ def _packed(where: str, entry: Any) -> ndarray:
     """Return the array of {format: "numpy", data, shape, dtype}."""
     if not isinstance(entry, Mapping) or entry.get("format", "numpy") != "numpy":
         raise TraceError(f"{where} is no array in numpy's bytes")
-    try:
-        dtype, shape = named_dtype(entry.get("dtype")), entry["shape"]
-        if dtype.kind not in "biuf" or not isinstance(shape, list | tuple) or len(shape) > MAX_AXES:
-            raise TraceError(f"{where} is {dtype} {excerpt(shape)}: expected numbers in at most {MAX_AXES} axes")
-        return np.frombuffer(as_bytes(entry["data"]), dtype=dtype).reshape(shape)
-    except TraceError:
-        raise
-    except DAMAGE as error:
-        raise TraceError(f"{where} cannot be read as an array: {error}") from error
+    with damage_errors(where, "an array"):
+        dtype = named_dtype(entry.get("dtype"))
+        if dtype.kind not in "biuf":
+            raise TraceError(f"{where} is {dtype}: expected numbers")
+        return np.frombuffer(as_bytes(entry["data"]), dtype).reshape(checked_shape(entry["shape"]))
 
 
 def _jagged(path: Path, arrays: Mapping[str, ndarray]) -> Iterator[RoutedSample]:
