@@ -44,7 +44,7 @@ def join_rows(where: str, ids: ndarray, lengths: ndarray | None, valid: ndarray 
     """
     _check_axes(where, ids, samples=1 if lengths is None else lengths.size)
     if valid is not None:
-        valid = _checked_mask(where, ids, valid)
+        valid = check_mask(f"{where}: its mask (valid)", valid, ids.shape[:-2])
     if lengths is not None:
         lengths = check_whole_numbers(f"{where}: its lengths", lengths, high=ids.shape[-3] + 1)
     if ids.ndim == 4:
@@ -59,14 +59,11 @@ def join_rows(where: str, ids: ndarray, lengths: ndarray | None, valid: ndarray 
             f"{where} has {len(ids):,} rows, and lengths (seqlen) of {len(lengths):,} samples sum to "
             f"{int(lengths.sum()):,}: give the tokens of each sample, in the order of the rows"
         )
-    if valid is not None and not valid.all():
-        ids = np.where(valid[:, None, None], ids, 0)
-    recorded_T = _recorded(where, ids)
-    valid_T = recorded_T if valid is None else recorded_T & valid
+    valid_T = recorded_rows(where, ids, valid) & (True if valid is None else valid)
     if not valid_T.any():
         raise TraceError(f"{where} has no recorded row: all are -1 or marked as not valid")
-    if not recorded_T.all():
-        ids = np.where(recorded_T[:, None, None], ids, 0)
+    if not valid_T.all():
+        ids = np.where(valid_T[:, None, None], ids, 0)
     if not 0 <= ids.min() <= ids.max() < MAX_EXPERTS:
         raise TraceError(f"{where} holds ids {ids.min()}..{ids.max()}: allowed are 0..{MAX_EXPERTS - 1}")
     return RecordedRows(experts_TLK=ids, valid_T=valid_T, length_S=lengths)
@@ -78,6 +75,13 @@ def check_whole_numbers(where: str, array: ndarray, *, high: int) -> Int64[ndarr
     if not whole or (len(array) and not (array.min() >= 0 and array.max() < high)):
         raise TraceError(f"{where}: got {array.dtype} {array.shape}, expected whole numbers in 0..{high - 1}")
     return array.astype(np.int64)
+
+
+def check_mask(where: str, mask: ndarray, shape: tuple[int, ...]) -> ndarray:
+    """Return a mask as booleans; raises TraceError for another shape, and for fractions and texts."""
+    if mask.shape != shape or mask.dtype.kind not in "biu":
+        raise TraceError(f"{where} is {mask.dtype} {mask.shape}: expected true or false for each row, {shape}")
+    return np.asarray(mask != 0)
 
 
 def _check_axes(where: str, ids: ndarray, samples: int) -> None:
@@ -96,15 +100,6 @@ def _check_axes(where: str, ids: ndarray, samples: int) -> None:
         )
 
 
-def _checked_mask(where: str, ids: ndarray, valid: ndarray) -> ndarray:
-    if valid.shape != ids.shape[:-2] or valid.dtype.kind not in "biu":
-        raise TraceError(
-            f"{where}: its mask (valid) is {valid.dtype} {valid.shape}: expected true or false for each row, "
-            f"{ids.shape[:-2]}"
-        )
-    return np.asarray(valid != 0)
-
-
 def _without_padding(
     where: str, ids: ndarray, lengths: ndarray | None, valid: ndarray | None
 ) -> tuple[ndarray, ndarray, ndarray | None]:
@@ -120,31 +115,32 @@ def _without_padding(
     return ids[kept_ST], lengths, None if valid is None else valid[kept_ST]
 
 
-def _recorded(where: str, experts_TLK: ndarray) -> ndarray:
-    """Return which rows are not -1 throughout."""
+def recorded_rows(where: str, experts_TLK: ndarray, valid_T: ndarray | None = None) -> Bool[ndarray, " T"]:
+    """Return which rows are not -1 throughout; raises TraceError for those that are in a part, where they are valid."""
     if experts_TLK.dtype.kind == "u" or experts_TLK.min(initial=0) >= 0:
         return np.ones(len(experts_TLK), dtype=bool)
     absent_TLK = experts_TLK == -1
     absent_T = absent_TLK.all(axis=(1, 2))
-    partly_T = absent_TLK.any(axis=(1, 2)) & ~absent_T
+    kept_T = ~absent_T if valid_T is None else valid_T & ~absent_T
+    partly_T = absent_TLK.any(axis=(1, 2)) & kept_T
     if partly_T.any():
-        _refuse_partial_rows(where, absent_TLK[~absent_T], row=int(partly_T.argmax()))
+        _refuse_partial_rows(where, absent_TLK[kept_T], absent_TLK[partly_T][0], int(partly_T.argmax()))
     return np.asarray(~absent_T)
 
 
-def _refuse_partial_rows(where: str, absent_TLK: ndarray, row: int) -> None:
-    """Raise a TraceError for rows that are -1 in some layers, or in some choices; row: the first of them."""
+def _refuse_partial_rows(where: str, absent_TLK: ndarray, first_LK: ndarray, row: int) -> None:
+    """Raise a TraceError for rows that are -1 in some layers, or in some choices; `first_LK` is the first of them."""
     dense_L: ndarray = np.all(absent_TLK, axis=(0, 2))
     if (absent_TLK == dense_L[:, None]).all():
         dense, kept = _few(np.flatnonzero(dense_L)), _few(np.flatnonzero(~dense_L))
         raise TraceError(
             f"{where} is -1 in every row of layers {dense}: leave out layers without experts, ids[..., {kept}, :] with "
-            f"layers={kept}"
+            f"layers={kept} (an import: --layers)"
         )
-    layers = _few(np.flatnonzero(absent_TLK[absent_TLK.any(axis=(1, 2))][0].any(axis=1)))
     raise TraceError(
-        f"{where}: row {row} is -1 in a part of layers {layers}: a row is recorded in all layers and choices, or in "
-        "none; ids[(ids < 0).any(axis=(-2, -1))] = -1 marks such rows as not recorded"
+        f"{where}: row {row} is -1 in a part of layers {_few(np.flatnonzero(first_LK.any(axis=1)))}: a row is "
+        "recorded in all layers and choices, or in none; ids[(ids < 0).any(axis=(-2, -1))] = -1 marks such rows as not "
+        "recorded"
     )
 
 

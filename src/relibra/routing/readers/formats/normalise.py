@@ -18,6 +18,7 @@ from relibra.number_ranges import ranges_in_words
 from relibra.routing.array_sizes import MAX_SAMPLES, MAX_TOP_K, check_array_size
 from relibra.routing.import_choices import ShortRows, ZeroRows
 from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSample
+from relibra.routing.readers.recorded_rows import recorded_rows
 from relibra.routing.trace import RoutingTrace, expert_dtype
 
 PIECE_BYTES = 64 << 20
@@ -95,27 +96,37 @@ def _checked(
         )
     if first is not None and ids_TLK.shape[1:] != first.ids_TLK.shape[1:]:
         raise TraceError(
-            f"{where} has {ids_TLK.shape[1]} layers and {ids_TLK.shape[2]} choices, {first.where} has "
-            f"{first.ids_TLK.shape[1]} and {first.ids_TLK.shape[2]}: import samples of one model"
+            f"{where} has routes of shape {ids_TLK.shape}, {first.where} of {first.ids_TLK.shape}: import samples of "
+            "one model, with its layers and choices"
         )
     ids_TLK = ids_TLK[:, _layer_places(where, ids_TLK.shape[1], rules)]
     tokens, start = _tokens_and_start(sample, rules)
-    lowest, highest = (int(ids_TLK.min()), int(ids_TLK.max())) if ids_TLK.size else (0, 0)
-    recorded_T = _recorded_rows(sample, ids_TLK, tokens, start, lowest)
+    recorded_T = np.ones(len(ids_TLK), dtype=bool) if sample.absent_T is None else ~sample.absent_T
+    if sample.last_absent and len(ids_TLK) and start + len(ids_TLK) == tokens:
+        recorded_T[-1] = False
+    lowest, highest = (ids_TLK.min(), ids_TLK.max()) if ids_TLK.size else (0, 0)
+    if lowest < 0:
+        recorded_T &= recorded_rows(where, ids_TLK, recorded_T)
     zero_T = recorded_T & _zero_rows(ids_TLK)
     if zero_T.any():
         counts.zero_rows += int(zero_T.sum())
         if rules.zero_rows is ZeroRows.REFUSE:
-            _refuse_zero_rows(sample, zero_T, recorded_T)
+            _refuse_zero_rows(where, zero_T, recorded_T)
         if rules.zero_rows is ZeroRows.DROP_SAMPLE:
             counts.dropped_samples += 1
             return None
         recorded_T &= ~zero_T
     _refuse_zero_layers(where, ids_TLK, recorded_T, rules)
+    if not 0 <= lowest <= highest < rules.num_experts:
+        bad_T = recorded_T & ((ids_TLK < 0) | (ids_TLK >= rules.num_experts)).any(axis=(1, 2))
+        if bad_T.any():
+            row = int(bad_T.argmax())
+            raise TraceError(
+                f"{where}, row {row} holds ids {ids_TLK[row].min()} to {ids_TLK[row].max()}: with {rules.num_experts} "
+                f"experts allowed are 0 to {rules.num_experts - 1}"
+            )
     valid_T = np.zeros(tokens, dtype=bool)
     valid_T[start : start + len(ids_TLK)] = recorded_T
-    if lowest < 0 or highest >= rules.num_experts:
-        _check_range(sample, ids_TLK, recorded_T, rules)
     return _Rows(sample, ids_TLK, valid_T, tokens, start)
 
 
@@ -159,26 +170,6 @@ def _tokens_and_start(sample: RoutedSample, rules: ImportRules) -> tuple[int, in
     return tokens, start
 
 
-def _recorded_rows(sample: RoutedSample, ids_TLK: ndarray, tokens: int, start: int, lowest: int) -> Bool[ndarray, " T"]:
-    """Return which rows hold a route: neither a filler, nor -1, nor the row of a last token that was not processed."""
-    recorded_T = np.ones(len(ids_TLK), dtype=bool) if sample.absent_T is None else ~sample.absent_T
-    if sample.last_absent and len(ids_TLK) and start + len(ids_TLK) == tokens:
-        recorded_T[-1] = False
-    if lowest < 0:
-        absent_TLK = ids_TLK == -1
-        absent_T = absent_TLK.all(axis=(1, 2))
-        partly_T = absent_TLK.any(axis=(1, 2)) & ~absent_T & recorded_T
-        if partly_T.any():
-            row = int(partly_T.argmax())
-            layers = np.flatnonzero(absent_TLK[row].any(axis=1)).tolist()
-            raise TraceError(
-                f"{sample.where}, row {row} is -1 in layers {layers[:8]} only: a row is recorded in all layers or in "
-                "none; --layers names the layers with experts"
-            )
-        recorded_T &= ~absent_T
-    return recorded_T
-
-
 def _zero_rows(ids_TLK: ndarray) -> Bool[ndarray, " T"]:
     """Return which rows are zero throughout; with one choice zeros are legal, and none is."""
     T, L, K = ids_TLK.shape
@@ -190,15 +181,15 @@ def _zero_rows(ids_TLK: ndarray) -> Bool[ndarray, " T"]:
     return zero_T
 
 
-def _refuse_zero_rows(sample: RoutedSample, zero_T: ndarray, recorded_T: ndarray) -> None:
-    zeros, row = int(zero_T.sum()), int(zero_T.argmax())
+def _refuse_zero_rows(where: str, zero_T: ndarray, recorded_T: ndarray) -> None:
+    zeros = int(zero_T.sum())
     if zeros == recorded_T.sum():
         raise TraceError(
-            f"{sample.where}: all of its {zeros:,} rows are zero: the engine captured nothing (vLLM: --enforce-eager, "
-            "or a capture plug-in); --zero-rows drop-sample leaves such samples out"
+            f"{where}: all of its {zeros:,} rows are zero: the engine captured nothing (vLLM: --enforce-eager, or a "
+            "capture plug-in); --zero-rows drop-sample leaves such samples out"
         )
     raise TraceError(
-        f"{sample.where}: {zeros:,} of {len(zero_T):,} rows are zero in every layer, the first is row {row}: "
+        f"{where}: {zeros:,} of {len(zero_T):,} rows are zero in every layer, the first is row {zero_T.argmax()}: "
         "the engine did not compute them (a prefix from a cache, a hybrid model); choose --zero-rows missing (rows "
         "without a route) or --zero-rows drop-sample"
     )
@@ -208,29 +199,16 @@ def _refuse_zero_layers(where: str, ids_TLK: ndarray, recorded_T: ndarray, rules
     """Raise TraceError for layers that are zero in each recorded row: dense, or not captured."""
     if ids_TLK.shape[2] < 2 or not recorded_T.any():
         return
-    row_LK = ids_TLK[int(recorded_T.argmax())]
-    suspects = np.flatnonzero(~row_LK.any(axis=1))
-    zero = [int(layer) for layer in suspects if not ids_TLK[recorded_T, layer].any()]
-    if not zero:
-        return
-    kept = [layer for layer in range(ids_TLK.shape[1]) if layer not in zero]
-    if rules.layers is not None:
+    suspects = np.flatnonzero(~ids_TLK[int(recorded_T.argmax())].any(axis=1)).tolist()
+    zero = [layer for layer in suspects if not ids_TLK[recorded_T, layer].any()]
+    if zero and rules.layers is not None:
         zero = [rules.layers[layer] for layer in zero]
         raise TraceError(f"{where}: layers {zero} of --layers are zero in every row: the engine did not capture them")
-    raise TraceError(
-        f"{where}: layers {zero} are zero in every row: they have no experts, or were not captured; --layers "
-        f"{ranges_in_words(kept, ',')} imports the others"
-    )
-
-
-def _check_range(sample: RoutedSample, ids_TLK: ndarray, recorded_T: ndarray, rules: ImportRules) -> None:
-    """Raise TraceError for ids beyond the experts in recorded rows."""
-    bad_T = recorded_T & ((ids_TLK < 0) | (ids_TLK >= rules.num_experts)).any(axis=(1, 2))
-    if bad_T.any():
-        row = int(bad_T.argmax())
+    if zero:
+        kept = ranges_in_words([layer for layer in range(ids_TLK.shape[1]) if layer not in zero], ",")
         raise TraceError(
-            f"{sample.where}, row {row} holds ids {ids_TLK[row].min()} to {ids_TLK[row].max()}: with "
-            f"{rules.num_experts} experts allowed are 0 to {rules.num_experts - 1}"
+            f"{where}: layers {zero} are zero in every row: they have no experts, or were not captured; --layers "
+            f"{kept} imports the others"
         )
 
 
@@ -238,25 +216,22 @@ def _piece(
     waiting: list[_Rows], rules: ImportRules, counts: ImportCounts, names: dict[str, int], source: str
 ) -> RoutingTrace:
     """Return one trace of the waiting samples; every id is copied once."""
-    lengths_S = np.array([rows.tokens for rows in waiting], dtype=np.int64)
-    L, K = waiting[0].ids_TLK.shape[1:]
+    samples, L, K = [rows.sample for rows in waiting], *waiting[0].ids_TLK.shape[1:]
+    offsets = np.cumsum([0, *(rows.tokens for rows in waiting)], dtype=np.int64)
     held = sum(rows.ids_TLK.nbytes for rows in waiting)
-    check_array_size(f"routes of {source}", 2, held, T=int(lengths_S.sum()), L=L, K=K)
-    experts_TLK = np.empty((int(lengths_S.sum()), L, K), dtype=expert_dtype(rules.num_experts))
-    offsets = np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int64)
+    check_array_size(f"routes of {source}", 2, held, T=int(offsets[-1]), L=L, K=K)
+    experts_TLK = np.empty((offsets[-1], L, K), dtype=expert_dtype(rules.num_experts))
     for rows, offset in zip(waiting, offsets.tolist(), strict=False):
         _copy_rows(rows, experts_TLK[offset : offset + rows.tokens])
-    groups = [-1 if rows.sample.group is None else names.setdefault(rows.sample.group, len(names)) for rows in waiting]
-    samples = [rows.sample for rows in waiting]
+    groups = [-1 if one.group is None else names.setdefault(one.group, len(names)) for one in samples]
+    ids = [counts.samples + i if one.sample_id is None else one.sample_id for i, one in enumerate(samples)]
     trace = RoutingTrace(
         experts_TLK=experts_TLK,
         offsets=offsets,
         valid_T=np.concatenate([rows.valid_T for rows in waiting]),
         layer_ids=np.array(rules.layers if rules.layers is not None else range(L), dtype=np.int32),
         num_experts=rules.num_experts,
-        sample_ids=np.array(
-            [counts.samples + i if one.sample_id is None else one.sample_id for i, one in enumerate(samples)], np.int64
-        ),
+        sample_ids=np.array(ids, dtype=np.int64),
         group_ids=np.array(groups, dtype=np.int64),
         prompt_lengths=np.array([one.prompt_tokens for one in samples], dtype=np.int64),
         weight_versions=np.array([one.version for one in samples], dtype=np.int64),

@@ -17,6 +17,7 @@ Containers: a dictionary of tensors in a torch file (.pt), safetensors, .npz; fo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from relibra.routing.readers.encodings.torch_archive import (
 )
 from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSample
 from relibra.routing.readers.npz_arrays import damage_errors, load_arrays
-from relibra.routing.readers.recorded_rows import check_whole_numbers
+from relibra.routing.readers.recorded_rows import check_mask, check_whole_numbers
 
 NAMES = (
     "routed_experts", "rollout_expert_indices", "attention_mask", "response_mask", "responses", "router_padding_mask",
@@ -48,77 +49,60 @@ NAMES = (
 
 
 def read_verl_batch(path: Path, rules: ImportRules) -> Iterator[RoutedSample]:  # noqa: ARG001 - as every reader
-    """Yield the samples of a batch of verl.
-
-    raises    TraceError for a damaged file, and for arrays that are missing or do not fit one another
-    """
+    """Yield the samples of a batch of verl."""
     arrays = open_batch(path)
     if "offsets" in arrays:
         yield from _jagged(path, arrays)
         return
     routes = _array(path, arrays, "routed_experts", 4)
-    mask = _mask(path, arrays, "attention_mask", routes.shape[:2])
-    answers = next((arrays[name] for name in ("responses", "response_mask") if name in arrays), None)
+    answers = arrays.get("responses", arrays.get("response_mask"))
     width = 0 if answers is None else _array(path, {"responses": answers}, "responses", 2).shape[1]
-    for sample in range(len(routes)):
-        first, tokens = _real_tokens(f"{path}, sample {sample}", mask[sample])
-        prompt = int(mask[sample, : routes.shape[1] - width].sum()) if width <= routes.shape[1] and width else 0
+    mask = _mask(path, arrays, "attention_mask", routes.shape[:2])
+    for sample, mask_T in enumerate(mask):
+        rows = _real_rows(f"{path}, sample {sample}", mask_T)
+        prompt = int(mask_T[: len(mask_T) - width].sum()) if 0 < width <= len(mask_T) else 0
         yield RoutedSample(
             where=f"{path}, sample {sample}",
-            ids_TLK=routes[sample, first : first + tokens],
-            tokens=tokens,
+            ids_TLK=routes[sample, rows],
+            tokens=rows.stop - rows.start,
             last_absent=True,
             prompt_tokens=prompt,
         )
 
 
 def read_skyrl_batch(path: Path, rules: ImportRules) -> Iterator[RoutedSample]:  # noqa: ARG001 - as every reader
-    """Yield the samples of a batch of SkyRL; samples without any route are padding of the batch and left out.
-
-    raises    TraceError for a damaged file, and for arrays that are missing or do not fit one another
-    """
+    """Yield the samples of a batch of SkyRL; samples without any route are padding of the batch and left out."""
     arrays = open_batch(path)
     routes = _array(path, arrays, "rollout_expert_indices", 4)
-    mask = _mask(path, arrays, "attention_mask", routes.shape[:2])
     absent = _mask(path, arrays, "router_padding_mask", routes.shape[:2])
     response = arrays.get("response_mask")
-    if response is not None and (
-        response.ndim != 2 or len(response) != len(routes) or response.dtype.kind not in "biu"
-    ):
-        raise TraceError(
-            f"{path}: response_mask is {response.dtype} {response.shape}: expected true or false, or whole numbers, in "
-            f"{len(routes)} rows"
-        )
-    for sample in range(len(routes)):
-        if absent[sample].all():
-            continue
+    if response is not None:
+        response = check_mask(f"{path}: response_mask", response, (len(routes), *response.shape[1:2]))
+    mask = _mask(path, arrays, "attention_mask", routes.shape[:2])
+    for sample in np.flatnonzero(~absent.all(axis=1)).tolist():
         where = f"{path}, sample {sample}"
-        first, tokens = _real_tokens(where, mask[sample])
-        answer = 0 if response is None else int((response[sample] != 0).sum())
+        rows = _real_rows(where, mask[sample])
+        tokens = rows.stop - rows.start
+        answer = 0 if response is None else int(response[sample].sum())
         if answer > tokens:
             raise TraceError(f"{where} has a response of {answer:,} tokens and {tokens:,} tokens in all")
         yield RoutedSample(
             where=where,
-            ids_TLK=routes[sample, first : first + tokens],
+            ids_TLK=routes[sample, rows],
             tokens=tokens,
-            absent_T=absent[sample, first : first + tokens],
+            absent_T=absent[sample, rows],
             prompt_tokens=0 if response is None else tokens - answer,
         )
 
 
 def read_nemo_batch(path: Path, rules: ImportRules) -> Iterator[RoutedSample]:  # noqa: ARG001 - as every reader
-    """Yield the samples of a batch of NeMo-RL.
-
-    raises    TraceError for a damaged file, and for arrays that are missing or do not fit one another
-    """
+    """Yield the samples of a batch of NeMo-RL."""
     arrays = open_batch(path)
     routes = _array(path, arrays, "routed_experts", 4)
     lengths = _array(path, arrays, "input_lengths", 1)
-    if len(lengths) != len(routes) or (len(lengths) and not 0 <= lengths.min() <= lengths.max() <= routes.shape[1]):
-        raise TraceError(
-            f"{path}: input_lengths has {len(lengths)} entries for {len(routes)} samples of at most {routes.shape[1]} "
-            "tokens, or one beyond that"
-        )
+    lengths = check_whole_numbers(f"{path}: input_lengths", lengths, high=routes.shape[1] + 1)
+    if len(lengths) != len(routes):
+        raise TraceError(f"{path}: input_lengths has {len(lengths)} entries for {len(routes)} samples")
     for sample, tokens in enumerate(lengths.tolist()):
         yield RoutedSample(
             where=f"{path}, sample {sample}", ids_TLK=routes[sample, :tokens], tokens=tokens, last_absent=True
@@ -174,27 +158,23 @@ def _jagged(path: Path, arrays: Mapping[str, ndarray]) -> Iterator[RoutedSample]
         raise TraceError(f"{path}: offsets name {samples:,} samples: allowed are 1 to {MAX_SAMPLES:,}")
     if offsets[0] != 0 or offsets[-1] != len(routes) or not (offsets[1:] >= offsets[:-1]).all():
         raise TraceError(f"{path}: offsets must rise from 0 to {len(routes):,}, the rows of routed_experts")
-    prompts = arrays.get("prompt_lengths")
-    if prompts is not None:
-        prompts = check_whole_numbers(f"{path}: prompt_lengths", prompts.reshape(-1), high=len(routes) + 1)
-        if len(prompts) != samples:
-            raise TraceError(f"{path}: prompt_lengths has {len(prompts):,} entries for {samples:,} samples")
-    for sample in range(samples):
-        start, stop = int(offsets[sample]), int(offsets[sample + 1])
+    prompts = arrays.get("prompt_lengths", np.zeros(samples, dtype=np.int64)).reshape(-1)
+    prompts = check_whole_numbers(f"{path}: prompt_lengths", prompts, high=len(routes) + 1)
+    if len(prompts) != samples:
+        raise TraceError(f"{path}: prompt_lengths has {len(prompts):,} entries for {samples:,} samples")
+    for sample, (start, stop) in enumerate(pairwise(offsets.tolist())):
         yield RoutedSample(
             where=f"{path}, sample {sample}",
             ids_TLK=routes[start:stop],
             tokens=stop - start,
             last_absent=True,
-            prompt_tokens=0 if prompts is None else int(prompts[sample]),
+            prompt_tokens=int(prompts[sample]),
         )
 
 
 def _array(path: Path, arrays: Mapping[str, ndarray], name: str, axes: int) -> ndarray:
     """Return an array of whole numbers with so many axes."""
-    if name not in arrays:
-        raise TraceError(f"{path} has {sorted(arrays)}: expected {name}")
-    array = arrays[name]
+    array = _named(path, arrays, name)
     if array.ndim != axes or array.dtype.kind not in "iu":
         raise TraceError(f"{path}: {name} is {array.dtype} {array.shape}: expected whole numbers with {axes} axes")
     if axes == 4 and not (len(array) <= MAX_SAMPLES and array.shape[1]):
@@ -205,18 +185,19 @@ def _array(path: Path, arrays: Mapping[str, ndarray], name: str, axes: int) -> n
 
 
 def _mask(path: Path, arrays: Mapping[str, ndarray], name: str, shape: tuple[int, ...]) -> Bool[ndarray, "X Y"]:
+    return check_mask(f"{path}: {name}", _named(path, arrays, name), shape)
+
+
+def _named(path: Path, arrays: Mapping[str, ndarray], name: str) -> ndarray:
     if name not in arrays:
-        raise TraceError(f"{path} has {sorted(arrays)}: expected {name}, which says which rows are real")
-    mask = arrays[name]
-    if mask.shape != shape or mask.dtype.kind not in "biu":
-        raise TraceError(f"{path}: {name} is {mask.dtype} {mask.shape}: expected one entry per token, {shape}")
-    return np.asarray(mask != 0)
+        raise TraceError(f"{path} has {sorted(arrays)}: expected {name}")
+    return arrays[name]
 
 
-def _real_tokens(where: str, mask_T: Bool[ndarray, " T"]) -> tuple[int, int]:
-    """Return the place of the first real token, and their number."""
-    tokens = int(mask_T.sum())
+def _real_rows(where: str, mask_T: Bool[ndarray, " T"]) -> slice:
+    """Return the rows of real tokens, which follow one another."""
     first = int(mask_T.argmax())
-    if not mask_T[first : first + tokens].all():
+    rows = slice(first, first + int(mask_T.sum()))
+    if not mask_T[rows].all():
         raise TraceError(f"{where}: its attention_mask has gaps: expected padding on the left and on the right only")
-    return first, tokens
+    return rows
