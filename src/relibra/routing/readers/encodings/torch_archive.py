@@ -38,39 +38,31 @@ _NAMED_DTYPES = {
 class TorchArchive:
     """A torch file: `value` has inert objects for tensors, which `array` turns into arrays: views of the mapped file.
 
-    >>> with TorchArchive(path) as archive:  # doctest: +SKIP
-    ...     ids = archive.array("samples[0]", archive.value["samples"][0]["routed_experts"])
+    >>> archive = TorchArchive(path)  # doctest: +SKIP
+    >>> ids = archive.array("samples[0]", archive.value["samples"][0]["routed_experts"])  # doctest: +SKIP
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file and read all of it but the tensors.
+        """Read all of a file but the tensors.
 
         raises    TraceError for a damaged file, or one of the format before torch 1.6
         """
         self.path, self.taken = path, 0
         self.checked: set[str] = set()
+        self.data = memoryview(map_file(path, "a torch file"))
         with damage_errors(str(path), "a torch file"):
-            self.data = memoryview(map_file(path, "a torch file"))
             if not zipfile.is_zipfile(path):
                 raise TraceError(f"{path} is no torch file: expected a zip archive, as since torch 1.6")
             check_directory(path)
-            self.zip = zipfile.ZipFile(path)
-            self.members = {one.filename.partition("/")[2]: one for one in self.zip.infolist()}
-            if "data.pkl" not in self.members:
-                raise TraceError(f"{path} is no torch file: it has no data.pkl")
-            if "byteorder" in self.members and bytes(self._stored("byteorder")) != b"little":
-                raise TraceError(f"{path} was written on a big-endian machine: save it again on a little-endian one")
-            self._stored("data.pkl")
-            with self.zip.open(self.members["data.pkl"]) as pickled:
-                self.value: Any = read_pickle(str(path), pickled, len(self.data))
-
-    def __enter__(self) -> TorchArchive:
-        """Return the archive."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the file."""
-        self.zip.close()
+            with zipfile.ZipFile(path) as archive:
+                self.members = {one.filename.partition("/")[2]: one for one in archive.infolist()}
+                if "byteorder" in self.members and bytes(self._stored("byteorder")) != b"little":
+                    raise TraceError(
+                        f"{path} was written on a big-endian machine: save it again on a little-endian one"
+                    )
+                self._stored("data.pkl")
+                with archive.open(self.members["data.pkl"]) as pickled:
+                    self.value: Any = read_pickle(str(path), pickled, len(self.data))
 
     def array(self, what: str, value: Any) -> ndarray:
         """Return the array of a tensor, or of a numpy array, of integers or booleans.
@@ -117,7 +109,7 @@ class TorchArchive:
         """Return the bytes of a member, which are compared with their checksum once."""
         member = self.members.get(name)
         if member is None:
-            raise TraceError(f"{self.path} lacks its member {name}: the file was cut")
+            raise TraceError(f"{self.path} lacks its member {name}: it is no torch file, or was cut")
         if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
             raise TraceError(f"{self.path}: member {name} is compressed or encrypted: torch stores them as they are")
         head = self.data[member.header_offset :][:_LOCAL_HEADER_BYTES]

@@ -94,14 +94,11 @@ def _passes(where: str, layers: dict[int, list[ndarray]]) -> Iterator[RoutedSamp
 
 
 def _recorded_indices(path: Path) -> RoutedSample:
-    with TorchArchive(path) as archive:
-        if not isinstance(archive.value, list) or not archive.value:
-            raise TraceError(
-                f"{path} holds no list of tensors: expected what RouterReplay.get_recorded_data() returned"
-            )
-        routers = [archive.array(f"router {place}", one) for place, one in enumerate(archive.value)]
-    if len({router.shape for router in routers}) > 1 or routers[0].ndim != 2:
-        raise TraceError(
-            f"{path}: its tensors have shapes {[router.shape for router in routers][:4]}: expected one shape"
-        )
+    archive = TorchArchive(path)
+    if not isinstance(archive.value, list) or not archive.value:
+        raise TraceError(f"{path} holds no list of tensors: expected what RouterReplay.get_recorded_data() returned")
+    routers = [archive.array(f"router {place}", one) for place, one in enumerate(archive.value)]
+    shapes = {router.shape for router in routers}
+    if len(shapes) > 1 or routers[0].ndim != 2:
+        raise TraceError(f"{path}: its tensors have shapes {sorted(shapes)[:4]}: expected one shape")
     return RoutedSample(where=str(path), ids_TLK=np.stack(routers, axis=1))

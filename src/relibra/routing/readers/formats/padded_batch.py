@@ -119,9 +119,9 @@ def open_batch(path: Path) -> Mapping[str, ndarray]:
     if path.suffix == ".npz":
         return load_arrays(path, NAMES)
     if path.suffix == ".pt":
-        with TorchArchive(path) as archive:
-            entries = as_mapping(archive.value)
-            return {name: archive.array(name, entries[name]) for name in NAMES if entries.get(name) is not None}
+        archive = TorchArchive(path)
+        entries = as_mapping(archive.value)
+        return {name: archive.array(name, entries[name]) for name in NAMES if entries.get(name) is not None}
     if path.suffix == ".pkl":
         return _tensor_batch(path)
     raise TraceError(f"{path} ends in {path.suffix!r}: a batch is a .pt, .safetensors or .npz file, or SkyRL's .pkl")

@@ -19,16 +19,13 @@ from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSam
 
 
 def read_slime_dump(path: Path, rules: ImportRules) -> Iterator[RoutedSample]:  # noqa: ARG001 - as every reader
-    """Yield the samples of a dump.
-
-    raises    TraceError for a damaged file, another dump, and a sample without routes
-    """
-    with TorchArchive(path) as archive:
-        samples = as_mapping(archive.value).get("samples")
-        if not isinstance(samples, list):
-            raise TraceError(f"{path} has no list 'samples': expected a rollout dump (--save-debug-rollout-data)")
-        for place, sample in enumerate(samples):
-            yield _sample(f"{path}, sample {place}", archive, sample)
+    """Yield the samples of a dump."""
+    archive = TorchArchive(path)
+    samples = as_mapping(archive.value).get("samples")
+    if not isinstance(samples, list):
+        raise TraceError(f"{path} has no list 'samples': expected a rollout dump (--save-debug-rollout-data)")
+    for place, sample in enumerate(samples):
+        yield _sample(f"{path}, sample {place}", archive, sample)
 
 
 def _sample(where: str, archive: TorchArchive, sample: Any) -> RoutedSample:
@@ -36,31 +33,30 @@ def _sample(where: str, archive: TorchArchive, sample: Any) -> RoutedSample:
         raise TraceError(f"{where} is {type(sample).__name__}: expected a dictionary")
     if sample.get("rollout_routed_experts") is None:
         raise TraceError(f"{where} has no rollout_routed_experts: record with --use-rollout-routing-replay")
-    tokens = _length(where, archive, sample.get("tokens"))
+    tokens = sample.get("tokens")
+    if not isinstance(tokens, list | InertObject):
+        raise TraceError(f"{where} has no list of tokens")
+    length = len(tokens) if isinstance(tokens, list) else archive.array(f"{where}: tokens", tokens).size
     response = sample.get("response_length")
-    if type(response) is not int or not 0 <= response <= tokens:
+    if type(response) is not int or not 0 <= response <= length:
         raise TraceError(
-            f"{where} has a response of {excerpt(response)} tokens: allowed are 0 to its {tokens:,} tokens"
+            f"{where} has a response of {excerpt(response)} tokens: allowed are 0 to its {length:,} tokens"
         )
     versions = sample.get("weight_versions")
-    last = versions[-1] if isinstance(versions, list) and versions else "0"
-    last = str(last) if isinstance(last, int) and 0 <= last < 1 << 62 else last
-    group, index = sample.get("group_index"), sample.get("index")
+    last = versions[-1] if isinstance(versions, list) and versions else None
+    last = last if _number(last) is None else str(last)
+    group, index = _number(sample.get("group_index")), _number(sample.get("index"))
     return RoutedSample(
         where=where,
         ids_TLK=archive.array(f"{where}: rollout_routed_experts", sample["rollout_routed_experts"]),
-        tokens=tokens,
-        prompt_tokens=tokens - response,
-        sample_id=index if type(index) is int and abs(index) < 1 << 62 else None,
-        group=str(group) if type(group) is int and abs(group) < 1 << 62 else None,
+        tokens=length,
+        prompt_tokens=length - response,
+        sample_id=index,
+        group=None if group is None else str(group),
         version=int(last) if isinstance(last, str) and len(last) < 18 and last.isdecimal() else 0,
     )
 
 
-def _length(where: str, archive: TorchArchive, tokens: Any) -> int:
-    """Return the number of tokens, a list or a tensor."""
-    if isinstance(tokens, list):
-        return len(tokens)
-    if isinstance(tokens, InertObject):
-        return int(archive.array(f"{where}: tokens", tokens).size)
-    raise TraceError(f"{where} has no list of tokens")
+def _number(value: Any) -> int | None:
+    """Return a number of 63 bits; None: it is none."""
+    return value if type(value) is int and abs(value) < 1 << 62 else None
