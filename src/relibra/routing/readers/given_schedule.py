@@ -8,6 +8,7 @@ sample_ids [S]               optional: ids of the trace, in the order of the arr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -75,8 +76,16 @@ def schedule_of(
     rank_tokens   most tokens of a rank in a micro-batch, also where it holds several samples; None: no limit
     raises        TraceError when the schedule does not fit the trace, the ranks or the limit
     """
-    micro_batch_S, rank_S = _in_order_of(trace, given)
-    path, used = given.path, micro_batch_S >= 0
+    path, micro_batch_S, rank_S = given.path, given.micro_batch_S, given.rank_S
+    if len(micro_batch_S) != trace.num_samples:
+        raise TraceError(
+            f"{path}: micro_batch_S has {len(micro_batch_S)} entries for {trace.num_samples} samples of the trace: "
+            "give one for each, micro-batch -1 for samples that are left out"
+        )
+    if given.sample_ids is not None:
+        order = _order_of(path, trace.sample_ids.tolist(), given.sample_ids.tolist())
+        micro_batch_S, rank_S = micro_batch_S[order], rank_S[order]
+    used = micro_batch_S >= 0
     if not used.any():
         raise TraceError(f"{path}: micro_batch_S is -1 everywhere: no sample is left to plan")
     if rank_S[used].min() < 0 or rank_S[used].max() >= num_ranks:
@@ -84,8 +93,8 @@ def schedule_of(
             f"{path}: rank_S holds {rank_S[used].min()}..{rank_S[used].max()}: with {num_ranks} ranks allowed are 0 to "
             f"{num_ranks - 1}"
         )
-    M = int(micro_batch_S.max()) + 1 if given.mini_batch_M is None else len(given.mini_batch_M)
-    named = np.unique(micro_batch_S[used])
+    mini_batch_M, named = given.mini_batch_M, np.unique(micro_batch_S[used])
+    M = int(named[-1]) + 1 if mini_batch_M is None else len(mini_batch_M)
     if named[-1] >= M:
         raise TraceError(f"{path}: micro_batch_S names micro-batch {named[-1]}: mini_batch_M has only {M}")
     if len(named) < M:  # M may be large: an array of all numbers would be as large
@@ -93,33 +102,25 @@ def schedule_of(
         raise TraceError(f"{path}: micro-batch {empty} has no samples: number micro-batches from 0, without gaps")
     demand = replace(Demand.from_trace(trace), pairs_LEE=co_activation(trace))
     scheduled = demand.with_schedule(micro_batch_S, rank_S, num_ranks, M)
-    if given.mini_batch_M is not None:
-        mini_batch_M = given.mini_batch_M
+    if mini_batch_M is not None:
         if mini_batch_M[0] != 0 or not np.isin(np.diff(mini_batch_M), (0, 1)).all():
-            raise TraceError(f"{path}: mini_batch_M is {_shown(mini_batch_M)}: it must rise from 0 without gaps")
+            shown = f"[{', '.join(map(str, mini_batch_M[:8]))}{', ...' if M > 8 else ''}]"
+            raise TraceError(f"{path}: mini_batch_M is {shown}: it must rise from 0 without gaps")
         scheduled = replace(scheduled, group_M=mini_batch_M.astype(np.int32))
     if rank_tokens is not None:
         _check_limit(path, scheduled, rank_tokens)
     return scheduled
 
 
-def _in_order_of(trace: RoutingTrace, given: GivenSchedule) -> tuple[ndarray, ndarray]:
-    """Return micro-batch and rank of each sample of the trace."""
-    if len(given.micro_batch_S) != trace.num_samples:
-        raise TraceError(
-            f"{given.path}: micro_batch_S has {len(given.micro_batch_S)} entries for {trace.num_samples} samples of "
-            "the trace: give one for each, micro-batch -1 for samples that are left out"
-        )
-    if given.sample_ids is None:
-        return given.micro_batch_S, given.rank_S
-    place = {sample: place for place, sample in enumerate(given.sample_ids.tolist())}
-    if len(place) < trace.num_samples:
-        raise TraceError(f"{given.path}: sample_ids names a sample twice: name each sample of the trace once")
-    missing = [sample for sample in trace.sample_ids.tolist() if sample not in place]
+def _order_of(path: Path, samples: Sequence[int], given: Sequence[int]) -> list[int]:
+    """Return the places of the samples of a trace in the given order."""
+    place = {sample: place for place, sample in enumerate(given)}
+    if len(place) < len(samples):
+        raise TraceError(f"{path}: sample_ids names a sample twice: name each sample of the trace once")
+    missing = [sample for sample in samples if sample not in place]
     if missing:
-        raise TraceError(f"{given.path}: sample_ids lacks sample {missing[0]} of the trace")
-    order = [place[sample] for sample in trace.sample_ids.tolist()]
-    return given.micro_batch_S[order], given.rank_S[order]
+        raise TraceError(f"{path}: sample_ids lacks sample {missing[0]} of the trace")
+    return [place[sample] for sample in samples]
 
 
 def _check_limit(path: Path, demand: ScheduledDemand, rank_tokens: int) -> None:
@@ -133,7 +134,3 @@ def _check_limit(path: Path, demand: ScheduledDemand, rank_tokens: int) -> None:
             f"{path}: rank {rank} has {tokens_MR[m, rank]:,.0f} tokens in micro-batch {m}, above the limit of "
             f"{rank_tokens:,} per rank: choose a larger --micro-batch-tokens, or leave it out"
         )
-
-
-def _shown(array: ndarray) -> str:
-    return f"[{', '.join(map(str, array[:8].tolist()))}{', ...' if len(array) > 8 else ''}]"
