@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import no_type_check
 
@@ -108,29 +108,25 @@ class Demand:
         num_micro_batches = named if num_micro_batches is None else num_micro_batches
         if named > num_micro_batches:
             raise TraceError(f"the schedule names micro-batch {named - 1}: there are {num_micro_batches}")
-        if self.counts_SLE.any() and len(kept) * int(self.counts_SLE.max()) >= 1 << 31:
-            self._refuse_overflow(micro_batch_S, kept)
+        if len(kept) * int(self.counts_SLE.max(initial=0)) >= 1 << 31:
+            self._refuse_overflow(micro_batch_S[kept], self.counts_SLE[kept])
         axes = {"micro_batches": num_micro_batches, "layers": L, "ranks": num_ranks, "experts": E}
         check_array_size("token-slots of ranks", 4, self.counts_SLE.nbytes, **axes)
         tokens_MLRE = np.zeros(tuple(axes.values()), dtype=np.int32)
         for s in kept:
             tokens_MLRE[micro_batch_S[s], :, rank_S[s]] += self.counts_SLE[s]
         return ScheduledDemand(
-            counts_SLE=self.counts_SLE,
-            layer_ids=self.layer_ids,
-            sample_ids=self.sample_ids,
-            pairs_LEE=self.pairs_LEE,
-            top_k=self.top_k,
+            **{field.name: getattr(self, field.name) for field in fields(Demand)},
             tokens_MLRE=tokens_MLRE,
             micro_batch_S=micro_batch_S.astype(np.int32),
             rank_S=rank_S.astype(np.int32),
         )
 
-    def _refuse_overflow(self, micro_batch_S: Int[ndarray, " S"], kept: Int[ndarray, " X"]) -> None:
+    @staticmethod
+    def _refuse_overflow(micro_batch_S: ndarray, counts_SLE: ndarray) -> None:
         """Raise TraceError if an expert gets 2^31 token-slots or more in a micro-batch: counts are 32-bit."""
-        for m in range(int(micro_batch_S.max()) + 1):
-            inside = kept[micro_batch_S[kept] == m]
-            if len(inside) and int(self.counts_SLE[inside].sum(axis=0, dtype=np.int64).max()) >= 1 << 31:
+        for m in np.unique(micro_batch_S):
+            if int(counts_SLE[micro_batch_S == m].sum(axis=0, dtype=np.int64).max()) >= 1 << 31:
                 raise TraceError(f"micro-batch {m} has 2^31 token-slots or more for one expert: cut smaller ones")
 
     def digest(self) -> str:

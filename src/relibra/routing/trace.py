@@ -23,7 +23,7 @@ MAX_EXPERTS = 1 << 16
 """Ids are stored as uint8 or uint16."""
 
 _PER_ROW = ("experts_TLK", "valid_T", "token_hash_T")
-_PER_SAMPLE = {"sample_ids": -1, "group_ids": -1, "prompt_lengths": 0, "weight_versions": 0}
+PER_SAMPLE = {"sample_ids": -1, "group_ids": -1, "prompt_lengths": 0, "weight_versions": 0}
 """Per-sample columns and their values where the recorder gave none."""
 
 
@@ -131,7 +131,7 @@ class RoutingTrace:
             group_names=tuple(group_names),
             source=source,
             **{
-                name: np.full(len(arrays), _PER_SAMPLE[name]) if column is None else np.asarray(column, dtype=np.int64)
+                name: np.full(len(arrays), PER_SAMPLE[name]) if column is None else np.asarray(column, dtype=np.int64)
                 for name, column in per_sample.items()
             },
         )
@@ -190,7 +190,7 @@ class RoutingTrace:
             self,
             offsets=np.concatenate([[0], np.cumsum(self.rows_per_sample[index])]).astype(np.int64),
             **{name: array[rows] for name in _PER_ROW if (array := getattr(self, name)) is not None},
-            **{name: getattr(self, name)[index] for name in _PER_SAMPLE},
+            **{name: getattr(self, name)[index] for name in PER_SAMPLE},
         )
 
     def validate(self) -> None:
@@ -244,7 +244,7 @@ class RoutingTrace:
                 and bool((np.diff(self.layer_ids) > 0).all())
             ),
         }
-        for name in _PER_SAMPLE:
+        for name in PER_SAMPLE:
             facts[f"{name} has one entry for each of {self.num_samples} samples"] = getattr(self, name).shape == (
                 self.num_samples,
             )
@@ -278,7 +278,7 @@ def concatenate(traces: Sequence[RoutingTrace]) -> RoutingTrace:
         if not np.array_equal(other.layer_ids, first.layer_ids):
             raise TraceError(f"trace {i} has layers {other.layer_ids.tolist()}, trace 0 {first.layer_ids.tolist()}")
     hashes = [trace.token_hash_T for trace in traces]
-    columns: dict[str, Any] = {name: np.concatenate([getattr(trace, name) for trace in traces]) for name in _PER_SAMPLE}
+    columns: dict[str, Any] = {name: np.concatenate([getattr(trace, name) for trace in traces]) for name in PER_SAMPLE}
     return replace(
         first,
         experts_TLK=np.concatenate([trace.experts_TLK for trace in traces]),

@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from relibra.errors import TraceError
-from relibra.files import atomic_path, write_text
-from relibra.routing.trace import MAX_EXPERTS, RoutingTrace, concatenate, expert_dtype
+from relibra.files import atomic_path, read_bounded, write_text
+from relibra.routing.trace import MAX_EXPERTS, PER_SAMPLE, RoutingTrace, concatenate, expert_dtype
 
 FORMAT = "relibra.routing-trace"
 FORMAT_VERSION = 1
@@ -177,22 +177,16 @@ def read_index(folder: Path | str) -> TraceIndex:
     """
     path = Path(folder) / INDEX
     if not path.is_file():
-        raise TraceError(
-            f"{folder} is not a finished trace: it has no {INDEX}. "
-            + (
-                "It looks like a run: pass one of its traces/step-... folders"
-                if any(Path(folder).glob("traces/step-*")) or any(Path(folder).glob("step-*"))
-                else "The writer was stopped: record it again"
-            )
+        run = any(Path(folder).glob("traces/step-*")) or any(Path(folder).glob("step-*"))
+        step = (
+            "looks like a run: pass one of its traces/step-... folders" if run else "was not finished: record it again"
         )
-    if path.stat().st_size > MAX_INDEX_BYTES:
-        raise TraceError(f"{path} has {path.stat().st_size} bytes: an index has at most {MAX_INDEX_BYTES}")
+        raise TraceError(f"{folder} is not a finished trace: it has no {INDEX}, and {step}")
+    data = read_bounded(path, MAX_INDEX_BYTES, TraceError, "the index of a trace")
     try:
-        body = json.loads(path.read_bytes())
+        body = json.loads(data)
     except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, JSON nested too deep
         raise TraceError(f"{path} is damaged: {error}") from error
-    except OSError as error:
-        raise TraceError(f"{path} cannot be read: {error.strerror}") from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise TraceError(f"{path} is not the index of a routing trace: 'format' must be {FORMAT!r}")
     if body.get("version") != FORMAT_VERSION:
@@ -249,15 +243,12 @@ def _sample_runs(offsets: np.ndarray, max_rows: int) -> Iterator[tuple[int, int]
         start = stop
 
 
-_COLUMNS = ("sample_ids", "group_ids", "prompt_lengths", "weight_versions")
-
-
 def _write_shard(folder: Path, name: str, trace: RoutingTrace) -> ShardEntry:
     tensors = {
         "routed_experts": np.ascontiguousarray(trace.experts_TLK),
         "valid_rows": trace.valid_T.astype(np.uint8),
         "offsets": np.ascontiguousarray(trace.offsets),
-        **{column: getattr(trace, column).astype(np.int64) for column in _COLUMNS},
+        **{column: getattr(trace, column).astype(np.int64) for column in PER_SAMPLE},
     }
     if trace.token_hash_T is not None:
         tensors["token_hash"] = np.ascontiguousarray(trace.token_hash_T)
@@ -284,7 +275,7 @@ def _iterate_shard(path: Path, entry: ShardEntry, index: TraceIndex, max_rows: i
         "routed_experts": ((T, L, K), expert_dtype(index.num_experts)),
         "valid_rows": ((T,), np.uint8),
         "offsets": ((S + 1,), np.int64),
-        **dict.fromkeys(_COLUMNS, ((S,), np.int64)),
+        **dict.fromkeys(PER_SAMPLE, ((S,), np.int64)),
     }
     try:
         with safe_open(path, framework="numpy") as file:
@@ -294,7 +285,7 @@ def _iterate_shard(path: Path, entry: ShardEntry, index: TraceIndex, max_rows: i
             offsets = file.get_tensor("offsets")
             if offsets[0] != 0 or offsets[-1] != T or (offsets[1:] < offsets[:-1]).any():
                 raise TraceError(f"shard {path}: sample offsets must rise from 0 to {T} rows")
-            columns = {column: file.get_tensor(column) for column in _COLUMNS}
+            columns = {column: file.get_tensor(column) for column in PER_SAMPLE}
             for start, stop in _sample_runs(offsets, max_rows):
                 rows = slice(int(offsets[start]), int(offsets[stop]))
                 piece = RoutingTrace(
@@ -329,13 +320,12 @@ def _check_layout(path: Path, file: Any, expected: dict[str, tuple[tuple[int, ..
     """Compare names, shapes and types with the index before allocating arrays."""
     if sorted(file.keys()) != sorted(expected):
         raise TraceError(f"shard {path} holds {sorted(file.keys())}: expected {sorted(expected)}")
-    names = {dtype: name for name, dtype in _DTYPES.items()}
     for name, (shape, dtype) in expected.items():
         piece = file.get_slice(name)
-        if tuple(piece.get_shape()) != shape or piece.get_dtype() != names[dtype]:
+        if tuple(piece.get_shape()) != shape or _DTYPES.get(piece.get_dtype()) is not dtype:
             raise TraceError(
-                f"shard {path}: {name} is {piece.get_dtype()} {list(piece.get_shape())}, "
-                f"the index says {names[dtype]} {list(shape)}"
+                f"shard {path}: {name} is {piece.get_dtype()} {list(piece.get_shape())}, the index says "
+                f"{dtype.__name__} {list(shape)}"
             )
 
 

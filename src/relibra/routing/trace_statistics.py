@@ -6,8 +6,9 @@ the last one may be shorter, and one without routed tokens is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float64, Int, Int64
@@ -210,15 +211,9 @@ def compute_step_statistics(
         source=first.source,
         groups=tuple(groups.values()),
         load_LE=total_LE,
-        micro_batches=sums.micro_batches,
         micro_batch_tokens=micro_batch_tokens,
-        layouts=sums.layouts(),
-        expert_skew=sums.expert_skew,
-        cosine_mean_L=sums.cosine_mean_L,
-        cosine_low_L=sums.cosine_low_L,
-        cosine_high_L=sums.cosine_high_L,
         chance_L=chance_cosine(total_LE, sums.micro_batches),
-        fluctuation_L=sums.fluctuation_L,
+        **sums.figures(),
     )
 
 
@@ -259,7 +254,10 @@ def pool_groups(groups: Iterable[Group]) -> dict[str, Group]:
     pooled: dict[str, Group] = {}
     for group in groups:
         known = pooled.get(group.name)
-        pooled[group.name] = group if known is None else _join_groups(known, group)
+        if known is not None:
+            samples, tokens = known.samples + group.samples, known.tokens + group.tokens
+            group = Group(name=group.name, samples=samples, tokens=tokens, load_LE=known.load_LE + group.load_LE)
+        pooled[group.name] = group
     return pooled
 
 
@@ -294,7 +292,9 @@ class _MicroBatchSums:
         self.off_LE, self.off_square_LE = np.zeros_like(self.total_LE), np.zeros_like(self.total_LE)
 
     def add(self, load_MLE: ndarray) -> None:
-        for some_MLE in _in_small_parts(load_MLE):
+        step = max(1, _CELLS_AT_ONCE // max(1, self.total_LE.size))
+        for start in range(0, len(load_MLE), step):
+            some_MLE = load_MLE[start : start + step]
             filled_MLE = some_MLE[some_MLE.any(axis=(1, 2))]
             if len(filled_MLE):
                 self._add(filled_MLE)
@@ -317,32 +317,23 @@ class _MicroBatchSums:
         self.off_LE += off_MLE.sum(axis=0)
         self.off_square_LE += (off_MLE**2).sum(axis=0)
 
-    @property
-    def expert_skew(self) -> float:
-        return self.expert_skew_sum / (self.micro_batches * len(self.total_LE)) if self.micro_batches else 1.0
-
-    @property
-    def cosine_mean_L(self) -> ndarray:
-        return self.cosine_sum_L / max(1, self.micro_batches)
-
-    @property
-    def fluctuation_L(self) -> ndarray:
-        """Return the fluctuation, from differences to the mean shares, which keeps small variances exact."""
-        mean_LE = self.off_LE / max(1, self.micro_batches)
-        variance_LE = self.off_square_LE / max(1, self.micro_batches) - mean_LE**2
-        return np.sqrt(np.maximum(0.0, variance_LE)).sum(axis=-1)
-
-    def layouts(self) -> tuple[RankSkew, ...]:
-        return tuple(
-            RankSkew(ranks=ranks, skew_ML=np.concatenate(skews), slots=self.slots, busiest=self.busiest[ranks])
-            for ranks, skews in self.skews.items()
-        )
-
-
-def _in_small_parts(load_MLE: ndarray) -> Iterator[ndarray]:
-    step = max(1, _CELLS_AT_ONCE // max(1, load_MLE[0].size)) if len(load_MLE) else 1
-    for start in range(0, len(load_MLE), step):
-        yield load_MLE[start : start + step]
+    def figures(self) -> dict[str, Any]:
+        """Return the figures over micro-batches that `TraceStatistics` has, by their names there."""
+        M = max(1, self.micro_batches)
+        mean_LE = self.off_LE / M
+        variance_LE = self.off_square_LE / M - mean_LE**2  # of differences to the mean shares: small ones stay exact
+        return {
+            "micro_batches": self.micro_batches,
+            "layouts": tuple(
+                RankSkew(ranks=ranks, skew_ML=np.concatenate(skews), slots=self.slots, busiest=self.busiest[ranks])
+                for ranks, skews in self.skews.items()
+            ),
+            "expert_skew": self.expert_skew_sum / (M * len(self.total_LE)) if self.micro_batches else 1.0,
+            "cosine_mean_L": self.cosine_sum_L / M,
+            "cosine_low_L": self.cosine_low_L,
+            "cosine_high_L": self.cosine_high_L,
+            "fluctuation_L": np.sqrt(np.maximum(0.0, variance_LE)).sum(axis=-1),
+        }
 
 
 def _count_groups(trace: RoutingTrace, groups: dict[str, Group]) -> ndarray:
@@ -360,12 +351,3 @@ def _count_groups(trace: RoutingTrace, groups: dict[str, Group]) -> ndarray:
     ]
     groups.update(pool_groups([*groups.values(), *found]))
     return load_XLE.sum(axis=0)
-
-
-def _join_groups(one: Group, other: Group) -> Group:
-    return Group(
-        name=one.name,
-        samples=one.samples + other.samples,
-        tokens=one.tokens + other.tokens,
-        load_LE=one.load_LE + other.load_LE,
-    )
