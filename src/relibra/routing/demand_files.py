@@ -16,30 +16,14 @@ FORMAT = TensorFormat(
     name="relibra.demand",
     version=1,
     noun="a demand",
-    axes={
-        "counts_SLE": "SLE",
-        "layer_ids": "L",
-        "sample_ids": "S",
-        "tokens_MLRE": "MLRE",
-        "micro_batch_S": "S",
-        "rank_S": "S",
-        "group_M": "M",
-        "pairs_LEE": "LEE",
-    },
-    dtypes={
-        "counts_SLE": np.int32,
-        "layer_ids": np.int32,
-        "sample_ids": np.int64,
-        "tokens_MLRE": np.int32,
-        "micro_batch_S": np.int32,
-        "rank_S": np.int32,
-        "group_M": np.int32,
-        "pairs_LEE": np.int64,
-    },
+    axes={"counts_SLE": "SLE", "layer_ids": "L", "sample_ids": "S", "tokens_MLRE": "MLRE", "micro_batch_S": "S",
+          "rank_S": "S", "group_M": "M", "pairs_LEE": "LEE"},
+    dtypes={"counts_SLE": np.int32, "layer_ids": np.int32, "sample_ids": np.int64, "tokens_MLRE": np.int32,
+            "micro_batch_S": np.int32, "rank_S": np.int32, "group_M": np.int32, "pairs_LEE": np.int64},
     optional=frozenset({*_SCHEDULE, "group_M", "pairs_LEE"}),
     may_be_0="SM",
     error=TraceError,
-)
+)  # fmt: skip
 
 
 def write_demand(path: Path | str, demand: Demand) -> None:

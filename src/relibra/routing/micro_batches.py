@@ -41,20 +41,25 @@ def cut_recorded(trace: RoutingTrace, tokens: int, num_ranks: int) -> ScheduledD
     if not starts:
         raise TraceError(f"{trace.num_rows} rows do not fill one micro-batch of {tokens} tokens: choose fewer")
     sample_T = np.repeat(np.arange(trace.num_samples), np.diff(trace.offsets))
-    pieces, micro_batch_S = [], []
+    bounds, micro_batch_S = [], np.zeros(0, dtype=np.int32)
     for m, rows in enumerate(starts):
         edges = np.flatnonzero((np.diff(sample_T[rows]) != 0) | (np.diff(rows) != 1)) + 1
-        for piece in np.split(rows, edges):
-            pieces.append((piece[0], piece[-1] + 1))
-            micro_batch_S.append(m)
-    counts_SLE = np.concatenate(
-        [
-            count_token_slots(trace.experts_TLK, trace.valid_T, np.array([start, stop]), trace.num_experts)
-            for start, stop in pieces
-        ]
+        pieces = np.split(rows, edges)
+        bounds += [np.array([piece[0], piece[-1] + 1]) for piece in pieces]
+        micro_batch_S = np.append(micro_batch_S, np.full(len(pieces), m, dtype=np.int32))
+    counts = [count_token_slots(trace.experts_TLK, trace.valid_T, some, trace.num_experts) for some in bounds]
+    counts_SLE = np.concatenate(counts).astype(np.int32)
+    slots_S, rank_S = counts_SLE[:, 0].sum(axis=1), np.zeros(len(bounds), dtype=np.int64)
+    for start, stop in pairwise(np.searchsorted(micro_batch_S, np.arange(len(starts) + 1)).tolist()):
+        _fill_ranks(slots_S[start:stop].tolist(), trace.num_rows * trace.top_k, num_ranks, rank_S[start:stop])
+    demand = Demand(
+        counts_SLE=counts_SLE,
+        layer_ids=trace.layer_ids,
+        sample_ids=trace.sample_ids[sample_T[[start for start, _ in bounds]]],
+        pairs_LEE=co_activation(trace),
+        top_k=trace.top_k,
     )
-    first_S = np.array([start for start, _ in pieces])
-    return _scheduled(trace, counts_SLE, trace.sample_ids[sample_T[first_S]], np.array(micro_batch_S), num_ranks)
+    return demand.with_schedule(micro_batch_S, rank_S, num_ranks)
 
 
 def schedule_samples(
@@ -163,22 +168,3 @@ def task_sets(trace: RoutingTrace, tokens: int) -> list[Int64[ndarray, " T"]]:
     if by_group and all(len(rows) >= tokens for rows in by_group) and (group_S >= 0).all():
         return by_group
     return [np.arange(trace.num_rows)]
-
-
-def _scheduled(
-    trace: RoutingTrace, counts_SLE: ndarray, sample_ids: ndarray, micro_batch_S: ndarray, num_ranks: int
-) -> ScheduledDemand:
-    slots_S = counts_SLE[:, 0].sum(axis=1)
-    filled_MR = np.zeros((int(micro_batch_S.max(initial=-1)) + 1, num_ranks), dtype=np.int64)
-    rank_S = np.zeros(len(slots_S), dtype=np.int32)
-    for s in np.argsort(-slots_S, kind="stable"):
-        rank_S[s] = np.argmin(filled_MR[micro_batch_S[s]])
-        filled_MR[micro_batch_S[s], rank_S[s]] += slots_S[s]
-    demand = Demand(
-        counts_SLE=counts_SLE.astype(np.int32),
-        layer_ids=trace.layer_ids,
-        sample_ids=np.asarray(sample_ids),
-        pairs_LEE=co_activation(trace),
-        top_k=trace.top_k,
-    )
-    return demand.with_schedule(micro_batch_S.astype(np.int32), rank_S, num_ranks)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,16 +24,8 @@ from relibra.files import atomic_path
 from relibra.routing.array_sizes import memory_errors
 
 MAX_HEADER_BYTES = 1 << 20
-MAX_LENGTHS = {
-    "S": 1 << 31,
-    "T": 1 << 40,
-    "X": 1 << 40,
-    "L": 1 << 16,
-    "M": 1 << 24,
-    "R": 1 << 15,
-    "E": 1 << 15,
-    "B": 1 << 10,
-}
+MAX_LENGTHS = {"S": 1 << 31, "T": 1 << 40, "X": 1 << 40, "L": 1 << 16, "M": 1 << 24, "R": 1 << 15, "E": 1 << 15,
+               "B": 1 << 10}  # fmt: skip
 """Longest axes: with an axis of length 0, a file could declare any length for the others without holding data."""
 MAX_ENTRIES = 1 << 26
 """Most entries of the other axes of an array with an axis of length 0, which holds no data."""
@@ -100,11 +91,8 @@ def read_tensors(path: Path, form: TensorFormat) -> tuple[dict[str, Any], dict[s
         with memory_errors(str(path), form.error), safe_open(path, framework="numpy") as file:
             body = _read_body(path, form, (file.metadata() or {}).get(_KEY, ""))
             slices = {name: file.get_slice(name) for name in sorted(file.keys())}
-            _check_layout(
-                str(path),
-                form,
-                {name: (_dtype(piece.get_dtype()), piece.get_shape()) for name, piece in slices.items()},
-            )
+            layout = {name: (_dtype(piece.get_dtype()), piece.get_shape()) for name, piece in slices.items()}
+            _check_layout(str(path), form, layout)
             tensors = {name: file.get_tensor(name) for name in slices}
             damaged = body["checksum"] != _checksum(tensors, body["facts"])
     except (SafetensorError, OSError) as error:
@@ -119,11 +107,9 @@ def _check_header_size(path: Path, form: TensorFormat) -> None:
         raise form.error(f"{path} does not exist: expected {form.noun}")
     try:
         with path.open("rb") as file:
-            start = file.read(8)
-        size = path.stat().st_size
+            length, size = int.from_bytes(file.read(8), "little"), path.stat().st_size
     except OSError as error:
         raise form.error(f"{path} cannot be read: {error.strerror}") from error
-    length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
     if length > min(MAX_HEADER_BYTES, size - 8):
         raise form.error(
             f"{path} is not {form.noun}, or is truncated: a header of {length} bytes does not fit its {size} bytes "
