@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, no_type_check
+from typing import no_type_check
 
 import numpy as np
 from jaxtyping import Bool, Int, Shaped, UInt16
@@ -115,11 +115,11 @@ class RoutingTrace:
         if flat.dtype != dtype:  # a narrower unsigned type would silently wrap, negative fillers included
             flat = np.where(valid_T[:, None, None], flat, np.arange(flat.shape[2]))
             _check_id_range(flat, num_experts, offsets, layers)
-        per_sample = {
-            "sample_ids": sample_ids if sample_ids is not None else range(len(arrays)),
-            "group_ids": group_ids,
-            "prompt_lengths": prompt_lengths,
-            "weight_versions": weight_versions,
+        given = {"group_ids": group_ids, "prompt_lengths": prompt_lengths, "weight_versions": weight_versions}
+        given["sample_ids"] = range(len(arrays)) if sample_ids is None else sample_ids
+        columns = {
+            name: np.full(len(arrays), PER_SAMPLE[name]) if column is None else np.asarray(column, dtype=np.int64)
+            for name, column in given.items()
         }
         trace = cls(
             experts_TLK=flat.astype(dtype, copy=False),
@@ -130,10 +130,7 @@ class RoutingTrace:
             token_hash_T=None if tokens is None else np.concatenate([hash_tokens(array) for array in tokens]),
             group_names=tuple(group_names),
             source=source,
-            **{
-                name: np.full(len(arrays), PER_SAMPLE[name]) if column is None else np.asarray(column, dtype=np.int64)
-                for name, column in per_sample.items()
-            },
+            **columns,
         )
         trace.validate()
         return trace
@@ -216,39 +213,29 @@ class RoutingTrace:
     def _validate_shapes(self) -> None:
         T, L, K = self.experts_TLK.shape
         check_model_size(f"malformed trace (source {self.source!r}): it", L, self.num_experts)
-        facts = {
-            f"at most {MAX_SAMPLES:,} samples, got {self.num_samples:,}": self.num_samples <= MAX_SAMPLES,
-            f"num_experts {self.num_experts} is in 1..{MAX_EXPERTS}": 1 <= self.num_experts <= MAX_EXPERTS,
-            f"{K} choices fit into {self.num_experts} experts, and are at most {MAX_TOP_K}": (
-                1 <= K <= min(self.num_experts, MAX_TOP_K)
-            ),
-            f"ids are stored as {expert_dtype(self.num_experts).__name__}, got {self.experts_TLK.dtype}": (
-                self.experts_TLK.dtype == expert_dtype(self.num_experts)
-            ),
-            f"offsets start at 0, never fall and end at {T} rows": (
-                len(self.offsets) >= 1
-                and bool((self.offsets[1:] >= self.offsets[:-1]).all())  # np.diff would wrap around
-                and self.offsets[0] == 0
-                and self.offsets[-1] == T
-            ),
-            f"offsets are int64 and valid_T is bool, got {self.offsets.dtype} and {self.valid_T.dtype}": (
-                self.offsets.dtype == np.int64 and self.valid_T.dtype == np.bool_
+        S, E, offsets, dtype = self.num_samples, self.num_experts, self.offsets, expert_dtype(self.num_experts)
+        rising = bool(len(offsets)) and bool((offsets[1:] >= offsets[:-1]).all())  # np.diff would wrap around
+        layers = (
+            self.layer_ids.shape == (L,) and L >= 1 and self.layer_ids[0] >= 0 and np.all(np.diff(self.layer_ids) > 0)
+        )
+        required = {
+            f"at most {MAX_SAMPLES:,} samples, got {S:,}": S <= MAX_SAMPLES,
+            f"num_experts {E} is in 1..{MAX_EXPERTS}": 1 <= E <= MAX_EXPERTS,
+            f"{K} choices fit into {E} experts, and are at most {MAX_TOP_K}": 1 <= K <= min(E, MAX_TOP_K),
+            f"ids are stored as {dtype.__name__}, got {self.experts_TLK.dtype}": self.experts_TLK.dtype == dtype,
+            f"offsets start at 0, never fall and end at {T} rows": rising and offsets[0] == 0 and offsets[-1] == T,
+            f"offsets are int64 and valid_T is bool, got {offsets.dtype} and {self.valid_T.dtype}": (
+                offsets.dtype == np.int64 and self.valid_T.dtype == np.bool_
             ),
             f"valid_T has one entry for each of {T} rows": self.valid_T.shape == (T,),
-            f"token_hash_T has one entry for each of {T} rows": self.token_hash_T is None
-            or self.token_hash_T.shape == (T,),
-            f"layer_ids are {L} ascending layer numbers, got {self.layer_ids.tolist()}": (
-                self.layer_ids.shape == (L,)
-                and L >= 1
-                and self.layer_ids[0] >= 0
-                and bool((np.diff(self.layer_ids) > 0).all())
-            ),
+            f"token_hash_T has one entry for each of {T} rows": getattr(self.token_hash_T, "shape", (T,)) == (T,),
+            f"layer_ids are {L} ascending layer numbers, got {self.layer_ids.tolist()}": layers,
+            **{
+                f"{name} has one entry for each of {S} samples": getattr(self, name).shape == (S,)
+                for name in PER_SAMPLE
+            },
         }
-        for name in PER_SAMPLE:
-            facts[f"{name} has one entry for each of {self.num_samples} samples"] = getattr(self, name).shape == (
-                self.num_samples,
-            )
-        for fact, holds in facts.items():
+        for fact, holds in required.items():
             if not holds:
                 raise TraceError(f"malformed trace (source {self.source!r}): required: {fact}")
         inside_S = (self.prompt_lengths >= 0) & (self.prompt_lengths <= self.rows_per_sample)
@@ -277,16 +264,16 @@ def concatenate(traces: Sequence[RoutingTrace]) -> RoutingTrace:
                 )
         if not np.array_equal(other.layer_ids, first.layer_ids):
             raise TraceError(f"trace {i} has layers {other.layer_ids.tolist()}, trace 0 {first.layer_ids.tolist()}")
-    hashes = [trace.token_hash_T for trace in traces]
-    columns: dict[str, Any] = {name: np.concatenate([getattr(trace, name) for trace in traces]) for name in PER_SAMPLE}
+    hashes = [trace.token_hash_T for trace in traces if trace.token_hash_T is not None]
+    rows = np.concatenate([trace.rows_per_sample for trace in traces])
+    columns = {
+        name: np.concatenate([getattr(trace, name) for trace in traces])
+        for name in ("experts_TLK", "valid_T", *PER_SAMPLE)
+    }
     return replace(
         first,
-        experts_TLK=np.concatenate([trace.experts_TLK for trace in traces]),
-        valid_T=np.concatenate([trace.valid_T for trace in traces]),
-        token_hash_T=None if any(h is None for h in hashes) else np.concatenate([h for h in hashes if h is not None]),
-        offsets=np.concatenate([[0], np.cumsum(np.concatenate([trace.rows_per_sample for trace in traces]))]).astype(
-            np.int64
-        ),
+        token_hash_T=np.concatenate(hashes) if len(hashes) == len(traces) else None,
+        offsets=np.concatenate([[0], np.cumsum(rows)]).astype(np.int64),
         **columns,
     )
 

@@ -6,11 +6,12 @@ the option that says which.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Bool, Shaped
+from jaxtyping import Bool
 from numpy import ndarray
 
 from relibra.errors import TraceError
@@ -40,17 +41,6 @@ class ImportCounts:
     dropped_samples: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """A sample whose rows are checked: one row per token is written, `ids_TLK` from `start` on."""
-
-    sample: RoutedSample
-    ids_TLK: ndarray
-    valid_T: ndarray
-    tokens: int
-    start: int
-
-
 def iterate_pieces(
     samples: Iterable[RoutedSample], rules: ImportRules, counts: ImportCounts, *, source: str
 ) -> Iterator[RoutingTrace]:
@@ -59,22 +49,21 @@ def iterate_pieces(
     counts    counted while pieces are taken
     raises    TraceError for shapes that differ, illegal ids, and everything that could mean two things
     """
-    waiting: list[_Rows] = []
+    waiting: list[RoutedSample] = []
     names: dict[str, int] = {}
     held, first, number = 0, None, 0
-    for sample in samples:
+    for number, sample in enumerate(samples, start=1):
+        if number > MAX_SAMPLES:
+            raise TraceError(f"{source} has more than {MAX_SAMPLES:,} samples: import it in parts")
         rows = _checked(sample, rules, counts, first)
         first = first or sample
-        number += 1
         if rows is None:
             continue
         waiting.append(rows)
-        held += rows.tokens * rows.ids_TLK.shape[1] * rows.ids_TLK.shape[2] + SAMPLE_BYTES
+        held += (rows.tokens or 0) * math.prod(rows.ids_TLK.shape[1:]) + SAMPLE_BYTES
         if held >= PIECE_BYTES:
             yield _piece(waiting, rules, counts, names, source)
             waiting, held = [], 0
-        if number > MAX_SAMPLES:
-            raise TraceError(f"{source} has more than {MAX_SAMPLES:,} samples: import it in parts")
     if waiting:
         yield _piece(waiting, rules, counts, names, source)
     if first is None:
@@ -85,8 +74,8 @@ def iterate_pieces(
 
 def _checked(
     sample: RoutedSample, rules: ImportRules, counts: ImportCounts, first: RoutedSample | None
-) -> _Rows | None:
-    """Return the rows of a sample; None: it is left out."""
+) -> RoutedSample | None:
+    """Return a sample with its number of tokens, first token and rows without a route; None: it is left out."""
     ids_TLK, where = sample.ids_TLK, sample.where
     whole_numbers = ids_TLK.ndim == 3 and ids_TLK.dtype.kind in "iu"
     if not whole_numbers or not ids_TLK.shape[1] or not 1 <= ids_TLK.shape[2] <= MAX_TOP_K:
@@ -125,9 +114,7 @@ def _checked(
                 f"{where}, row {row} holds ids {ids_TLK[row].min()} to {ids_TLK[row].max()}: with {rules.num_experts} "
                 f"experts allowed are 0 to {rules.num_experts - 1}"
             )
-    valid_T = np.zeros(tokens, dtype=bool)
-    valid_T[start : start + len(ids_TLK)] = recorded_T
-    return _Rows(sample, ids_TLK, valid_T, tokens, start)
+    return replace(sample, ids_TLK=ids_TLK, tokens=tokens, start=start, absent_T=~recorded_T)
 
 
 def _layer_places(where: str, recorded: int, rules: ImportRules) -> slice | list[int]:
@@ -213,22 +200,24 @@ def _refuse_zero_layers(where: str, ids_TLK: ndarray, recorded_T: ndarray, rules
 
 
 def _piece(
-    waiting: list[_Rows], rules: ImportRules, counts: ImportCounts, names: dict[str, int], source: str
+    samples: list[RoutedSample], rules: ImportRules, counts: ImportCounts, names: dict[str, int], source: str
 ) -> RoutingTrace:
-    """Return one trace of the waiting samples; every id is copied once."""
-    samples, L, K = [rows.sample for rows in waiting], *waiting[0].ids_TLK.shape[1:]
-    offsets = np.cumsum([0, *(rows.tokens for rows in waiting)], dtype=np.int64)
-    held = sum(rows.ids_TLK.nbytes for rows in waiting)
-    check_array_size(f"routes of {source}", 2, held, T=int(offsets[-1]), L=L, K=K)
-    experts_TLK = np.empty((offsets[-1], L, K), dtype=expert_dtype(rules.num_experts))
-    for rows, offset in zip(waiting, offsets.tolist(), strict=False):
-        _copy_rows(rows, experts_TLK[offset : offset + rows.tokens])
+    """Return one trace of checked samples; every id is copied once, and rows without a route hold 0."""
+    offsets = np.cumsum([0, *(one.tokens or 0 for one in samples)], dtype=np.int64)
+    T, L, K = int(offsets[-1]), *samples[0].ids_TLK.shape[1:]
+    check_array_size(f"routes of {source}", 2, sum(one.ids_TLK.nbytes for one in samples), T=T, L=L, K=K)
+    experts_TLK, valid_T = np.empty((T, L, K), dtype=expert_dtype(rules.num_experts)), np.zeros(T, dtype=bool)
+    for one, offset in zip(samples, offsets.tolist(), strict=False):
+        rows = slice(offset + one.start, offset + one.start + len(one.ids_TLK))
+        np.copyto(experts_TLK[rows], one.ids_TLK, casting="unsafe")
+        valid_T[rows] = True if one.absent_T is None else ~one.absent_T
+    experts_TLK[~valid_T] = 0
     groups = [-1 if one.group is None else names.setdefault(one.group, len(names)) for one in samples]
     ids = [counts.samples + i if one.sample_id is None else one.sample_id for i, one in enumerate(samples)]
     trace = RoutingTrace(
         experts_TLK=experts_TLK,
         offsets=offsets,
-        valid_T=np.concatenate([rows.valid_T for rows in waiting]),
+        valid_T=valid_T,
         layer_ids=np.array(rules.layers if rules.layers is not None else range(L), dtype=np.int32),
         num_experts=rules.num_experts,
         sample_ids=np.array(ids, dtype=np.int64),
@@ -241,16 +230,7 @@ def _piece(
         trace.validate()
     except TraceError as error:
         raise TraceError(f"{samples[0].where} and the samples after it: {error}") from error
-    counts.samples += len(waiting)
-    counts.rows += trace.num_rows
-    counts.missing_rows += int((~trace.valid_T).sum())
+    counts.samples += len(samples)
+    counts.rows += T
+    counts.missing_rows += int((~valid_T).sum())
     return trace
-
-
-def _copy_rows(rows: _Rows, into_TLK: Shaped[ndarray, "T L K"]) -> None:
-    """Write the rows of a sample; rows without a route hold 0."""
-    stop = rows.start + len(rows.ids_TLK)
-    into_TLK[: rows.start] = 0
-    into_TLK[stop:] = 0
-    np.copyto(into_TLK[rows.start : stop], rows.ids_TLK, casting="unsafe")
-    into_TLK[~rows.valid_T] = 0
