@@ -144,27 +144,22 @@ def draw_samples(trace: RoutingTrace, rows: int, rng: Generator) -> RoutingTrace
 
 def select_micro_batches(demand: ScheduledDemand, first: int) -> ScheduledDemand:
     """Return the micro-batches from `first` on, renumbered from 0, with their samples only."""
-    kept = np.flatnonzero(demand.micro_batch_S >= first)
-    part = Demand(
-        counts_SLE=demand.counts_SLE[kept],
-        layer_ids=demand.layer_ids,
-        sample_ids=demand.sample_ids[kept],
-        pairs_LEE=demand.pairs_LEE,
-        top_k=demand.top_k,
+    later = demand.of_micro_batches(slice(first, len(demand.tokens_MLRE)))
+    kept = later.micro_batch_S >= 0
+    return replace(
+        later,
+        counts_SLE=later.counts_SLE[kept],
+        sample_ids=later.sample_ids[kept],
+        micro_batch_S=later.micro_batch_S[kept],
+        rank_S=later.rank_S[kept],
+        group_M=None if later.group_M is None else later.group_M - later.group_M[:1],
     )
-    M, _, R, _ = demand.tokens_MLRE.shape
-    later = part.with_schedule(demand.micro_batch_S[kept] - first, demand.rank_S[kept], R, M - first)
-    if demand.group_M is None or first >= M:
-        return later
-    return replace(later, group_M=demand.group_M[first:] - demand.group_M[first])
 
 
 def task_sets(trace: RoutingTrace, tokens: int) -> list[Int64[ndarray, " T"]]:
     """Return the rows of each task set, in recorded order: the named groups, if each fills a micro-batch, else all."""
-    rows_S, group_S = np.diff(trace.offsets), np.asarray(trace.group_ids)
-    group_T = np.repeat(group_S, rows_S)
-    named = range(len(trace.group_names))
-    by_group = [np.flatnonzero(group_T == g) for g in named]
-    if by_group and all(len(rows) >= tokens for rows in by_group) and (group_S >= 0).all():
+    group_T = np.repeat(trace.group_ids, trace.rows_per_sample)
+    by_group = [np.flatnonzero(group_T == g) for g in range(len(trace.group_names))]
+    if by_group and all(len(rows) >= tokens for rows in by_group) and (trace.group_ids >= 0).all():
         return by_group
     return [np.arange(trace.num_rows)]

@@ -215,9 +215,8 @@ class RoutingTrace:
         check_model_size(f"malformed trace (source {self.source!r}): it", L, self.num_experts)
         S, E, offsets, dtype = self.num_samples, self.num_experts, self.offsets, expert_dtype(self.num_experts)
         rising = bool(len(offsets)) and bool((offsets[1:] >= offsets[:-1]).all())  # np.diff would wrap around
-        layers = (
-            self.layer_ids.shape == (L,) and L >= 1 and self.layer_ids[0] >= 0 and np.all(np.diff(self.layer_ids) > 0)
-        )
+        ids, hashes = self.layer_ids, self.token_hash_T
+        ascending = ids.shape == (L,) and L >= 1 and ids[0] >= 0 and bool((np.diff(ids) > 0).all())
         required = {
             f"at most {MAX_SAMPLES:,} samples, got {S:,}": S <= MAX_SAMPLES,
             f"num_experts {E} is in 1..{MAX_EXPERTS}": 1 <= E <= MAX_EXPERTS,
@@ -228,13 +227,11 @@ class RoutingTrace:
                 offsets.dtype == np.int64 and self.valid_T.dtype == np.bool_
             ),
             f"valid_T has one entry for each of {T} rows": self.valid_T.shape == (T,),
-            f"token_hash_T has one entry for each of {T} rows": getattr(self.token_hash_T, "shape", (T,)) == (T,),
-            f"layer_ids are {L} ascending layer numbers, got {self.layer_ids.tolist()}": layers,
-            **{
-                f"{name} has one entry for each of {S} samples": getattr(self, name).shape == (S,)
-                for name in PER_SAMPLE
-            },
+            f"token_hash_T has one entry for each of {T} rows": hashes is None or hashes.shape == (T,),
+            f"layer_ids are {L} ascending layer numbers, got {ids.tolist()}": ascending,
         }
+        for name in PER_SAMPLE:
+            required[f"{name} has one entry for each of {S} samples"] = getattr(self, name).shape == (S,)
         for fact, holds in required.items():
             if not holds:
                 raise TraceError(f"malformed trace (source {self.source!r}): required: {fact}")

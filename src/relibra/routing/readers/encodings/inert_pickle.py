@@ -35,14 +35,13 @@ class InertObject:
     name     module and name of the function or class, "torch._utils._rebuild_tensor_v2"
     args     arguments of the call; () for a bare name
     state    what the pickle would have restored into the object; None: nothing
-    items    entries that it would have set; elements: values that it would have appended
+    items    entries that it would have set
     """
 
     name: str
     args: tuple[Any, ...] = ()
     state: Any = None
     items: dict[Any, Any] = field(default_factory=dict)
-    elements: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
@@ -219,12 +218,12 @@ class _Machine:
 
     def append(self, values: list[Any]) -> None:
         """Append to the list on top of the stack."""
-        target = self.stack[-1]
-        elements = target.elements if isinstance(target, InertObject) else target
-        if not isinstance(elements, list):
+        if isinstance(self.stack[-1], InertObject):  # a class of lists: nothing reads them
+            return
+        if not isinstance(self.stack[-1], list):
             raise TraceError("it appends to what is no list")
         self.use(POINTER_BYTES * len(values))
-        elements.extend(values)
+        self.stack[-1].extend(values)
 
     def add(self, values: list[Any]) -> None:
         """Add to the set on top of the stack."""
@@ -235,11 +234,8 @@ class _Machine:
 
     def as_key(self, value: Any) -> Any:
         """Return a value that is hashed in no time, and rarely as another one: itself, or an object that holds it."""
-        if isinstance(value, int):
-            plain = -(1 << 63) <= value < 1 << 63
-        else:
-            plain = isinstance(value, str | bytes | float | InertObject | StorageName | None)
-        if plain:
+        is_plain = isinstance(value, str | bytes | float | InertObject | StorageName | None)
+        if is_plain or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63):
             return value
         self.use(OBJECT_BYTES)
         return InertObject("a key", (value,))
