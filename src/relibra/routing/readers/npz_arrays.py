@@ -28,22 +28,10 @@ MAX_DIRECTORY_BYTES = 32 << 20
 MAX_RATIO = 64
 """Beyond that, unpacked bytes per byte of the archive; zip allows about 1,000. Recorded routes have 2 to 10."""
 DAMAGE = (
-    zipfile.BadZipFile,
-    zlib.error,
-    tokenize.TokenError,
-    SyntaxError,
-    OSError,
-    EOFError,
+    zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError, SyntaxError, OSError, EOFError, ValueError,
+    TypeError, LookupError, AttributeError, OverflowError, MemoryError,
     RuntimeError,  # encrypted; NotImplementedError: unknown compression
-    ValueError,
-    TypeError,
-    KeyError,
-    IndexError,
-    AttributeError,
-    OverflowError,
-    MemoryError,
-    lzma.LZMAError,
-)
+)  # fmt: skip
 """Errors that zipfile and numpy raise for damaged archives, found by damaging some."""
 
 

@@ -74,16 +74,12 @@ def read_answers(path: Path, rules: ImportRules) -> Iterator[RoutedSample]:
     rules     `top_k` and `recorded_layers` are needed for answers of SGLang
     raises    TraceError for a damaged file, and for an answer without routes or without the number of its tokens
     """
-    for where, answers in iterate_json(path, list[_Answer] | _Answer):
-        if isinstance(answers, _Answer):
-            yield from _samples(where, answers, rules)
-            continue
-        for place, answer in enumerate(answers):
-            yield from _samples(f"{where}, answer {place}", answer, rules)
+    for place, found in iterate_json(path, list[_Answer] | _Answer):
+        for number, answer in enumerate(found if isinstance(found, list) else [found]):
+            yield from _samples(f"{place}, answer {number}" if isinstance(found, list) else place, answer, rules)
 
 
 def _samples(where: str, answer: _Answer, rules: ImportRules) -> Iterator[RoutedSample]:
-    """Yield the samples of one answer."""
     if answer.meta_info is not None:
         yield _sglang(where, answer.meta_info, rules)
     elif answer.choices is not None:
@@ -122,13 +118,9 @@ def _choice(where: str, answer: _Answer, choice: _Choice, choices: int, rules: I
         if before.shape[1:] != ids.shape[1:]:
             raise TraceError(f"{where}: rows of the prompt have shape {before.shape}, those of the answer {ids.shape}")
         ids = np.concatenate([before, ids])
+    last_absent = is_nrlre(held[0])
     return RoutedSample(
-        where=where,
-        ids_TLK=ids,
-        tokens=tokens,
-        start=start,
-        prompt_tokens=prompt,
-        last_absent=is_nrlre(held[0]),
+        where=where, ids_TLK=ids, tokens=tokens, start=start, prompt_tokens=prompt, last_absent=last_absent
     )
 
 
