@@ -53,10 +53,7 @@ class Demand:
 
     @staticmethod
     def from_traces(traces: Iterable[RoutingTrace]) -> Demand:
-        """Return the demand of a trace in pieces of whole samples (`iterate_trace`), one piece in memory at a time.
-
-        raises    TraceError when there is no piece, or pieces come from different models
-        """
+        """Return the demand of a trace in pieces, one in memory at a time; raises TraceError for none, or for other models."""
         pieces = [Demand.from_trace(trace) for trace in traces]
         if not pieces:
             raise TraceError("no routes to count: the trace has no pieces")
@@ -141,10 +138,7 @@ class Demand:
         return digest.hexdigest()
 
     def validate(self) -> None:
-        """Check shapes and signs.
-
-        raises    TraceError
-        """
+        """Check shapes and signs; raises TraceError."""
         S, L, E = self.counts_SLE.shape
         check_model_size("demand", L, E)
         if self.layer_ids.shape != (L,) or self.sample_ids.shape != (S,):
@@ -251,10 +245,7 @@ class ScheduledDemand(Demand):
         return np.bincount(bin_X, value_S[kept], M * R).reshape(M, R).astype(np.float64, copy=False)
 
     def validate(self) -> None:
-        """Check shapes and signs, and that each expert gets at most the token-slots of its samples.
-
-        raises    TraceError
-        """
+        """Check shapes and signs, and that an expert gets at most the token-slots of its samples; raises TraceError."""
         super().validate()
         _, L, E = self.counts_SLE.shape
         if (self.tokens_MLRE.shape[1], self.tokens_MLRE.shape[3]) != (L, E) or (self.tokens_MLRE < 0).any():

@@ -27,10 +27,7 @@ FORMAT = TensorFormat(
 
 
 def write_demand(path: Path | str, demand: Demand) -> None:
-    """Write a demand.
-
-    raises    TraceError when it is not valid
-    """
+    """Write a demand; raises TraceError when it is not valid."""
     arrays = {name: array for name in FORMAT.axes if (array := getattr(demand, name, None)) is not None}
     arrays["layer_ids"] = demand.layer_ids.astype(np.int32)  # callers may hold ids in any integer type
     arrays["sample_ids"] = demand.sample_ids.astype(np.int64)
@@ -63,10 +60,7 @@ def read_demand(path: Path | str) -> Demand:
 
 
 def read_scheduled_demand(path: Path | str) -> ScheduledDemand:
-    """Read a demand that was written with its schedule.
-
-    raises    TraceError as `read_demand`, and when the file holds no schedule
-    """
+    """Read a demand that was written with its schedule; raises TraceError as `read_demand`, and without a schedule."""
     demand = read_demand(path)
     if not isinstance(demand, ScheduledDemand):
         raise TraceError(f"the demand in {path} has no schedule: write one that `Demand.with_schedule` returned")

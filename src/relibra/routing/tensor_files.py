@@ -74,10 +74,7 @@ def write_tensors(path: Path, form: TensorFormat, arrays: Mapping[str, ndarray],
 
 
 def check_arrays(form: TensorFormat, arrays: Mapping[str, ndarray]) -> None:
-    """Check names, types and shapes of arrays against their format.
-
-    raises    the error of the format
-    """
+    """Check names, types and shapes of arrays against their format; raises the error of the format."""
     _check_layout(form.noun, form, {name: (str(array.dtype), list(array.shape)) for name, array in arrays.items()})
 
 

@@ -191,10 +191,7 @@ class RoutingTrace:
         )
 
     def validate(self) -> None:
-        """Check every rule of the class docstring; O(T L K), a few nanoseconds an entry.
-
-        raises    TraceError that names sample, row and layer of the first fault
-        """
+        """Check every rule of the class docstring, in O(T L K); raises TraceError that names the first fault."""
         self._validate_shapes()
         if _is_legal_at_a_glance(self.experts_TLK, self.valid_T, self.num_experts):
             return
@@ -245,10 +242,7 @@ class RoutingTrace:
 
 
 def concatenate(traces: Sequence[RoutingTrace]) -> RoutingTrace:
-    """Join traces of one model, samples in the order given; token hashes are kept only if every trace has them.
-
-    raises    TraceError when layers, experts, choices or group names differ
-    """
+    """Join traces of one model, with hashes if all have them; raises TraceError where models or groups differ."""
     if not traces:
         raise TraceError("no traces to concatenate")
     first = traces[0]

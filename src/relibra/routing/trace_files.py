@@ -109,10 +109,7 @@ class TraceWriter:
             raise TraceError(f"{self.folder} already holds a trace: choose another folder or delete it")
 
     def append(self, trace: RoutingTrace) -> None:
-        """Validate samples and write them as one or more shards.
-
-        raises    TraceError when they are not valid, or of another model than those before
-        """
+        """Write samples as one or more shards; raises TraceError when they are not valid, or of another model."""
         trace.validate()
         if self._first is None:
             self._first = trace.select([])
@@ -122,10 +119,7 @@ class TraceWriter:
             self.shards.append(_write_shard(self.folder, f"{self.shard_prefix}-{len(self.shards):05d}", piece))
 
     def index(self) -> TraceIndex:
-        """Return the index of what has been written so far.
-
-        raises    TraceError when no samples were written
-        """
+        """Return the index of what has been written so far; raises TraceError when no samples were written."""
         if self._first is None or not self.shards:
             raise TraceError(f"no samples were written to {self.folder}: a trace needs at least one")
         return index_of(self._first, self.shards)
@@ -162,19 +156,13 @@ def write_index(folder: Path, index: TraceIndex) -> None:
 
 
 def write_trace(trace: RoutingTrace, folder: Path | str, *, shard_rows: int = SHARD_ROWS) -> None:
-    """Write one trace to a new folder.
-
-    raises    TraceError when the trace is not valid or the folder already holds one
-    """
+    """Write one trace to a new folder; raises TraceError when it is not valid or the folder already holds one."""
     with TraceWriter(folder, shard_rows=shard_rows) as writer:
         writer.append(trace)
 
 
 def read_index(folder: Path | str) -> TraceIndex:
-    """Read and check the index of a trace folder.
-
-    raises    TraceError when there is none, or it is damaged or of another format or version
-    """
+    """Read the index of a trace folder; raises TraceError when there is none, or it is damaged or of another version."""
     path = Path(folder) / INDEX
     if not path.is_file():
         run = any(Path(folder).glob("traces/step-*")) or any(Path(folder).glob("step-*"))
@@ -220,10 +208,7 @@ def iterate_trace(folder: Path | str, *, max_rows: int = SHARD_ROWS) -> Iterator
 
 
 def read_trace(folder: Path | str) -> RoutingTrace:
-    """Read a whole trace into memory (`iterate_trace` reads it in pieces).
-
-    raises    TraceError as `iterate_trace`
-    """
+    """Read a whole trace into memory (`iterate_trace` reads it in pieces); raises TraceError as `iterate_trace`."""
     pieces = list(iterate_trace(folder, max_rows=1 << 62))
     return pieces[0] if len(pieces) == 1 else concatenate(pieces)
 

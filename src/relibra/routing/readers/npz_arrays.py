@@ -85,10 +85,7 @@ def check_directory(path: Path) -> None:
 
 
 def load_array(path: Path) -> ndarray:
-    """Load an `.npy` file after comparing the size in its header with that of the file.
-
-    raises    TraceError for a damaged file, or one that is too large
-    """
+    """Load an `.npy` file; raises TraceError for a damaged one, a large one, and a header that claims more bytes."""
     with damage_errors(str(path), "an .npy array"):
         held = path.stat().st_size
         if held > MAX_ARRAY_BYTES:

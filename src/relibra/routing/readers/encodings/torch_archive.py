@@ -43,10 +43,7 @@ class TorchArchive:
     """
 
     def __init__(self, path: Path) -> None:
-        """Read all of a file but the tensors.
-
-        raises    TraceError for a damaged file, or one of the format before torch 1.6
-        """
+        """Read all of a file but the tensors; raises TraceError for a damaged file, or one from before torch 1.6."""
         self.path, self.taken = path, 0
         self.checked: set[str] = set()
         self.data = memoryview(map_file(path, "a torch file"))

@@ -32,10 +32,7 @@ READERS: Mapping[Format, Callable[[Path, ImportRules], Iterator[RoutedSample]]] 
 
 
 def import_samples(paths: Sequence[Path], format: Format, rules: ImportRules) -> Iterator[RoutedSample]:
-    """Yield the samples of files of one format, file after file.
-
-    raises    TraceError for a file that does not exist or is damaged, and for what could mean two things
-    """
+    """Yield the samples of files of one format; raises TraceError for damage, and for what could mean two things."""
     for path in paths:
         with memory_errors(str(path), TraceError):
             if not path.is_file():

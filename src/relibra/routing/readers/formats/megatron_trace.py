@@ -40,10 +40,7 @@ class _Record(Struct):
 
 
 def read_megatron_trace(path: Path, rules: ImportRules) -> Iterator[RoutedSample]:  # noqa: ARG001 - as every reader
-    """Yield one sample per forward pass.
-
-    raises    TraceError for a damaged file, and for passes that lack a layer
-    """
+    """Yield one sample per forward pass; raises TraceError for a damaged file, and for passes that lack a layer."""
     if path.suffix == ".pt":
         yield _recorded_indices(path)
         return

@@ -110,10 +110,7 @@ def read_nemo_batch(path: Path, rules: ImportRules) -> Iterator[RoutedSample]:  
 
 
 def open_batch(path: Path) -> Mapping[str, ndarray]:
-    """Return the arrays of a batch that are read (`NAMES`), from any of the containers.
-
-    raises    TraceError for a damaged file, and for other containers
-    """
+    """Return the arrays of `NAMES` in a batch; raises TraceError for a damaged file, and for other containers."""
     if path.suffix == ".safetensors":
         return {name: array for name, array in map_safetensors(path).items() if name in NAMES}
     if path.suffix == ".npz":

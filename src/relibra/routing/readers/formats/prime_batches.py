@@ -44,10 +44,7 @@ class _MicroBatch(Struct, array_like=True):
 
 
 def read_prime_batches(path: Path, rules: ImportRules) -> Iterator[RoutedSample]:  # noqa: ARG001 - as every reader
-    """Yield the samples of the micro-batches of one rank.
-
-    raises    TraceError for a damaged file, another release's fields, and micro-batches without routes
-    """
+    """Yield the samples of one rank; raises TraceError for a damaged file, other fields, and batches without routes."""
     where = f"{path} is no list of micro-batches"
     try:
         batches = msgspec.msgpack.decode(map_file(path, "micro-batches"), type=Annotated[list[Raw], _Most])
