@@ -53,7 +53,7 @@ class Demand:
 
     @staticmethod
     def from_traces(traces: Iterable[RoutingTrace]) -> Demand:
-        """Return the demand of a trace in pieces, one in memory at a time; raises TraceError for none, or for other models."""
+        """Return the demand of pieces of a trace, one in memory at a time; raises TraceError for none, or other models."""
         pieces = [Demand.from_trace(trace) for trace in traces]
         if not pieces:
             raise TraceError("no routes to count: the trace has no pieces")

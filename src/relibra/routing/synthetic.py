@@ -180,18 +180,7 @@ def _measure_rank_skew(trace: RoutingTrace, num_ranks: int) -> float:
 def _build_trace(
     shape: TraceShape, experts_LTK: Sequence[ndarray], *, source: str, group_ids: ndarray | None = None
 ) -> RoutingTrace:
-    S = len(shape.rows_per_sample)
-    trace = RoutingTrace(
-        experts_TLK=np.stack(experts_LTK, axis=1).astype(expert_dtype(shape.num_experts)),
-        offsets=np.concatenate([[0], np.cumsum(shape.rows_per_sample)]).astype(np.int64),
-        valid_T=np.ones(shape.num_rows, dtype=bool),
-        layer_ids=np.arange(shape.num_layers, dtype=np.int32),
-        num_experts=shape.num_experts,
-        sample_ids=np.arange(S),
-        group_ids=np.full(S, -1) if group_ids is None else group_ids,
-        prompt_lengths=np.zeros(S, dtype=np.int64),
-        weight_versions=np.zeros(S, dtype=np.int64),
-        source=source,
-    )
-    trace.validate()
-    return trace
+    experts_TLK = np.stack(experts_LTK, axis=1).astype(expert_dtype(shape.num_experts))
+    samples = np.split(experts_TLK, np.cumsum(shape.rows_per_sample)[:-1])
+    groups = None if group_ids is None else group_ids.tolist()
+    return RoutingTrace.from_samples(samples, num_experts=shape.num_experts, group_ids=groups, source=source)

@@ -162,7 +162,7 @@ def write_trace(trace: RoutingTrace, folder: Path | str, *, shard_rows: int = SH
 
 
 def read_index(folder: Path | str) -> TraceIndex:
-    """Read the index of a trace folder; raises TraceError when there is none, or it is damaged or of another version."""
+    """Read the index of a trace folder; raises TraceError when there is none, or for damage or another version."""
     path = Path(folder) / INDEX
     if not path.is_file():
         run = any(Path(folder).glob("traces/step-*")) or any(Path(folder).glob("step-*"))

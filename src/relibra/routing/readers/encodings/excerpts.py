@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-LONGEST = 40
-"""Characters of a text that are shown."""
-MAX_BITS = 128
-"""Bits of a number that is shown; Python refuses to write numbers of some thousand digits."""
-MAX_SHOWN = 8
-"""Entries of a list that is shown."""
+LONGEST, MAX_BITS, MAX_SHOWN = 40, 128, 8
+"""Most characters of a text, bits of a number (Python writes no thousands of digits), and entries of a list."""
 
 
 def excerpt(value: object) -> str:

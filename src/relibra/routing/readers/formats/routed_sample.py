@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from jaxtyping import Bool, Integer
 from numpy import ndarray
@@ -38,13 +39,10 @@ class ImportRules:
             raise TraceError(f"num_experts is {self.num_experts}: allowed are 1 to {MAX_EXPERTS}")
         if self.top_k is not None and not 1 <= self.top_k <= min(MAX_TOP_K, self.num_experts):
             raise TraceError(f"top_k is {self.top_k}: allowed are 1 to {min(MAX_TOP_K, self.num_experts)}")
-        if self.layers is not None and (
-            not self.layers
-            or self.layers[0] < 0
-            or any(a >= b for a, b in zip(self.layers, self.layers[1:], strict=False))
-        ):
-            raise TraceError(f"layers are {list(self.layers)}: expected ascending decoder layers")
-        check_model_size("the model", max(len(self.layers or ()), self.recorded_layers or 0), self.num_experts)
+        layers = self.layers or ()
+        if self.layers is not None and (not layers or layers[0] < 0 or any(a >= b for a, b in pairwise(layers))):
+            raise TraceError(f"layers are {list(layers)}: expected ascending decoder layers")
+        check_model_size("the model", max(len(layers), self.recorded_layers or 0), self.num_experts)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
