@@ -53,7 +53,7 @@ class Demand:
 
     @staticmethod
     def from_traces(traces: Iterable[RoutingTrace]) -> Demand:
-        """Return the demand of pieces of a trace, one in memory at a time; raises TraceError for none, or other models."""
+        """Return the demand of pieces of a trace, read one at a time; raises TraceError for none, or several models."""
         pieces = [Demand.from_trace(trace) for trace in traces]
         if not pieces:
             raise TraceError("no routes to count: the trace has no pieces")
@@ -105,8 +105,10 @@ class Demand:
         num_micro_batches = named if num_micro_batches is None else num_micro_batches
         if named > num_micro_batches:
             raise TraceError(f"the schedule names micro-batch {named - 1}: there are {num_micro_batches}")
-        if len(kept) * int(self.counts_SLE.max(initial=0)) >= 1 << 31:
-            self._refuse_overflow(micro_batch_S[kept], self.counts_SLE[kept])
+        may_overflow = len(kept) * int(self.counts_SLE.max(initial=0)) >= 1 << 31  # counts are 32-bit
+        for m in np.unique(micro_batch_S[kept]) if may_overflow else ():
+            if int(self.counts_SLE[micro_batch_S == m].sum(axis=0, dtype=np.int64).max()) >= 1 << 31:
+                raise TraceError(f"micro-batch {m} has 2^31 token-slots or more for one expert: cut smaller ones")
         axes = {"micro_batches": num_micro_batches, "layers": L, "ranks": num_ranks, "experts": E}
         check_array_size("token-slots of ranks", 4, self.counts_SLE.nbytes, **axes)
         tokens_MLRE = np.zeros(tuple(axes.values()), dtype=np.int32)
@@ -118,13 +120,6 @@ class Demand:
             micro_batch_S=micro_batch_S.astype(np.int32),
             rank_S=rank_S.astype(np.int32),
         )
-
-    @staticmethod
-    def _refuse_overflow(micro_batch_S: ndarray, counts_SLE: ndarray) -> None:
-        """Raise TraceError if an expert gets 2^31 token-slots or more in a micro-batch: counts are 32-bit."""
-        for m in np.unique(micro_batch_S):
-            if int(counts_SLE[micro_batch_S == m].sum(axis=0, dtype=np.int64).max()) >= 1 << 31:
-                raise TraceError(f"micro-batch {m} has 2^31 token-slots or more for one expert: cut smaller ones")
 
     def digest(self) -> str:
         """Return the SHA-256 of the loads of all samples and layers; the schedule does not change it."""
@@ -168,9 +163,8 @@ class ScheduledDemand(Demand):
     def of_groups(demands: Sequence[ScheduledDemand]) -> ScheduledDemand:
         """Concatenate the demands of expert-data-parallel groups, micro-batches in the order of groups.
 
-        Groups share expert parameters and so need the same homes: they are planned together.
-
-        raises    TraceError when there is no group, or groups differ in model or ranks
+        Groups share expert parameters and so need the same homes: they are planned together. Raises TraceError when
+        there is no group, or groups differ in model or ranks.
         """
         if not demands:
             raise TraceError("no demands to concatenate: pass one per expert-data-parallel group")
@@ -263,9 +257,7 @@ _LOAD_BYTES = 64 << 20
 def iterate_micro_batch_load(pieces: Iterable[RoutingTrace], tokens: int) -> Iterator[Int64[ndarray, "M L E"]]:
     """Yield the load of micro-batches of `tokens` consecutive rows of a trace in pieces, as they fill up.
 
-    Runs go on over the ends of samples and pieces; the last run may be shorter.
-
-    raises    TraceError when `tokens` < 1
+    Runs go on over the ends of samples and pieces; the last run may be shorter. Raises TraceError when `tokens` < 1.
     """
     if tokens < 1:
         raise TraceError(f"micro-batches of {tokens} tokens: at least 1 token each")

@@ -247,14 +247,10 @@ def concatenate(traces: Sequence[RoutingTrace]) -> RoutingTrace:
         raise TraceError("no traces to concatenate")
     first = traces[0]
     for i, other in enumerate(traces[1:], start=1):
-        for name in ("num_experts", "top_k", "group_names"):
-            if getattr(other, name) != getattr(first, name):
-                raise TraceError(
-                    f"trace {i} has {name} {getattr(other, name)}, trace 0 has {getattr(first, name)}: "
-                    "only traces of one model can be joined"
-                )
-        if not np.array_equal(other.layer_ids, first.layer_ids):
-            raise TraceError(f"trace {i} has layers {other.layer_ids.tolist()}, trace 0 {first.layer_ids.tolist()}")
+        for name in ("num_experts", "top_k", "group_names", "layers"):
+            one, own = (t.layer_ids.tolist() if name == "layers" else getattr(t, name) for t in (other, first))
+            if one != own:
+                raise TraceError(f"trace {i} has {name} {one}, trace 0 has {own}: only traces of one model are joined")
     hashes = [trace.token_hash_T for trace in traces if trace.token_hash_T is not None]
     rows = np.concatenate([trace.rows_per_sample for trace in traces])
     columns = {

@@ -1,8 +1,7 @@
 """Trace folders: `index.json` and safetensors shards, written atomically, read in pieces.
 
 The index is written last. It holds the size and SHA-256 of every shard and its own digest, so an unfinished or changed
-folder is refused. Shards hold whole samples. docs/trace-format.md
-describes the format for other programs.
+folder is refused. Shards hold whole samples. docs/trace-format.md describes the format for other programs.
 """
 
 from __future__ import annotations
@@ -118,12 +117,6 @@ class TraceWriter:
         for piece in split_samples(trace, self.shard_rows):
             self.shards.append(_write_shard(self.folder, f"{self.shard_prefix}-{len(self.shards):05d}", piece))
 
-    def index(self) -> TraceIndex:
-        """Return the index of what has been written so far; raises TraceError when no samples were written."""
-        if self._first is None or not self.shards:
-            raise TraceError(f"no samples were written to {self.folder}: a trace needs at least one")
-        return index_of(self._first, self.shards)
-
     def __enter__(self) -> TraceWriter:
         """Return the writer."""
         return self
@@ -134,7 +127,9 @@ class TraceWriter:
         """Write the index, unless the block raised: then the folder has none and readers refuse it."""
         if kind is None:
             self._refuse_finished()  # another writer may have finished first
-            write_index(self.folder, self.index())
+            if self._first is None or not self.shards:
+                raise TraceError(f"no samples were written to {self.folder}: a trace needs at least one")
+            write_index(self.folder, index_of(self._first, self.shards))
 
 
 def index_of(trace: RoutingTrace, shards: list[ShardEntry]) -> TraceIndex:
@@ -203,7 +198,6 @@ def iterate_trace(folder: Path | str, *, max_rows: int = SHARD_ROWS) -> Iterator
     folder = Path(folder)
     index = read_index(folder)
     for entry in index.shards:
-        _check_shard(folder / entry.file, entry)
         yield from _iterate_shard(folder / entry.file, entry, index, max_rows)
 
 
@@ -263,6 +257,7 @@ def _iterate_shard(path: Path, entry: ShardEntry, index: TraceIndex, max_rows: i
         **dict.fromkeys(PER_SAMPLE, ((S,), np.int64)),
     }
     try:
+        _check_shard(path, entry)
         with safe_open(path, framework="numpy") as file:
             if "token_hash" in file.keys():  # noqa: SIM118 - not a dict
                 expected["token_hash"] = ((T,), np.uint16)
@@ -315,11 +310,8 @@ def _check_layout(path: Path, file: Any, expected: dict[str, tuple[tuple[int, ..
 
 
 def _sha256(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise TraceError(f"{path} cannot be read: {error.strerror}") from error
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digest(body: dict[str, Any]) -> str:

@@ -34,10 +34,7 @@ def open_trace(path: Path | str, num_experts: int | None = None) -> RoutingTrace
 
 
 def iterate_routes(path: Path | str, num_experts: int | None = None) -> Iterator[RoutingTrace]:
-    """Yield the trace of `open_trace` in pieces of whole samples; of a trace folder, one piece is in memory at a time.
-
-    raises    TraceError as `open_trace`, at the damaged piece
-    """
+    """Yield the trace of `open_trace` in pieces of whole samples; of a folder, one piece is in memory at a time."""
     if Path(path).is_dir():
         yield from iterate_trace(path)
     else:

@@ -128,11 +128,20 @@ class _Machine:
             case "FROZENSET":
                 self.made(frozenset(map(self.as_key, self.since_mark())))
             case "APPEND" | "APPENDS":
-                self.append(self.taken(1) if name == "APPEND" else self.since_mark())
+                values = self.taken(1) if name == "APPEND" else self.since_mark()
+                self.use(POINTER_BYTES * len(values))
+                if isinstance(stack[-1], list):
+                    stack[-1].extend(values)
+                elif not isinstance(stack[-1], InertObject):  # of a class of lists, whose values nothing reads
+                    raise TraceError("it appends to what is no list")
             case "SETITEM" | "SETITEMS":
                 self.set_items(self.taken(2) if name == "SETITEM" else self.since_mark())
             case "ADDITEMS":
-                self.add(self.since_mark())
+                members = self.since_mark()
+                if not isinstance(stack[-1], set):
+                    raise TraceError("it adds to what is no set")
+                self.use(PAIR_BYTES * len(members))
+                stack[-1].update(map(self.as_key, members))
             case "POP":
                 stack.pop()
             case "POP_MARK":
@@ -215,22 +224,6 @@ class _Machine:
             raise TraceError("it sets entries of what is no dictionary")
         self.use(PAIR_BYTES * (len(pairs) // 2))
         entries.update(zip(map(self.as_key, pairs[::2]), pairs[1::2], strict=True))
-
-    def append(self, values: list[Any]) -> None:
-        """Append to the list on top of the stack."""
-        if isinstance(self.stack[-1], InertObject):  # a class of lists: nothing reads them
-            return
-        if not isinstance(self.stack[-1], list):
-            raise TraceError("it appends to what is no list")
-        self.use(POINTER_BYTES * len(values))
-        self.stack[-1].extend(values)
-
-    def add(self, values: list[Any]) -> None:
-        """Add to the set on top of the stack."""
-        if not isinstance(self.stack[-1], set):
-            raise TraceError("it adds to what is no set")
-        self.use(PAIR_BYTES * len(values))
-        self.stack[-1].update(map(self.as_key, values))
 
     def as_key(self, value: Any) -> Any:
         """Return a value that is hashed in no time, and rarely as another one: itself, or an object that holds it."""

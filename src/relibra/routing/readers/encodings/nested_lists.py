@@ -1,7 +1,4 @@
-"""Turn nested lists of whole numbers into arrays, after comparing the size of the array with a limit.
-
-A pickle may hold one list that holds the same list a million times: its array is far larger than the file.
-"""
+"""Turn nested lists into arrays. One list may hold another a million times: the array is far larger than the file."""
 
 from __future__ import annotations
 

@@ -69,11 +69,7 @@ class _Answer(Struct):
 
 
 def read_answers(path: Path, rules: ImportRules) -> Iterator[RoutedSample]:
-    """Yield the samples of a file of answers.
-
-    rules     `top_k` and `recorded_layers` are needed for answers of SGLang
-    raises    TraceError for a damaged file, and for an answer without routes or without the number of its tokens
-    """
+    """Yield the samples of a file of answers; `top_k` and `recorded_layers` are needed for those of SGLang."""
     for place, found in iterate_json(path, list[_Answer] | _Answer):
         for number, answer in enumerate(found if isinstance(found, list) else [found]):
             yield from _samples(f"{place}, answer {number}" if isinstance(found, list) else place, answer, rules)

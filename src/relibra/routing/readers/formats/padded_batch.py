@@ -57,7 +57,7 @@ def read_verl_batch(path: Path, rules: ImportRules) -> Iterator[RoutedSample]:  
     routes = _array(path, arrays, "routed_experts", 4)
     answers = arrays.get("responses", arrays.get("response_mask"))
     width = 0 if answers is None else _array(path, {"responses": answers}, "responses", 2).shape[1]
-    mask = _mask(path, arrays, "attention_mask", routes.shape[:2])
+    mask = check_mask(f"{path}: attention_mask", _named(path, arrays, "attention_mask"), routes.shape[:2])
     for sample, mask_T in enumerate(mask):
         rows = _real_rows(f"{path}, sample {sample}", mask_T)
         prompt = int(mask_T[: len(mask_T) - width].sum()) if 0 < width <= len(mask_T) else 0
@@ -74,11 +74,13 @@ def read_skyrl_batch(path: Path, rules: ImportRules) -> Iterator[RoutedSample]: 
     """Yield the samples of a batch of SkyRL; samples without any route are padding of the batch and left out."""
     arrays = open_batch(path)
     routes = _array(path, arrays, "rollout_expert_indices", 4)
-    absent = _mask(path, arrays, "router_padding_mask", routes.shape[:2])
+    mask, absent = (
+        check_mask(f"{path}: {name}", _named(path, arrays, name), routes.shape[:2])
+        for name in ("attention_mask", "router_padding_mask")
+    )
     response = arrays.get("response_mask")
     if response is not None:
         response = check_mask(f"{path}: response_mask", response, (len(routes), *response.shape[1:2]))
-    mask = _mask(path, arrays, "attention_mask", routes.shape[:2])
     for sample in np.flatnonzero(~absent.all(axis=1)).tolist():
         where = f"{path}, sample {sample}"
         rows = _real_rows(where, mask[sample])
@@ -179,10 +181,6 @@ def _array(path: Path, arrays: Mapping[str, ndarray], name: str, axes: int) -> n
             f"{path}: {name} is {array.dtype} {array.shape}: expected samples with tokens, at most {MAX_SAMPLES:,}"
         )
     return array
-
-
-def _mask(path: Path, arrays: Mapping[str, ndarray], name: str, shape: tuple[int, ...]) -> Bool[ndarray, "X Y"]:
-    return check_mask(f"{path}: {name}", _named(path, arrays, name), shape)
 
 
 def _named(path: Path, arrays: Mapping[str, ndarray], name: str) -> ndarray:
