@@ -117,10 +117,8 @@ class _Machine:
                 self.made({"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": set, "EMPTY_TUPLE": tuple}[name]())
             case "LIST":
                 self.made(self.since_mark())
-            case "TUPLE":
-                self.made(tuple(self.since_mark()))
-            case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                self.made(tuple(self.taken(int(name[-1]))))
+            case "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
+                self.made(tuple(self.since_mark() if name == "TUPLE" else self.taken(int(name[-1]))))
             case "DICT":
                 pairs = self.since_mark()
                 self.made({})

@@ -77,7 +77,8 @@ def decode_lists(where: str, text: Raw) -> Any:
 
 def _decode(where: str, text: bytes | memoryview, kind: Any) -> Any:
     """Return the value of a text; raises DecodeError for what is no JSON, else TraceError."""
-    objects = sum(_objects(bytes(text[at : at + _CHUNK])) for at in range(0, len(text), _CHUNK))
+    pieces = (bytes(text[at : at + _CHUNK]) for at in range(0, len(text), _CHUNK))
+    objects = sum(one.count(b"{") - 2 * one.count(b'"logprob"') for one in pieces)  # log-probs are passed over
     if objects > MAX_CONTAINERS:
         raise TraceError(
             f"{where} has {objects:,} objects, at most {MAX_CONTAINERS:,} are read: write one answer per line "
@@ -103,8 +104,3 @@ def list_length(text: Raw) -> int | None:
     if held[:1] != b"[" or any(one in held[1:] for one in (b"[", b"{", b'"')):
         return None
     return held.count(b",") + bool(held[1:-1].strip())
-
-
-def _objects(piece: bytes) -> int:
-    """Return the objects in a piece of a document, without those of log-probs: they are passed over."""
-    return piece.count(b"{") - 2 * piece.count(b'"logprob"')

@@ -19,11 +19,12 @@ from pathlib import Path
 
 import numpy as np
 from msgspec import Raw, Struct
+from numpy import ndarray
 
 from relibra.errors import TraceError
 from relibra.routing.readers.encodings.json_text import Count, iterate_json, list_length
 from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSample
-from relibra.routing.readers.formats.wire_routes import decode_raw_int32, decode_routes, is_nrlre
+from relibra.routing.readers.formats.wire_routes import decode_routes, decode_text, is_nrlre
 
 _NULL = Raw(b"null")
 
@@ -85,8 +86,8 @@ def _samples(where: str, answer: _Answer, rules: ImportRules) -> Iterator[Routed
         yield _gym(where, answer.response.output)
     else:
         raise TraceError(
-            f"{where}: expected an answer with 'choices' (vLLM, SkyRL, prime-rl, Megatron), 'meta_info' (SGLang) or "
-            "'response.output' (NeMo Gym)"
+            f"{where} has neither 'choices' (vLLM, SkyRL, prime-rl, Megatron), 'meta_info' (SGLang) nor "
+            "'response.output' (NeMo Gym): name a file of answers with one of these"
         )
 
 
@@ -98,7 +99,7 @@ def _choice(where: str, answer: _Answer, choice: _Choice, choices: int, rules: I
     if _is_there(beside.routed_experts):
         if choices > 1:
             raise TraceError(f"{where}: routes stand beside {choices} choices: ask for one answer each (n=1)")
-        ids = decode_raw_int32(where, beside.routed_experts, *_shape(where, rules))
+        ids = _raw_int32(where, beside.routed_experts, rules)
         return RoutedSample(where=where, ids_TLK=ids, tokens=tokens, prompt_tokens=prompt)
     held = [*filter(_is_there, (choice.routed_experts, message.routed_experts, choice.moe_topk_indices))]
     if not held:
@@ -145,7 +146,7 @@ def _sglang(where: str, about: _MetaInfo, rules: ImportRules) -> RoutedSample:
     version = str(about.weight_version)
     return RoutedSample(
         where=where,
-        ids_TLK=decode_raw_int32(where, about.routed_experts, *_shape(where, rules)),
+        ids_TLK=_raw_int32(where, about.routed_experts, rules),
         tokens=about.prompt_tokens + about.completion_tokens,
         start=about.routed_experts_start_len or 0,
         prompt_tokens=about.prompt_tokens,
@@ -170,14 +171,21 @@ def _gym(where: str, outputs: list[_Message]) -> RoutedSample:
     )
 
 
-def _shape(where: str, rules: ImportRules) -> tuple[int, int]:
-    """Return layers and choices of formats without a shape."""
-    if rules.recorded_layers is None or rules.top_k is None:
+def _raw_int32(where: str, value: Raw, rules: ImportRules) -> ndarray:
+    """Return `[rows, layers, choices]` from base64 of int32, whose shape the rules say."""
+    layers, top_k = rules.recorded_layers, rules.top_k
+    if layers is None or top_k is None:
         raise TraceError(
             f"{where}: SGLang does not say the shape of routes: give --recorded-layers (all decoder layers of the "
             "model, num_hidden_layers) and --top-k (num_experts_per_tok)"
         )
-    return rules.recorded_layers, rules.top_k
+    flat = decode_text(where, value)
+    if len(flat) % (4 * layers * top_k):
+        raise TraceError(
+            f"{where} has {len(flat):,} bytes: no multiple of 4 bytes x {layers} layers x {top_k} choices; check "
+            "--recorded-layers (all decoder layers of the model) and --top-k"
+        )
+    return flat.view("<i4").reshape(-1, layers, top_k)
 
 
 def _is_there(value: Raw) -> bool:

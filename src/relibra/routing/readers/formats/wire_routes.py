@@ -42,7 +42,7 @@ def decode_routes(where: str, value: Raw) -> tuple[ndarray, int]:
     text, start = memoryview(value), 0
     if text[:1] == b"{":
         packed = decode_json(where, text, PackedRoutes)
-        ids, start = shaped(where, _base64(where, packed.data), packed.shape, packed.dtype), packed.start
+        ids, start = shaped(where, decode_text(where, packed.data), packed.shape, packed.dtype), packed.start
     elif text[:1] == b"[":
         ids = array_of_lists(where, decode_lists(where, value), len(text))
     elif is_nrlre(value):
@@ -53,7 +53,7 @@ def decode_routes(where: str, value: Raw) -> tuple[ndarray, int]:
         ids = shaped(where, decode_base64(where, text[head.end() : -1]), tuple(map(int, shape)), dtype)
     else:
         try:
-            ids = parse_npy(_base64(where, value))
+            ids = parse_npy(decode_text(where, value))
         except TraceError:
             raise
         except ValueError as error:
@@ -66,17 +66,6 @@ def decode_routes(where: str, value: Raw) -> tuple[ndarray, int]:
 def is_nrlre(value: Raw) -> bool:
     """Return whether routes are a string of NeMo-RL, whose last row is a filler."""
     return memoryview(value)[:8] == b'"nrlre1:'
-
-
-def decode_raw_int32(where: str, value: Raw, layers: int, top_k: int) -> ndarray:
-    """Return `[rows, layers, top_k]` from base64 of int32 without a header."""
-    flat = _base64(where, value)
-    if len(flat) % (4 * layers * top_k):
-        raise TraceError(
-            f"{where} has {len(flat):,} bytes: no multiple of 4 bytes x {layers} layers x {top_k} choices; check "
-            "--recorded-layers (all decoder layers of the model) and --top-k"
-        )
-    return flat.view("<i4").reshape(-1, layers, top_k)
 
 
 def shaped(where: str, flat: ndarray | memoryview, shape: Any, dtype: str) -> ndarray:
@@ -92,7 +81,7 @@ def shaped(where: str, flat: ndarray | memoryview, shape: Any, dtype: str) -> nd
     return np.frombuffer(flat, dtype=np.dtype(dtype).newbyteorder("<")).reshape(shape)
 
 
-def _base64(where: str, value: Raw) -> ndarray:
+def decode_text(where: str, value: Raw) -> ndarray:
     """Return the bytes of a JSON text in base64."""
     text = memoryview(value)
     if text[:1] != b'"':
