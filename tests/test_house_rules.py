@@ -318,7 +318,7 @@ def test_one_module_reads_the_environment_and_nobody_pickles(file):
 
 
 LINE_CEILINGS = {
-    "src/relibra": (62_600, ""),  # docs/design.md: 61,000 when one core is finished
+    "src/relibra": (61_950, ""),  # docs/design.md: 61,000 when one core is finished
     "planning without deployment and baselines": (7_500, r"planning/(?!deployment/|baselines/)"),
     "planning/baselines": (1_300, "planning/baselines/"),
     "parallel": (4_700, "parallel/"),

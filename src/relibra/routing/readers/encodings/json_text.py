@@ -65,12 +65,13 @@ def decode_json(where: str, text: bytes | memoryview, kind: Any) -> Any:
 
 def decode_lists(where: str, text: Raw) -> Any:
     """Return nested lists, or another value; raises TraceError for lists that take far more memory than routes do."""
-    held = bytes(text)
+    size = len(memoryview(text))
+    held = bytes(text) if size <= MAX_LIST_BYTES else b""
     lists = held.count(b"[") + held.count(b"{")
-    if len(held) > MAX_LIST_BYTES or lists > MAX_CONTAINERS:
+    if size > MAX_LIST_BYTES or lists > MAX_CONTAINERS:
         raise TraceError(
-            f"{where} has {lists:,} lists in {len(held):,} bytes: allowed are {MAX_CONTAINERS:,} lists and "
-            f"{MAX_LIST_BYTES:,} bytes"
+            f"{where} has {size:,} bytes and {lists:,} lists: allowed are {MAX_LIST_BYTES:,} bytes and "
+            f"{MAX_CONTAINERS:,} lists; write one answer per line (JSON lines)"
         )
     return decode_json(where, held, Any)
 
@@ -101,6 +102,6 @@ def _decode(where: str, text: bytes | memoryview, kind: Any) -> Any:
 def list_length(text: Raw) -> int | None:
     """Return the entries of a list of numbers, which is not made; None: it is no such list."""
     held = bytes(text).strip()
-    if held[:1] != b"[" or any(one in held[1:] for one in (b"[", b"{", b'"')):
+    if held[:1] != b"[" or any(held.find(one, 1) > 0 for one in (b"[", b"{", b'"')):
         return None
     return held.count(b",") + bool(held[1:-1].strip())
