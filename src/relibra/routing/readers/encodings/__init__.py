@@ -1,5 +1,4 @@
-"""How other programs write arrays: base64 text, long texts in JSON, safetensors, pickles, torch archives, MessagePack.
+"""How other programs write arrays: base64, JSON, safetensors, pickles, torch archives.
 
-Each file turns bytes into numpy arrays or plain values, checks sizes before it allocates, and runs nothing that a file
-names.
+Each file turns bytes into arrays or plain values, checks sizes before it allocates, and runs nothing that a file names.
 """

@@ -36,11 +36,7 @@ _NAMED_DTYPES = {
 
 
 class TorchArchive:
-    """A torch file: `value` has inert objects for tensors, which `array` turns into arrays: views of the mapped file.
-
-    >>> archive = TorchArchive(path)  # doctest: +SKIP
-    >>> ids = archive.array("samples[0]", archive.value["samples"][0]["routed_experts"])  # doctest: +SKIP
-    """
+    """A torch file: `value` has inert objects for tensors; `array` makes arrays of them, views of the mapped file."""
 
     def __init__(self, path: Path) -> None:
         """Read all of a file but the tensors; raises TraceError for a damaged file, or one from before torch 1.6."""

@@ -9,7 +9,7 @@ a token that is trained repeat another one to fill ranks up: they are left out.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -72,13 +72,11 @@ def _samples(where: str, found: _MicroBatch) -> Iterator[RoutedSample]:
     padding = sum(1 for _ in takewhile(lambda name: not name, reversed(names)))
     if not lengths or padding >= lengths[-1]:
         raise TraceError(f"{where} has {padding:,} tokens of padding, and its last sample is no longer")
-    first = 0
-    for sample, length in enumerate(lengths):
-        tokens = length - padding * (sample == len(lengths) - 1)
+    lengths[-1] -= padding
+    for sample, (first, tokens) in enumerate(zip(accumulate(lengths, initial=0), lengths, strict=False)):
         yield RoutedSample(
             where=f"{where}, sample {sample}",
             ids_TLK=routes[first : first + tokens],
             tokens=tokens,
             last_absent=True,
         )
-        first += length

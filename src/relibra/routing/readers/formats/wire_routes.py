@@ -18,7 +18,7 @@ from relibra.routing.readers.encodings.base64_text import decode_base64
 from relibra.routing.readers.encodings.excerpts import excerpt
 from relibra.routing.readers.encodings.json_text import Count, decode_json, decode_lists
 from relibra.routing.readers.encodings.nested_lists import array_of_lists
-from relibra.routing.readers.npz_arrays import parse_npy
+from relibra.routing.readers.npz_arrays import damage_errors, parse_npy
 
 DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "int64")
 """Types that routes may have in forms that name one."""
@@ -52,12 +52,8 @@ def decode_routes(where: str, value: Raw) -> tuple[ndarray, int]:
         dtype, *shape = (part.decode() for part in head.groups())
         ids = shaped(where, decode_base64(where, text[head.end() : -1]), tuple(map(int, shape)), dtype)
     else:
-        try:
+        with damage_errors(where, "an .npy array in base64"):
             ids = parse_npy(decode_text(where, value))
-        except TraceError:
-            raise
-        except ValueError as error:
-            raise TraceError(f"{where} is no .npy array in base64: {error}") from error
     if ids.ndim != 3 or ids.dtype.kind not in "iu":
         raise TraceError(f"{where} is {ids.dtype} {ids.shape}: expected whole numbers [rows, layers, choices]")
     return ids, start
