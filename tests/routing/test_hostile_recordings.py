@@ -245,6 +245,22 @@ def test_a_document_of_empty_objects(tmp_path):
         read(tmp_path / "a.json", Format.ANSWERS)
 
 
+@pytest.mark.parametrize("kind", ["json", "lines", "safetensors", "micro-batches"])
+def test_texts_that_are_no_utf8(tmp_path, kind):
+    text = {
+        "json": b'{\n"meta_info": {"prompt_tokens": 1, "completion_tokens": 1, "weight_version": "\xff"}}',
+        "lines": b'{"step": 0, "block": "\xff", "layer": 0}\n',
+        "safetensors": struct.pack("<Q", 7) + b'{"\xff":1' + b"}",
+        "micro-batches": b"\x91\x9b\xc0\x91\xc3\xc0\xc0\xc0\x91\x01\xc0\x91\xa1\xff\xc0\xc0\xc0",
+    }[kind]
+    names = {"json": "a.json", "lines": "a.jsonl", "safetensors": "a.safetensors", "micro-batches": "a.bin"}
+    formats = {"json": Format.ANSWERS, "lines": Format.MEGATRON, "safetensors": Format.VERL}
+    path = tmp_path / names[kind]
+    path.write_bytes(text)
+    with pytest.raises(TraceError, match="utf-8"):
+        read(path, formats.get(kind, Format.PRIME_RL))
+
+
 def test_names_of_groups_without_characters(tmp_path):
     def member(array, claim=None):
         file = io.BytesIO()

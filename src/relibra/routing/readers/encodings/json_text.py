@@ -95,8 +95,10 @@ def _decode(where: str, text: bytes | memoryview, kind: Any) -> Any:
             return msgspec.json.decode(replaced, type=kind)
     except msgspec.ValidationError as error:
         raise TraceError(f"{where}: {error}; {_NEXT}") from error
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(str(error)) from error
     except RecursionError as error:
-        raise TraceError(f"{where} is nested too deeply") from error
+        raise TraceError(f"{where} is nested too deeply; {_NEXT}") from error
 
 
 def list_length(text: Raw) -> int | None:

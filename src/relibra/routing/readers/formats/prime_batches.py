@@ -53,7 +53,7 @@ def read_prime_batches(path: Path, rules: ImportRules) -> Iterator[RoutedSample]
             found = msgspec.msgpack.decode(batch, type=_MicroBatch)
             if any(found.loss_mask):
                 yield from _samples(where, found)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TraceError(
             f"{where}: {error}; expected what prime-rl 559b447 writes: loss_mask $[1] as booleans, sequence_lengths "
             "$[5] as whole numbers, env_names $[7] as texts, routed_experts $[10] as (data, shape, type)"
