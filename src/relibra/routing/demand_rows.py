@@ -81,9 +81,8 @@ def sample_of_rows(trace: RoutingTrace, demand: Demand) -> Int64[ndarray, " T"]:
     """Return, for each row of a trace, the position of its sample in the demand; -1: in none, or not valid.
 
     A sample of the demand is a whole sample of the trace or consecutive rows of one; pieces of one sample follow each
-    other without gaps. If several start rows are possible, the first one with the counts of the demand is taken.
-
-    raises    TraceError when the demand was not counted from this trace
+    other without gaps. If several start rows are possible, the first one with the counts of the demand is taken. Raises
+    TraceError when the demand was not counted from this trace.
     """
     result_T = np.full(trace.num_rows, -1, dtype=np.int64)
     place_of_id = {sample: s for s, sample in enumerate(np.asarray(trace.sample_ids).tolist())}
@@ -110,7 +109,6 @@ def _find_start(trace: RoutingTrace, demand: Demand, rows: ndarray, parts: list[
     """Return the first start among `rows` from which the parts have their counts; -1: none."""
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     last = len(rows) - int(bounds[-1])
-    layers = trace.num_layers
     for where in dict.fromkeys([0, last, *range(last)]) if last >= 0 else ():
         chosen_TLK = np.asarray(trace.experts_TLK[rows[where : where + int(bounds[-1])]])
         all_valid = np.ones(len(chosen_TLK), dtype=bool)
@@ -119,7 +117,7 @@ def _find_start(trace: RoutingTrace, demand: Demand, rows: ndarray, parts: list[
                 count_token_slots(chosen_TLK[:, :some], all_valid, bounds, demand.num_experts),
                 demand.counts_SLE[parts, :some],
             )
-            for some in (1, layers)
+            for some in (1, trace.num_layers)
         ):
             return where
     return -1
