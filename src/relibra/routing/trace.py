@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import numpy as np
 from jaxtyping import Bool, Int, Shaped, UInt16
@@ -253,7 +253,7 @@ def concatenate(traces: Sequence[RoutingTrace]) -> RoutingTrace:
                 raise TraceError(f"trace {i} has {name} {one}, trace 0 has {own}: only traces of one model are joined")
     hashes = [trace.token_hash_T for trace in traces if trace.token_hash_T is not None]
     rows = np.concatenate([trace.rows_per_sample for trace in traces])
-    columns = {
+    columns: dict[str, Any] = {
         name: np.concatenate([getattr(trace, name) for trace in traces])
         for name in ("experts_TLK", "valid_T", *PER_SAMPLE)
     }

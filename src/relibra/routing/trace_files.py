@@ -117,6 +117,12 @@ class TraceWriter:
         for piece in split_samples(trace, self.shard_rows):
             self.shards.append(_write_shard(self.folder, f"{self.shard_prefix}-{len(self.shards):05d}", piece))
 
+    def index(self) -> TraceIndex:
+        """Return the index of what has been written so far; raises TraceError when no samples were written."""
+        if self._first is None or not self.shards:
+            raise TraceError(f"no samples were written to {self.folder}: a trace needs at least one")
+        return index_of(self._first, self.shards)
+
     def __enter__(self) -> TraceWriter:
         """Return the writer."""
         return self
@@ -127,9 +133,7 @@ class TraceWriter:
         """Write the index, unless the block raised: then the folder has none and readers refuse it."""
         if kind is None:
             self._refuse_finished()  # another writer may have finished first
-            if self._first is None or not self.shards:
-                raise TraceError(f"no samples were written to {self.folder}: a trace needs at least one")
-            write_index(self.folder, index_of(self._first, self.shards))
+            write_index(self.folder, self.index())
 
 
 def index_of(trace: RoutingTrace, shards: list[ShardEntry]) -> TraceIndex:

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
@@ -113,14 +113,14 @@ def parse_npy(data: bytes | memoryview | ndarray) -> ndarray:
     return parsed
 
 
-def _read_array(file: IO[bytes], held: int) -> ndarray:
+def _read_array(file: Any, held: int) -> ndarray:
     """Return the array of an `.npy` file of so many bytes."""
     _read_header(file, held)
     file.seek(0)
     return np.lib.format.read_array(file, allow_pickle=False)
 
 
-def _read_header(file: IO[bytes], held: int) -> tuple[tuple[int, ...], np.dtype, bool]:
+def _read_header(file: Any, held: int) -> tuple[tuple[int, ...], np.dtype, bool]:
     """Return shape, type and order (Fortran's?) in the header of an `.npy` file.
 
     raises    ValueError for objects, and for a header that claims more than the `held` bytes of the file

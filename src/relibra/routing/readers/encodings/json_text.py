@@ -23,7 +23,7 @@ MAX_CONTAINERS = 1 << 22
 MAX_LIST_BYTES = 1 << 27
 """Most bytes of nested lists: their values take up to 13 times as much memory."""
 _NEXT = "the file was damaged, or is of another format than the one named"
-_CHUNK = 1 << 20
+_CHUNK = 1 << 16
 _PYTHON_ONLY = re.compile(rb"(?<=[\[,:\s])-?(?:NaN|Infinity)(?=[\],}\s])|\\u[dD][89a-fA-F][\da-fA-F]{2}")
 """Numbers and halves of surrogate pairs that Python's json writes, and msgspec does not read."""
 
@@ -78,13 +78,13 @@ def decode_lists(where: str, text: Raw) -> Any:
 
 def _decode(where: str, text: bytes | memoryview, kind: Any) -> Any:
     """Return the value of a text; raises DecodeError for what is no JSON, else TraceError."""
-    pieces = (bytes(text[at : at + _CHUNK]) for at in range(0, len(text), _CHUNK))
-    objects = sum(one.count(b"{") - 2 * one.count(b'"logprob"') for one in pieces)  # log-probs are passed over
-    if objects > MAX_CONTAINERS:
-        raise TraceError(
-            f"{where} has {objects:,} objects, at most {MAX_CONTAINERS:,} are read: write one answer per line "
-            "(JSON lines)"
-        )
+    if len(text) > 3 * MAX_CONTAINERS and _count(text, b"{") > MAX_CONTAINERS:
+        objects = _count(text, b"{") - 2 * _count(text, b'"logprob"')  # those of log-probs are passed over
+        if objects > MAX_CONTAINERS:
+            raise TraceError(
+                f"{where} has {objects:,} objects, at most {MAX_CONTAINERS:,} are read: write one answer per line "
+                "(JSON lines)"
+            )
     try:
         try:
             return msgspec.json.decode(text, type=kind)
@@ -99,6 +99,10 @@ def _decode(where: str, text: bytes | memoryview, kind: Any) -> Any:
         raise msgspec.DecodeError(str(error)) from error
     except RecursionError as error:
         raise TraceError(f"{where} is nested too deeply; {_NEXT}") from error
+
+
+def _count(text: bytes | memoryview, token: bytes) -> int:
+    return sum(bytes(text[at : at + _CHUNK]).count(token) for at in range(0, len(text), _CHUNK))
 
 
 def list_length(text: Raw) -> int | None:

@@ -93,7 +93,8 @@ def _checked(
     recorded_T = np.ones(len(ids_TLK), dtype=bool) if sample.absent_T is None else ~sample.absent_T
     if sample.last_absent and len(ids_TLK) and start + len(ids_TLK) == tokens:
         recorded_T[-1] = False
-    lowest, highest = (ids_TLK.min(), ids_TLK.max()) if ids_TLK.size else (0, 0)
+    lowest = ids_TLK.min(initial=0) if ids_TLK.dtype.kind == "i" else 0
+    highest = ids_TLK.max(initial=0)
     if lowest < 0:
         recorded_T &= recorded_rows(where, ids_TLK, recorded_T)
     zero_T = recorded_T & _zero_rows(ids_TLK)

@@ -40,10 +40,11 @@ def decode_routes(where: str, value: Raw) -> tuple[ndarray, int]:
     raises    TraceError for anything else
     """
     text, start = memoryview(value), 0
-    if text[:1] == b"{":
+    first = bytes(text[:1])
+    if first == b"{":
         packed = decode_json(where, text, PackedRoutes)
         ids, start = shaped(where, decode_text(where, packed.data), packed.shape, packed.dtype), packed.start
-    elif text[:1] == b"[":
+    elif first == b"[":
         ids = array_of_lists(where, decode_lists(where, value), len(text))
     elif is_nrlre(value):
         head = _NRLRE.match(text, 1)
@@ -61,7 +62,7 @@ def decode_routes(where: str, value: Raw) -> tuple[ndarray, int]:
 
 def is_nrlre(value: Raw) -> bool:
     """Return whether routes are a string of NeMo-RL, whose last row is a filler."""
-    return memoryview(value)[:8] == b'"nrlre1:'
+    return bytes(memoryview(value)[:8]) == b'"nrlre1:'
 
 
 def shaped(where: str, flat: ndarray | memoryview, shape: Any, dtype: str) -> ndarray:
@@ -80,6 +81,6 @@ def shaped(where: str, flat: ndarray | memoryview, shape: Any, dtype: str) -> nd
 def decode_text(where: str, value: Raw) -> ndarray:
     """Return the bytes of a JSON text in base64."""
     text = memoryview(value)
-    if text[:1] != b'"':
+    if bytes(text[:1]) != b'"':
         raise TraceError(f"{where} has no routes: it is {bytes(text[:20])!r}, expected text in base64")
     return decode_base64(where, text[1:-1])
