@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from relibra.errors import TraceError
-from relibra.files import atomic_path, read_bounded, write_text
+from relibra.files import atomic_path, write_text
 from relibra.routing.trace import MAX_EXPERTS, PER_SAMPLE, RoutingTrace, concatenate, expert_dtype
 
 FORMAT = "relibra.routing-trace"
@@ -169,11 +169,14 @@ def read_index(folder: Path | str) -> TraceIndex:
             "looks like a run: pass one of its traces/step-... folders" if run else "was not finished: record it again"
         )
         raise TraceError(f"{folder} is not a finished trace: it has no {INDEX}, and {step}")
-    data = read_bounded(path, MAX_INDEX_BYTES, TraceError, "the index of a trace")
+    if path.stat().st_size > MAX_INDEX_BYTES:
+        raise TraceError(f"{path} has {path.stat().st_size} bytes: an index has at most {MAX_INDEX_BYTES}")
     try:
-        body = json.loads(data)
+        body = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, JSON nested too deep
         raise TraceError(f"{path} is damaged: {error}") from error
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror}") from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise TraceError(f"{path} is not the index of a routing trace: 'format' must be {FORMAT!r}")
     if body.get("version") != FORMAT_VERSION:
