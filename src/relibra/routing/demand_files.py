@@ -76,11 +76,8 @@ def _check(demand: Demand) -> None:
         raise TraceError(f"demand has top_k {demand.top_k}: allowed are 1 to its {demand.num_experts} experts")
     if demand.pairs_LEE is not None and (demand.pairs_LEE < 0).any():
         raise TraceError("demand holds negative co-routing pairs")
-    if isinstance(demand, ScheduledDemand):
-        _check_schedule(demand)
-
-
-def _check_schedule(demand: ScheduledDemand) -> None:
+    if not isinstance(demand, ScheduledDemand):
+        return
     M, _, R, _ = demand.tokens_MLRE.shape
     if (demand.micro_batch_S < -1).any() or (demand.micro_batch_S >= M).any():
         raise TraceError(f"demand has samples outside its {M} micro-batches: allowed are -1 (left out) to {M - 1}")

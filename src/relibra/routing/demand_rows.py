@@ -88,7 +88,6 @@ def sample_of_rows(trace: RoutingTrace, demand: Demand) -> Int64[ndarray, " T"]:
     place_of_id = {sample: s for s, sample in enumerate(np.asarray(trace.sample_ids).tolist())}
     if len(place_of_id) < trace.num_samples or not np.array_equal(trace.layer_ids, demand.layer_ids):
         raise TraceError(_mismatch_message("it repeats sample ids, or its layers differ"))
-    valid_T, top_k = np.asarray(trace.valid_T), trace.top_k
     pieces: dict[int, list[int]] = {}
     for s, sample in enumerate(demand.sample_ids.tolist()):
         pieces.setdefault(sample, []).append(s)
@@ -96,8 +95,8 @@ def sample_of_rows(trace: RoutingTrace, demand: Demand) -> Int64[ndarray, " T"]:
         if sample not in place_of_id:
             raise TraceError(_mismatch_message(f"sample {sample} is not in it"))
         start, stop = trace.offsets[place_of_id[sample] : place_of_id[sample] + 2]
-        rows = start + np.flatnonzero(valid_T[start:stop])
-        lengths = demand.counts_SLE[parts, 0].sum(axis=1, dtype=np.int64) // top_k
+        rows = start + np.flatnonzero(trace.valid_T[start:stop])
+        lengths = demand.counts_SLE[parts, 0].sum(axis=1, dtype=np.int64) // trace.top_k
         where = _find_start(trace, demand, rows, parts, lengths)
         if where < 0:
             raise TraceError(_mismatch_message(f"sample {sample} has other counts"))

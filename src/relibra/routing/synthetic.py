@@ -79,7 +79,7 @@ def zipf_trace(shape: TraceShape, rng: Generator, *, rank_skew: float, num_ranks
         experts_LTK.append(
             _draw_experts(np.broadcast_to(log_weight_E, (shape.num_rows, shape.num_experts)), shape.top_k, rng)
         )
-    trace = _build_trace(shape, experts_LTK, source=f"synthetic zipf, rank skew {rank_skew:g} on {num_ranks} ranks")
+    trace = _build_trace(shape, experts_LTK, f"synthetic zipf, rank skew {rank_skew:g} on {num_ranks} ranks")
     delivered = _measure_rank_skew(trace, num_ranks)
     if abs(delivered - rank_skew) > SKEW_TOLERANCE * rank_skew:
         raise ConfigError(
@@ -111,8 +111,7 @@ def domain_trace(
         start_SE, end_SE = ends_2DLE[0, domain_S, layer], ends_2DLE[1, domain_S, layer]
         log_weight_SE = np.cos(angle_S)[:, None] * start_SE + np.sin(angle_S)[:, None] * end_SE
         experts_LTK.append(_draw_experts(log_weight_SE[sample_T], shape.top_k, rng))
-    source = f"synthetic domains, {num_domains}, drift {drift:g}"
-    return _build_trace(shape, experts_LTK, group_ids=domain_S, source=source)
+    return _build_trace(shape, experts_LTK, f"synthetic domains, {num_domains}, drift {drift:g}", domain_S)
 
 
 def demo_demand(
@@ -142,7 +141,7 @@ def balanced_trace(shape: TraceShape) -> RoutingTrace:
     """Generate round-robin routes: every run of E / gcd(E, K) tokens loads all experts equally."""
     slot_TK = np.arange(shape.num_rows * shape.top_k, dtype=np.int64).reshape(shape.num_rows, shape.top_k)
     experts_LTK = [(slot_TK + layer) % shape.num_experts for layer in range(shape.num_layers)]
-    return _build_trace(shape, experts_LTK, source="synthetic, forced balance")
+    return _build_trace(shape, experts_LTK, "synthetic, forced balance")
 
 
 def _fit_slope(
@@ -150,8 +149,7 @@ def _fit_slope(
 ) -> float:
     """Bisect the slope over ranks; fixed noise makes the skew a smooth function of it."""
     low, high = 0.0, 32.0
-    bounds = np.array([0, len(noise_TE)])
-    valid_T = np.ones(len(noise_TE), dtype=bool)
+    bounds, valid_T = np.array([0, len(noise_TE)]), np.ones(len(noise_TE), dtype=bool)
     for _ in range(24):
         slope = (low + high) / 2
         score_TE = noise_TE - slope * np.log1p(rank_place_E) - np.log1p(local_place_E)
@@ -178,7 +176,7 @@ def _measure_rank_skew(trace: RoutingTrace, num_ranks: int) -> float:
 
 
 def _build_trace(
-    shape: TraceShape, experts_LTK: Sequence[ndarray], *, source: str, group_ids: ndarray | None = None
+    shape: TraceShape, experts_LTK: Sequence[ndarray], source: str, group_ids: ndarray | None = None
 ) -> RoutingTrace:
     experts_TLK = np.stack(experts_LTK, axis=1).astype(expert_dtype(shape.num_experts))
     samples = np.split(experts_TLK, np.cumsum(shape.rows_per_sample)[:-1])

@@ -295,11 +295,11 @@ class _MicroBatchSums:
         step = max(1, _CELLS_AT_ONCE // max(1, self.total_LE.size))
         for start in range(0, len(load_MLE), step):
             some_MLE = load_MLE[start : start + step]
-            filled_MLE = some_MLE[some_MLE.any(axis=(1, 2))]
-            if len(filled_MLE):
-                self._add(filled_MLE)
+            self._add(some_MLE[some_MLE.any(axis=(1, 2))])
 
     def _add(self, load_MLE: ndarray) -> None:
+        if not len(load_MLE):
+            return
         self.micro_batches += len(load_MLE)
         self.slots += int(load_MLE.sum())
         for ranks, home_E in self.homes.items():

@@ -53,8 +53,7 @@ def read_schedule(path: Path | str, *, required: bool = True) -> GivenSchedule |
     arrays = load_arrays(path, NAMES if required else NAMES[:3])
     if not required and not {"micro_batch_S", "rank_S"} & set(arrays):
         return None
-    missing = [name for name in NAMES[:2] if name not in arrays]
-    if missing:
+    if missing := [name for name in NAMES[:2] if name not in arrays]:
         raise TraceError(f"{path} has no array {missing[0]}: a schedule needs micro_batch_S and rank_S")
     for name, array in arrays.items():
         if array.ndim != 1 or array.dtype.kind not in "iu":

@@ -21,7 +21,6 @@ def decode_base64(where: str, text: bytes | memoryview) -> UInt8[ndarray, " X"]:
         plain = bytes(text)
         if b"\\/" in plain:
             return decode_base64(where, plain.replace(b"\\/", b"/"))
-        why = "it holds characters outside of A-Z, a-z, 0-9, + and /, or '=' before the end"
-        if len(plain) % 4:
-            why = f"{len(plain):,} characters are no multiple of 4; the text was cut"
-        raise TraceError(f"{where} is no base64: {why}") from error
+        cut = f"{len(plain):,} characters are no multiple of 4; the text was cut" * bool(len(plain) % 4)
+        other = "it holds characters outside of A-Z, a-z, 0-9, + and /, or '=' before the end"
+        raise TraceError(f"{where} is no base64: {cut or other}") from error

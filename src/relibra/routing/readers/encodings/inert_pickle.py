@@ -51,11 +51,9 @@ class StorageName:
     id: Any
 
 
-class _Mark:
-    """The place on the stack where the values of a container begin."""
-
-
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "MARK": _Mark}
+_MARK = object()
+"""The place on the stack where the values of a container begin."""
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "MARK": _MARK}
 
 
 def read_pickle(where: str, file: Any, payload_bytes: int) -> Any:
@@ -193,7 +191,7 @@ class _Machine:
     def since_mark(self) -> list[Any]:
         """Take the values behind the last mark off the stack."""
         for place in range(len(self.stack) - 1, -1, -1):
-            if self.stack[place] is _Mark:
+            if self.stack[place] is _MARK:
                 values = self.stack[place + 1 :]
                 del self.stack[place:]
                 return values
@@ -202,7 +200,7 @@ class _Machine:
     def taken(self, count: int) -> list[Any]:
         """Take values off the stack."""
         values = self.stack[len(self.stack) - count :]
-        if len(values) < count or any(value is _Mark for value in values):
+        if len(values) < count or any(value is _MARK for value in values):
             raise TraceError("it takes values from an empty stack")
         del self.stack[len(self.stack) - count :]
         return values

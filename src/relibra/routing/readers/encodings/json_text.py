@@ -47,12 +47,10 @@ def iterate_json(path: Path, kind: Any) -> Iterator[tuple[str, Any]]:
         except msgspec.DecodeError as error:
             if not first:
                 raise TraceError(f"{where} is no JSON: {error}; {_NEXT}") from error
-            where, start = str(path), len(data)
+            where, start = str(path), len(data)  # a document over several lines
             value = decode_json(f"{path}, read as one document,", memoryview(data), kind)
         first = False
         yield where, value
-    if first:
-        raise TraceError(f"{path} is empty: expected JSON")
 
 
 def decode_json(where: str, text: bytes | memoryview, kind: Any) -> Any:

@@ -39,8 +39,7 @@ def decode_routes(where: str, value: Raw) -> tuple[ndarray, int]:
 
     raises    TraceError for anything else
     """
-    text, start = memoryview(value), 0
-    first = bytes(text[:1])
+    text, first, start = memoryview(value), bytes(memoryview(value)[:1]), 0
     if first == b"{":
         packed = decode_json(where, text, PackedRoutes)
         ids, start = shaped(where, decode_text(where, packed.data), packed.shape, packed.dtype), packed.start
