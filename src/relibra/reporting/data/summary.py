@@ -14,6 +14,7 @@ from jaxtyping import Float64, Int, Int64
 from numpy import ndarray
 
 from relibra.errors import TraceError
+from relibra.number_ranges import ranges_in_words
 from relibra.routing.statistics import coefficient_of_variation, skew
 from relibra.routing.trace_statistics import Group, RankSkew, TraceStatistics, pool_groups, pool_ranks, require_tokens
 
@@ -232,19 +233,15 @@ def _stability(statistics: Sequence[TraceStatistics]) -> Stability:
 
 
 def _check_one_model(steps: Sequence[Step]) -> None:
-    first = steps[0]
+    first = _model(steps[0].statistics)
     for step in steps[1:]:
-        if _model(step.statistics) != _model(first.statistics):
+        if (model := _model(step.statistics)) != first:
             raise TraceError(
-                f"step {step.number} has {_model_in_words(step.statistics)}, step {first.number} has "
-                f"{_model_in_words(first.statistics)}: a report is about one model; put the steps of each model into a "
-                "folder of their own"
+                f"step {step.number} has {model}, step {steps[0].number} has {first}: a report is about one model; put "
+                "the steps of each model into a folder of their own"
             )
 
 
-def _model(one: TraceStatistics) -> tuple[int, ...]:
-    return (*one.load_LE.shape, one.top_k, *one.layer_ids.tolist())
-
-
-def _model_in_words(one: TraceStatistics) -> str:
-    return f"{one.layers} layers x {one.experts} experts, {one.top_k} choices per token"
+def _model(one: TraceStatistics) -> str:
+    layers = ranges_in_words(one.layer_ids.tolist())
+    return f"{one.layers} layers ({layers}) x {one.experts} experts, {one.top_k} choices per token"
