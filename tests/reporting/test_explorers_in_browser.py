@@ -9,7 +9,7 @@ import pytest
 
 from relibra.planning.budget import Budget
 from relibra.reporting.data.comparison import compare
-from relibra.reporting.pages.load_section import load_facts
+from relibra.reporting.pages.load_facts import load_facts
 from relibra.reporting.pages.plan_page import write_plan_page
 from tests.reporting.planned import CLUSTER, EXPERT, compared_step, planned_step
 from tests.reporting.test_report_in_browser import Tab, tab

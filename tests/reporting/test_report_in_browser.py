@@ -86,7 +86,8 @@ class Tab:
             self._receive()
         for _ in range(100):
             if self.evaluate(
-                "[...document.querySelectorAll('.plot')].every((plot) => plot.querySelector('.main-svg'))"
+                "[...document.querySelectorAll('.plot')].every((plot) => plot.querySelector('.main-svg')) && "
+                "document.getElementById('timeline-legend')?.childElementCount !== 0"
             ):
                 return
             time.sleep(0.1)

@@ -25,7 +25,9 @@ def summary_of(*traces: RoutingTrace, tokens: int = 32, own_ranks: int | None = 
     return summarize([Step(number=i, statistics=one) for i, one in enumerate(statistics)], own_ranks=own_ranks)
 
 
-@pytest.mark.parametrize("name", ["metrics", "number_format", "samples", "step_simulation", "summary", "sweep_lines"])
+@pytest.mark.parametrize(
+    "name", ["metrics", "number_format", "samples", "settings", "step_simulation", "summary", "sweep_lines"]
+)
 def test_examples_in_docstrings_are_true(name: str) -> None:
     assert doctest.testmod(import_module(f"relibra.reporting.data.{name}")).failed == 0
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -23,9 +22,9 @@ from relibra.cli.outputs.terminal import print_note, print_wrapped, progress, st
 from relibra.errors import PlanError
 
 if TYPE_CHECKING:
-    from relibra.planning.costs.step_bytes import StepBytes
     from relibra.planning.plan import StepPlan
     from relibra.reporting.data.comparison import ComparisonRow
+    from relibra.reporting.data.comparison_columns import Column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,89 +100,23 @@ def _plan_to_draw(found: list[tuple[ComparisonRow, StepPlan | None]]) -> tuple[s
     return row.balancer, plan
 
 
-class Column(NamedTuple):
-    """One column of the table.
-
-    cell       the text of a row that has a plan
-    meaning    for the legend
-    spare      0: always shown; else the column with the largest number is dropped first in a narrow terminal
-    """
-
-    title: str
-    cell: Callable[[ComparisonRow], str]
-    meaning: str
-    spare: int = 0
-
-
 LIVE_WORDS = "step s of live balancers includes counts, solver and pushes after the router"
-
-COLUMNS = (
-    Column(
-        "skew",
-        lambda row: f"{row.skew:.3f}",
-        "busiest ranks / mean ranks in token-slots, summed over micro-batches and layers",
-    ),
-    Column(
-        "bound",
-        lambda row: f"{row.bound:.3f}",
-        "the lowest skew with the homes, slots, schedule and scope of copies of this row",
-        8,
-    ),
-    Column(
-        "any\nhomes",
-        lambda row: f"{row.bound_any_homes:.3f}",
-        "the bound with the best homes for each micro-batch and layer",
-        12,
-    ),
-    Column("gap", lambda row: f"{row.gap:.1%}", "skew / bound - 1", 9),
-    Column("copies", lambda row: f"{row.copies_per_micro_batch_layer:.1f}", "per micro-batch and layer", 2),
-    Column(
-        "pushed\nGB",
-        lambda row: _billions(_bytes(row).weights.total),
-        "weights sent to replicas before forward and again before backward",
-        3,
-    ),
-    Column(
-        "open s\nmodel", lambda row: f"{row.exposed_seconds:.2g}", "modelled seconds of copies that nothing hides", 5
-    ),
-    Column(
-        "across\nnodes",
-        lambda row: f"{row.cross_node_share:.1%}",
-        "token-slots computed on another node than their token",
-        4,
-    ),
-    Column("slots\nGB", lambda row: _billions(row.slot_bytes), "memory of a rank's spare slots with gradients", 6),
-    Column("slots\nused", lambda row: f"{row.slots_used}/{row.slots}", "most filled on a rank / reserved", 11),
-    Column("moved\nGB", lambda row: _billions(_bytes(row).moves.total), "state of experts with a new home", 10),
-    Column(
-        "between\nGB",
-        lambda row: _billions(sum(links.between for links in _bytes(row))),
-        "sent between nodes: at least these rows, gate weights, weights, gradients, and all moves",
-        13,
-    ),
-    Column("plan\ns", lambda row: f"{row.plan_seconds:.2f}", "measured here", 7),
-    Column(
-        "step s\nmodel",
-        lambda row: f"{row.predicted_seconds:.3g}",
-        "modelled time of attention and experts, from a lower bound of the rows that travel; not measured",
-        1,
-    ),
-)
 
 
 def print_comparison(rows: list[ComparisonRow]) -> None:
     """Print the rows as a table that fits the terminal, a legend, and the errors of balancers without a valid plan."""
     from relibra.reporting.data.comparison import describe_scopes
+    from relibra.reporting.data.comparison_columns import COLUMNS
 
     console = stdout_console()
     shown, table = _fitting(rows, console)
     console.print(table)
-    console.print("\n" + "; ".join(f"{_name(column)}: {column.meaning}" for column in shown), highlight=False)
+    console.print("\n" + "; ".join(f"{column.name}: {column.meaning}" for column in shown), highlight=False)
     if any(row.sees == "live" for row in rows):
         console.print(f"{LIVE_WORDS}: {', '.join(row.balancer for row in rows if row.sees == 'live')}", highlight=False)
     if any(row.copies for row in rows):
         console.print(f"scope of copies: {describe_scopes(rows)}", highlight=False)
-    hidden = ", ".join(_name(column) for column in COLUMNS if column not in shown)
+    hidden = ", ".join(column.name for column in COLUMNS if column not in shown)
     if hidden:
         console.print(f"no room for: {hidden} (--json has all)", highlight=False)
     for row in rows:
@@ -193,6 +126,8 @@ def print_comparison(rows: list[ComparisonRow]) -> None:
 
 def _fitting(rows: list[ComparisonRow], console: Console) -> tuple[list[Column], Table]:
     """Return the columns that fit the terminal, and their table."""
+    from relibra.reporting.data.comparison_columns import COLUMNS
+
     shown = list(COLUMNS)
     while True:
         for space in (2, 1):
@@ -215,22 +150,3 @@ def _table(rows: list[ComparisonRow], columns: list[Column], space: int) -> Tabl
         cells = ["-" if row.skew is None else column.cell(row) for column in columns]
         table.add_row(row.balancer, *cells, "yes" if row.valid else "NO")
     return table
-
-
-def _name(column: Column) -> str:
-    return column.title.replace("\n", " ")
-
-
-def _bytes(row: ComparisonRow) -> StepBytes:
-    assert row.bytes is not None, "measured"
-    return row.bytes
-
-
-def _billions(number: float | None) -> str:
-    """Write a number of bytes in GB, small ones with more digits.
-
-    >>> _billions(12_345_678_901), _billions(45_600_000), _billions(0)
-    ('12.3', '0.046', '0')
-    """
-    gigabytes = (number or 0) / 1e9
-    return f"{gigabytes:.1f}" if gigabytes >= 1 else f"{gigabytes:.2g}"

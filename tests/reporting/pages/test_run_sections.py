@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,13 +13,12 @@ import pytest
 from relibra.errors import TraceError
 from relibra.reporting.data.metrics import Metrics, read_metrics
 from relibra.reporting.data.samples import MAX_CHARACTERS, MAX_STEPS, Samples, read_samples
-from relibra.reporting.html import run_figures
-from relibra.reporting.html.run_figures import run_panels
-from relibra.reporting.html.sample_browser import SHOWN, sample_browser
-from relibra.reporting.pages import run_sections
-from relibra.reporting.pages.report_page import write_report
+from relibra.reporting.html.page import render
+from relibra.reporting.html.run_figures import PANELS, run_panels
+from relibra.reporting.pages.report_page import SAMPLES_AT_ONCE, write_report
+from relibra.reporting.pages.run_values import run_values
 from tests.reporting.recordings import HOSTILE, full_row, sample_row
-from tests.reporting.test_report_page import Elements, own_page
+from tests.reporting.test_report_page import Elements, one_line, own_page
 
 pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.[report]'")
 
@@ -28,6 +26,14 @@ pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.
 def _write(path: Path, rows: list[dict[str, object]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def _sections_of(metrics: Metrics) -> str:
+    return render("run.html", run=run_values(metrics))
+
+
+def _sample_browser(samples: Samples) -> str:
+    return render("samples.html", samples=samples, samples_at_once=SAMPLES_AT_ONCE)
 
 
 @pytest.fixture
@@ -50,17 +56,14 @@ def test_a_full_run_has_every_section_and_says_what_its_numbers_mean(full: Path)
         "30\u202f% of the batch was idle",
         "run report",
     ):
-        assert words in elements.text, words
+        assert words in one_line(elements.text), words
     assert sum("data-tokens" in attrs for _, attrs in elements.found) == 12
 
 
 def test_sections_without_numbers_are_left_out() -> None:
     metrics = Metrics(rows=({"step": 0}, {"step": 1, "reward": None, "evaluation": None, "alarms": None}))
-    makers = [partial(run_sections.panels, identifier=name) for name in run_sections.PANELS]
-    makers += [run_sections.mismatch, run_sections.time, run_sections.unreadable]
-    assert [make(metrics) for make in makers] == [""] * len(makers)
-    assert run_sections.figures([("", metrics)]) == ""
-    assert sample_browser(Samples()) == ""
+    assert _sections_of(metrics).strip() == ""
+    assert _sample_browser(Samples()).strip() == ""
 
 
 @pytest.mark.parametrize("key", sorted(full_row(0)))
@@ -70,10 +73,7 @@ def test_any_key_may_be_missing_or_odd(key: str, odd: object) -> None:
         return
     rows = [full_row(0), full_row(1) | {key: odd}, {name: v for name, v in full_row(2).items() if name != key}]
     metrics = Metrics(rows=tuple(rows))
-    for name in run_sections.PANELS:
-        run_sections.panels(metrics, name)
-    for make in (run_sections.mismatch, run_sections.time, lambda known: run_sections.figures([("", known)])):
-        make(metrics)
+    assert "learning" in _sections_of(metrics)
 
 
 def test_a_run_of_a_dense_model_has_a_report_without_routes(tmp_path: Path) -> None:
@@ -93,9 +93,9 @@ def test_a_run_of_a_dense_model_has_a_report_without_routes(tmp_path: Path) -> N
 def test_panels_draw_what_there_is_and_zero_is_nothing_on_a_logarithmic_axis() -> None:
     rows = tuple(full_row(step) | {"k3_kl": 0.0, "probability_difference": None} for step in range(3))
     metrics = Metrics(rows=rows)
-    figure = run_panels(metrics, run_figures.MISMATCH)
+    figure = run_panels(metrics, PANELS["mismatch"])
     assert [curve.name for curve in figure.data] == ["router disagreement"]
-    figure = run_panels(metrics, run_figures.LEARNING)
+    figure = run_panels(metrics, PANELS["learning"])
     names = [curve.name for curve in figure.data if curve.name]
     expected = ["reward", "evaluation", "mean length", "95th percentile", "longest", "unfinished"]
     assert names == [*expected, "truncated, of those that ended"]
@@ -109,13 +109,13 @@ def test_panels_draw_what_there_is_and_zero_is_nothing_on_a_logarithmic_axis() -
 
 def test_values_between_gaps_are_drawn_as_marks() -> None:
     metrics = Metrics(rows=tuple(full_row(step) for step in range(3)))
-    loss = run_panels(metrics, run_figures.VALUES).data[1]
+    loss = run_panels(metrics, PANELS["values"]).data[1]
     assert (loss.mode, list(loss.y)) == ("lines+markers", [0.05, None, 0.05])
 
 
 def test_alarms_are_shown_once_per_figure_with_their_latest_sentence() -> None:
     rows = [{"step": step, "alarms": [f"ess is 0.{step}, harmless is 0.3 to 1: few", HOSTILE]} for step in range(3)]
-    page = run_sections.mismatch(Metrics(rows=tuple(rows)))
+    page = _sections_of(Metrics(rows=tuple(rows)))
     rows = re.findall('<td class="number">3</td><td class="number">2</td><td class="name">([^<]*)', page)
     assert [row.partition(" ")[0] for row in rows] == ["ess", "&lt;img"] or len(rows) == 2
     assert "ess is 0.2, harmless" in rows[0]
@@ -154,7 +154,7 @@ def test_rows_that_lack_keys_are_samples_all_the_same(tmp_path: Path) -> None:
     path.write_text(path.read_text() + '[1]\n{"step": true}\n{"step": 5, "resp')
     samples = read_samples(path)
     assert (samples.steps, samples.num_steps, samples.unreadable) == ([4], 1, 2)
-    page = sample_browser(samples)
+    page = _sample_browser(samples)
     assert page.count("no reward") == 2
     assert "data-reward" not in page
     assert 'data-tokens="-1"' in page
@@ -166,10 +166,10 @@ def test_many_steps_are_thinned_to_some_evenly_chosen_ones(tmp_path: Path) -> No
     samples = read_samples(_write(tmp_path / "samples.jsonl", rows))
     assert (len(samples.steps), samples.num_steps) == (MAX_STEPS, 200)
     assert (samples.steps[0], samples.steps[-1]) == (0, 199)
-    page = sample_browser(samples)
-    assert "160 steps of 200 are not shown" in page
+    page = _sample_browser(samples)
+    assert f"Steps with samples: 200, shown: {MAX_STEPS}." in " ".join(page.split())
     assert page.count("<option") == 1 + MAX_STEPS + 3
-    assert f'data-shown="{SHOWN}"' in page
+    assert f'data-shown="{SAMPLES_AT_ONCE}"' in page
 
 
 def test_metrics_read_tables_and_texts(tmp_path: Path) -> None:

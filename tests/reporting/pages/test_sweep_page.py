@@ -40,7 +40,7 @@ def drawn(path: Path, given: list[dict[str, Any]], varied: list[str]) -> tuple[s
     """Return the page, and its figure."""
     pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.[report]'")
     draw(path, given, varied)
-    page = path.read_text()
+    page = re.sub(r"[ \n]+", " ", path.read_text())
     figure = re.search(r'<script type="application/json" id="sweep-plot-figure">(.*?)</script>', page, re.DOTALL)
     assert figure is not None
     return page, json.loads(figure[1])

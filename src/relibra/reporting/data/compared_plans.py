@@ -104,10 +104,6 @@ class ComparedStep:
         """Whether it is known which experts tokens choose together: from the trace, or from counts of pairs."""
         return self.distinct_rows is not None or all(one.demand.pairs_LEE is not None for one in self.plans)
 
-    def label(self, text: str) -> str:
-        """Label a figure of the second plan: with its name where the first is a plan as well."""
-        return text if self.before.is_static else f"{text}, {self.after.name}"
-
     def most_improved(self) -> tuple[int, int]:
         """Return the micro-batch whose busiest ranks lose most load over all layers, and its most improved layer."""
         busiest = [one.rank_load_MLR.max(axis=2, initial=0) for one in self.plans]
@@ -158,10 +154,15 @@ def count_distinct_rows(trace: RoutingTrace | None, plans: Sequence[ComparedPlan
     return tuple(distinct_rows_of_step(one.plan, one.demand, experts_TLK, sample_T) for one in plans)
 
 
-def times_mean(load: Int64[ndarray, "*X R"], without_load: float = 1.0) -> Float64[ndarray, "*X R"]:
-    """Return load / mean over the last axis; `without_load` where there is no load."""
+def times_mean(
+    load: Int64[ndarray, "*X R"], without_load: float = 1.0, of: Int64[ndarray, "*X R"] | None = None
+) -> Float64[ndarray, "*X R"]:
+    """Return load / mean over the last axis; `without_load` where there is no load.
+
+    of   loads that are divided by the mean instead of `load`
+    """
     mean = load.mean(axis=-1, keepdims=True)
-    return np.divide(load, mean, out=np.full(load.shape, without_load), where=mean > 0)
+    return np.divide(load if of is None else of, mean, out=np.full(load.shape, without_load), where=mean > 0)
 
 
 def _are_few(plans: Sequence[ComparedPlan]) -> bool:

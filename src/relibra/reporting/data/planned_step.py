@@ -74,11 +74,7 @@ def plan_last_step(
         f"most {rank_tokens:,} tokens per rank. The trainer used another schedule, so figures differ from the run’s."
     )
     step = ComparedStep(
-        before=plans[0],
-        after=plans[1],
-        cluster=machine,
-        model=routed,
-        distinct_rows=count_distinct_rows(trace, plans),
+        before=plans[0], after=plans[1], cluster=machine, model=routed, distinct_rows=count_distinct_rows(trace, plans)
     )
     return PlannedStep(step, about)
 

@@ -64,14 +64,7 @@ def simulate_timelines(step: ComparedStep, micro_batch: int) -> tuple[list[tuple
         (
             one.name,
             simulated_timeline(
-                one.plan,
-                demand,
-                step.cluster,
-                step.model,
-                how,
-                ranks=ranks,
-                micro_batches=[micro_batch],
-                distinct=rows,
+                one.plan, demand, step.cluster, step.model, how, ranks=ranks, micro_batches=[micro_batch], distinct=rows
             ),
         )
         for one, rows in step.plans_with_rows

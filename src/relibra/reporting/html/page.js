@@ -41,8 +41,7 @@
     select.value = "0"; // browsers keep a choice over a reload, the figure does not
     select.addEventListener("change", () => {
       const plot = document.getElementById(select.dataset.plot);
-      const view = (trace, i) => trace.meta ?? i; // traces of one view share a number, or each is a view of its own
-      Plotly.restyle(plot, { visible: plot.data.map((trace, i) => view(trace, i) === Number(select.value)) });
+      Plotly.restyle(plot, { visible: plot.data.map((_, i) => i === Number(select.value)) });
     });
   }
   const list = document.getElementById("sample-list");

@@ -6,7 +6,6 @@ palette of Okabe and Ito, areas cividis: both suit any common colour vision.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +15,6 @@ from numpy import ndarray
 from relibra.errors import ConfigError
 from relibra.reporting.data.compared_plans import times_mean
 from relibra.reporting.data.summary import RankView, Stability, Summary, evenly_chosen
-from relibra.routing.trace_statistics import RankSkew
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
 DASHES = ("solid", "dash", "dot", "dashdot")
@@ -102,56 +100,16 @@ def skew_by_micro_batch(summary: Summary) -> Any:
     kept = evenly_chosen(len(summary.step_M), MAX_POINTS)
     several = len(summary.steps) > 1
     for i, (view, found) in reversed(list(enumerate(summary.possible))):
-        skew_ML, name = found.skew_ML[kept], ranks_in_words(view)
+        skew_ML, name = found.skew_ML[kept], ranks_name(view)
         band(figure, kept, skew_ML.min(axis=1), skew_ML.max(axis=1), PALETTE[i % len(PALETTE)], name)
         hover = f"{name}, micro-batch %{{x}}{', step %{customdata}' if several else ''}: mean rank skew %{{y:.2f}}"
         line(figure, kept, skew_ML.mean(axis=1), PALETTE[i % len(PALETTE)], name, hover)
         figure.data[-1].customdata = summary.step_M[kept]
-    order = "micro-batch, in order of the recording"
     figure.update_layout(
         height=400,
-        xaxis={"title": {"text": order}},
+        xaxis={"title": {"text": "micro-batch, in order of the recording"}},
         yaxis={"title": {"text": "rank skew (max / mean)"}, "rangemode": "normal"},
         legend={"traceorder": "reversed"},
-    )
-    return figure
-
-
-def skew_by_ranks(views: Sequence[tuple[RankView, RankSkew]]) -> Any:
-    """Draw the median and the 95th percentile of rank skew for each rank count, as bars that start at 1 (even)."""
-    figure = plotly_figures().Figure()
-    rows = list(range(len(views)))
-    medians, p95s = [found.skew_median for _, found in views], [found.skew_p95 for _, found in views]
-    for row, p95 in zip(rows, p95s, strict=True):
-        figure.add_scatter(
-            x=[1.0, p95],
-            y=[row, row],
-            mode="lines",
-            line={"color": PALETTE[6], "width": 2},
-            hoverinfo="skip",
-            showlegend=False,
-        )
-    names = [ranks_in_words(view) for view, _ in views]
-    for label, symbol, colour, place, values in (
-        ("median", "circle", PALETTE[0], "bottom center", medians),
-        ("95th percentile", "diamond", PALETTE[1], "top center", p95s),
-    ):
-        figure.add_scatter(
-            x=values,
-            y=rows,
-            mode="markers+text",
-            name=label,
-            marker={"color": colour, "size": 13, "symbol": symbol},
-            text=[f"{value:.2f}" for value in values],
-            textposition=place,
-            customdata=names,
-            hovertemplate=f"%{{customdata}}: {label} rank skew %{{x:.2f}}<extra></extra>",
-        )
-    span = max(p95s) - 1.0 or 1.0
-    figure.update_layout(
-        height=130 + 64 * len(views),
-        xaxis={"title": {"text": "rank skew (max / mean); 1 is even"}, "range": [1 - 0.03 * span, 1 + 1.08 * span]},
-        yaxis={"tickvals": rows, "ticktext": names, "range": [len(views) - 0.4, -0.6], "showgrid": False},
     )
     return figure
 
@@ -188,7 +146,7 @@ def cosine_by_layer(stability: Stability, layer_ids: ndarray) -> Any:
     return figure
 
 
-def ranks_in_words(view: RankView) -> str:
+def ranks_name(view: RankView) -> str:
     """Name a rank count in legends and rows."""
     return f"{view.ranks} ranks (this run)" if view.is_own else f"{view.ranks} ranks"
 

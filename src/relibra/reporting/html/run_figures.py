@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from html import escape
 from math import ceil, log10
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from relibra.reporting.data.metrics import Metrics
 from relibra.reporting.html.route_figures import DASHES, PALETTE, band, line, plotly_figures
@@ -16,24 +15,23 @@ GAP_PIXELS = 44
 """Between panels: room for the legend of the lower one in one line."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Curve:
+class Curve(NamedTuple):
     """One number of metrics.jsonl over RL steps.
 
-    part      key inside of the table `key`; "": `key` is the number
-    spread    key of a standard deviation, drawn as a band around it
     form      how plotly prints it, in d3's notation
     colour    index into the palette
+    part      key inside of the table `key`; "": `key` is the number
+    spread    key of a standard deviation, drawn as a band around it
     points    draw marks without a line, for numbers that few steps have
     """
 
     key: str
     name: str
-    part: str = ""
-    spread: str = ""
     form: str = ".3f"
     colour: int = 0
     dash: int = 0
+    part: str = ""
+    spread: str = ""
     points: bool = False
 
     def of(self, metrics: Metrics) -> list[float | None]:
@@ -41,96 +39,60 @@ class Curve:
         return metrics.column(self.key, self.part)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Panel:
+Axis = Literal["linear", "from zero", "share", "log"]
+
+
+class Panel(NamedTuple):
     """Curves that share a unit; curves without numbers are left out, and so are panels without curves."""
 
     title: str
+    axis: Axis
     curves: tuple[Curve, ...]
-    axis: Literal["linear", "from zero", "share", "log"] = "linear"
 
 
-LEARNING = (
-    Panel(
-        title="reward",
-        curves=(
-            Curve(key="reward", name="reward", spread="reward_std"),
-            Curve(key="evaluation", part="reward", name="evaluation", colour=2, points=True),
-        ),
-    ),
-    Panel(
-        title="response (tokens)",
-        axis="from zero",
-        curves=(
-            Curve(key="response_length", name="mean length", form=",.0f", colour=1),
-            Curve(key="response_length_p95", name="95th percentile", form=",.0f", colour=1, dash=1),
-            Curve(key="response_length_max", name="longest", form=",.0f", colour=1, dash=2),
-        ),
-    ),
-    Panel(
-        title="share of responses",
-        axis="share",
-        curves=(
-            Curve(key="unfinished_share", name="unfinished", form=".1%", colour=3),
-            Curve(key="cut_share", name="truncated, of those that ended", form=".1%", colour=4, dash=1),
-        ),
-    ),
+TITLES = {
+    "learning": "Learning",
+    "balance": "Balance in training",
+    "mismatch": "Mismatch of rollout and trainer",
+    "values": "Value model",
+    "update": "Policy update",
+    "idle": "Idle share of the rollout batch",
+}
+"""Of the sections of curves, in the order of pages."""
+
+CURVES: tuple[tuple[str, str, Axis, Curve], ...] = (
+    ("learning", "reward", "linear", Curve("reward", "reward", spread="reward_std")),
+    ("learning", "reward", "linear", Curve("evaluation", "evaluation", colour=2, part="reward", points=True)),
+    ("learning", "response (tokens)", "from zero", Curve("response_length", "mean length", ",.0f", 1)),
+    ("learning", "response (tokens)", "from zero", Curve("response_length_p95", "95th percentile", ",.0f", 1, 1)),
+    ("learning", "response (tokens)", "from zero", Curve("response_length_max", "longest", ",.0f", 1, 2)),
+    ("learning", "share of responses", "share", Curve("unfinished_share", "unfinished", ".1%", 3)),
+    ("learning", "share of responses", "share", Curve("cut_share", "truncated, of those that ended", ".1%", 4, 1)),
+    ("balance", "rank skew (max / mean)", "linear", Curve("rank_skew", "static layout", colour=1)),
+    ("balance", "rank skew (max / mean)", "linear", Curve("planned_skew", "as planned")),
+    ("balance", "rank skew (max / mean)", "linear", Curve("plan_bound", "bound of the plan", colour=6, dash=2)),
+    ("mismatch", "divergence", "log", Curve("k3_kl", "k3 of rollout and trainer", ".2e")),
+    ("mismatch", "divergence", "log", Curve("probability_difference", "mean difference of probabilities", ".2e", 1, 1)),
+    ("mismatch", "share of router choices", "share", Curve("router_disagreement", "router disagreement", ".2%", 2)),
+    ("values", "share explained", "linear", Curve("explained_variance", "explained variance", ".2f")),
+    ("values", "value loss", "from zero", Curve("value_loss", "value loss", ".4f", 1)),
+    ("update", "entropy (nats)", "from zero", Curve("entropy", "entropy")),
+    ("update", "share of tokens", "share", Curve("clip_fraction", "clipped", ".2%", 1)),
+    ("update", "share of tokens", "share", Curve("masked_fraction", "masked by the correction", ".2%", 3, 1)),
+    ("update", "gradient norm", "from zero", Curve("grad_norm", "gradient norm", colour=2)),
+    ("update", "divergence", "log", Curve("reference_kl", "from the reference policy", ".2e", 4)),
+    ("idle", "idle share of the batch", "share", Curve("idle_share", "idle share of the rollout batch", ".1%", 1)),
 )
-BALANCE = (
-    Panel(
-        title="rank skew (max / mean)",
-        curves=(
-            Curve(key="rank_skew", name="static layout", colour=1),
-            Curve(key="planned_skew", name="as planned", colour=0),
-            Curve(key="plan_bound", name="bound of the plan", colour=6, dash=2),
-        ),
-    ),
-)
-MISMATCH = (
-    Panel(
-        title="divergence",
-        axis="log",
-        curves=(
-            Curve(key="k3_kl", name="k3 of rollout and trainer", form=".2e"),
-            Curve(key="probability_difference", name="mean difference of probabilities", form=".2e", colour=1, dash=1),
-        ),
-    ),
-    Panel(
-        title="share of router choices",
-        axis="share",
-        curves=(Curve(key="router_disagreement", name="router disagreement", form=".2%", colour=2),),
-    ),
-)
-VALUES = (
-    Panel(title="share explained", curves=(Curve(key="explained_variance", name="explained variance", form=".2f"),)),
-    Panel(
-        title="value loss", axis="from zero", curves=(Curve(key="value_loss", name="value loss", form=".4f", colour=1),)
-    ),
-)
-UPDATE = (
-    Panel(title="entropy (nats)", axis="from zero", curves=(Curve(key="entropy", name="entropy"),)),
-    Panel(
-        title="share of tokens",
-        axis="share",
-        curves=(
-            Curve(key="clip_fraction", name="clipped", form=".2%", colour=1),
-            Curve(key="masked_fraction", name="masked by the correction", form=".2%", colour=3, dash=1),
-        ),
-    ),
-    Panel(title="gradient norm", axis="from zero", curves=(Curve(key="grad_norm", name="gradient norm", colour=2),)),
-    Panel(
-        title="divergence",
-        axis="log",
-        curves=(Curve(key="reference_kl", name="from the reference policy", form=".2e", colour=4),),
-    ),
-)
-IDLE = (
-    Panel(
-        title="idle share of the batch",
-        axis="share",
-        curves=(Curve(key="idle_share", name="idle share of the rollout batch", form=".1%", colour=1),),
-    ),
-)
+"""Section, title and axis of the panel, curve."""
+
+PANELS = {
+    section: tuple(
+        Panel(title, axis, tuple(curve for at, name, _, curve in CURVES if (at, name) == (section, title)))
+        for title, axis in dict.fromkeys((title, axis) for at, title, axis, _ in CURVES if at == section)
+    )
+    for section in TITLES
+}
+"""By section."""
 
 
 def has_any(metrics: Metrics, panels: Sequence[Panel]) -> bool:
@@ -140,8 +102,7 @@ def has_any(metrics: Metrics, panels: Sequence[Panel]) -> bool:
 
 def run_panels(metrics: Metrics, panels: Sequence[Panel]) -> Any:
     """Draw panels above one another over RL steps; `has_any` says whether there are any."""
-    drawn = [(panel, [(curve, metrics) for curve in panel.curves]) for panel in panels]
-    return _draw_panels(drawn, GAP_PIXELS)
+    return _draw_panels([(panel, [(curve, metrics) for curve in panel.curves]) for panel in panels], GAP_PIXELS)
 
 
 def compared_panels(runs: Sequence[tuple[str, Metrics]], panels: Sequence[Panel]) -> Any:
@@ -149,33 +110,20 @@ def compared_panels(runs: Sequence[tuple[str, Metrics]], panels: Sequence[Panel]
 
     runs    (name, metrics); at least one of them has something to draw
     """
-
-    def of_run(curve: Curve, place: int, number: int, name: str) -> Curve:
-        dash = (2 * place + number) % len(DASHES)
-        return replace(curve, name=f"{_plain(name)}: {curve.name}", spread="", colour=number, dash=dash)
-
-    drawn = [
-        (
-            panel,
-            [
-                (of_run(curve, place, number, name), metrics)
-                for number, (name, metrics) in enumerate(runs)
-                for place, curve in enumerate(panel.curves[:2])
-            ],
-        )
-        for panel in panels
-    ]
+    drawn: list[tuple[Panel, list[tuple[Curve, Metrics]]]] = [(panel, []) for panel in panels]
+    for panel, curves in drawn:
+        for number, (run, metrics) in enumerate(runs):
+            for place, curve in enumerate(panel.curves[:2]):
+                name, dash = f"{_plain(run)}: {curve.name}", (2 * place + number) % len(DASHES)
+                curves.append((curve._replace(name=name, spread="", colour=number, dash=dash), metrics))
     return _draw_panels(drawn, GAP_PIXELS + 76)
 
 
 def _draw_panels(panels: Sequence[tuple[Panel, Sequence[tuple[Curve, Metrics]]]], gap: int) -> Any:
     """Draw (panel, its curves with the run of each) above one another; each panel has a legend of its own."""
     figure = plotly_figures().Figure()
-    shown = [
-        (panel, drawn)
-        for panel, curves in panels
-        if (drawn := [(curve, metrics) for curve, metrics in curves if _is_drawn(curve, panel, metrics)])
-    ]
+    kept = [(panel, [one for one in curves if _is_drawn(one[0], panel, one[1])]) for panel, curves in panels]
+    shown = [(panel, curves) for panel, curves in kept if curves]
     height = len(shown) * PANEL_PIXELS + (len(shown) - 1) * gap
     for i, (panel, curves) in enumerate(shown):
         number = "" if i == 0 else str(i + 1)
@@ -185,10 +133,9 @@ def _draw_panels(panels: Sequence[tuple[Panel, Sequence[tuple[Curve, Metrics]]]]
         axis = {"title": {"text": panel.title}, "domain": [max(0.0, top - PANEL_PIXELS / height), top]}
         axis |= _axis_settings(panel, [value for curve, metrics in curves for value in curve.of(metrics)])
         figure.update_layout({f"yaxis{number}": axis, f"legend{number}": {"y": top + 4 / height}})
-    bottom = "y" if len(shown) == 1 else f"y{len(shown)}"
     few = max((len(metrics.rows) for _, curves in shown for _, metrics in curves), default=0) <= 10
-    ticks = {"dtick": 1} if few else {}  # else plotly puts marks between steps
-    figure.update_layout(height=height + 110, xaxis={"title": {"text": "RL step"}, "anchor": bottom, **ticks})
+    xaxis = {"title": {"text": "RL step"}, "anchor": "y" if len(shown) == 1 else f"y{len(shown)}"}
+    figure.update_layout(height=height + 110, xaxis=xaxis | ({"dtick": 1} if few else {}))  # no marks between steps
     return figure
 
 
@@ -214,19 +161,11 @@ def stage_seconds(metrics: Metrics) -> Any:
             x=metrics.steps,
             y=seconds,
             name=name,
-            marker={
-                "color": PALETTE[i % len(PALETTE)],
-                "line": {"width": 0},
-                "pattern": {"shape": "/" if i >= len(PALETTE) else ""},  # more stages than colours
-            },
+            marker={"color": PALETTE[i % len(PALETTE)], "pattern": {"shape": "/" if i >= len(PALETTE) else ""}},
             hovertemplate=f"step %{{x}}: {name} %{{y:.2f}} s<extra></extra>",
         )
     figure.update_layout(
-        height=360,
-        barmode="stack",
-        bargap=0.15,
-        xaxis={"title": {"text": "RL step"}},
-        yaxis={"title": {"text": "seconds"}},
+        height=360, barmode="stack", bargap=0.15, xaxis_title_text="RL step", yaxis_title_text="seconds"
     )
     return figure
 
@@ -243,7 +182,7 @@ def _draw(figure: Any, metrics: Metrics, curve: Curve, panel: Panel, number: str
     hover = f"step %{{x}}: {curve.name} %{{y:{curve.form}}}"
     line(figure, metrics.steps, values, colour, curve.name, hover, dash=DASHES[curve.dash], yaxis=axis)
     figure.data[-1].legend = f"legend{number}"
-    if _has_lone_value(values):  # a number between two gaps would be no line
+    if None in values:  # a number between two gaps would be no line
         figure.data[-1].update(mode="lines+markers", marker={"size": 5})
     if curve.points:
         figure.data[-1].update(mode="markers", marker={"symbol": "diamond", "size": 10})
@@ -251,15 +190,6 @@ def _draw(figure: Any, metrics: Metrics, curve: Curve, panel: Panel, number: str
 
 def _is_drawn(curve: Curve, panel: Panel, metrics: Metrics) -> bool:
     return any(panel.axis != "log" or value > 0 for value in metrics.known(curve.key, curve.part))
-
-
-def _has_lone_value(values: Sequence[float | None]) -> bool:
-    """Return whether any number has no neighbour."""
-    beside = [None, *values, None]
-    return any(
-        value is not None and before is None and after is None
-        for before, value, after in zip(beside, values, beside[2:], strict=False)
-    )
 
 
 def _plain(name: str) -> str:

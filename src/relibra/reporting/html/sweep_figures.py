@@ -75,10 +75,7 @@ def sweep_figure(sweep: SweepLines) -> Any:
     figure.update_layout(
         height=100 + 44 * len(sweep.ticks) if bars else 440,
         showlegend=any(sweep.lines),
-        xaxis={
-            "title": {"text": VALUE_NAME if bars else sweep.axis_name},
-            "rangemode": "tozero" if bars else "normal",
-        },
+        xaxis={"title": {"text": VALUE_NAME if bars else sweep.axis_name}, "rangemode": "tozero" if bars else "normal"},
         yaxis={"automargin": True} if bars else {"title": {"text": VALUE_NAME}, "rangemode": "tozero"},
     )
     if not bars:

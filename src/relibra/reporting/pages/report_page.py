@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-import relibra
+import numpy as np
+
 from relibra.cluster import Cluster
 from relibra.printable import plural
 from relibra.reporting.data.metrics import Metrics
@@ -15,18 +17,26 @@ from relibra.reporting.data.number_format import count, percent, times
 from relibra.reporting.data.planned_step import PlannedStep, plan_last_step
 from relibra.reporting.data.recording import Recording, open_recording
 from relibra.reporting.data.samples import Samples, read_samples
+from relibra.reporting.data.settings import changed_settings, list_settings, main_settings
 from relibra.reporting.data.summary import Step, Summary, possible_ranks, summarize
-from relibra.reporting.html.glossary import LOAD_WORDS, PLAN_WORDS, ROUTE_WORDS, glossary
-from relibra.reporting.html.html import paragraph, section
-from relibra.reporting.html.html_page import check_output, html_page, write_page
-from relibra.reporting.html.route_figures import plotly_figures, ranks_in_words
-from relibra.reporting.html.sample_browser import sample_browser
-from relibra.reporting.pages import route_sections, run_sections
-from relibra.reporting.pages.plan_page import SCRIPTS, step_headline, step_sections
-from relibra.reporting.settings.sections import settings_section
+from relibra.reporting.html import route_figures
+from relibra.reporting.html.page import check_output, render_page, write_page
+from relibra.reporting.html.route_figures import plotly_figures, ranks_name
+from relibra.reporting.pages.plan_page import SCRIPTS
+from relibra.reporting.pages.run_values import run_values
+from relibra.reporting.pages.step_values import Bar, step_headline, step_values
+from relibra.routing.statistics import rank_skew, skew
 from relibra.routing.trace_statistics import compute_step_statistics
 from relibra.simulation import ModelShape
 from relibra.timeline import Timeline
+
+Card = tuple[str, str, str]
+"""Label, value and note."""
+
+SAMPLES_AT_ONCE, MAX_CARDS, MAX_GROUPS = 12, 8, 12
+
+SKEW_COLUMNS = ("skew_mean", "skew_median", "skew_p95", "skew_max", "skew_weighted")
+"""Figures of `RankSkew`, ordered as `relibra trace stats` does."""
 
 
 def write_report(
@@ -59,7 +69,7 @@ def write_report(
     check_output(output)
     summary = summarize_recording(recording) if recording.traces else None
     planned = plan_last_step(recording, ranks=ranks, cluster=cluster, model=model)
-    return write_page(output, render_page(recording, summary, samples, datetime.now(UTC), planned, timelines))
+    return write_page(output, render_report(recording, summary, samples, datetime.now(UTC), planned, timelines))
 
 
 def summarize_recording(recording: Recording) -> Summary:
@@ -81,7 +91,7 @@ def summarize_recording(recording: Recording) -> Summary:
     return summarize(steps, own_ranks=recording.num_ranks)
 
 
-def render_page(
+def render_report(
     recording: Recording,
     summary: Summary | None,
     samples: Samples,
@@ -98,30 +108,27 @@ def render_page(
     planned   the last step, to be shown before and after planning, or why it is not
     """
     metrics = recording.metrics
-    body = (
-        route_sections.summary_cards(summary, metrics),
-        settings_section(recording.config) if recording.is_run else "",
-        run_sections.figures([("", metrics)]),
-        run_sections.panels(metrics, "learning"),
-        run_sections.panels(metrics, "balance"),
-        run_sections.panels(metrics, "values"),
-        run_sections.mismatch(metrics),
-        run_sections.panels(metrics, "update"),
-        run_sections.time(metrics),
-        run_sections.unreadable(metrics),
-        sample_browser(samples),
-        *(_route_sections(summary) if summary else ()),
-        *_step_sections(planned, timelines),
-        glossary(LOAD_WORDS, ROUTE_WORDS, PLAN_WORDS if isinstance(planned, PlannedStep) else ()) if summary else "",
-    )
-    return html_page(
-        recording.name,
-        "run report" if recording.is_run else "expert load report",
-        _headline(metrics, summary),
-        "\n".join(piece for piece in body if piece),
-        _provenance(recording, summary, made),
-        scripts=("page.js", *SCRIPTS * isinstance(planned, PlannedStep)),
+    config = recording.config if recording.is_run else {}
+    step = planned.step if isinstance(planned, PlannedStep) else None
+    return render_page(
+        "report.html",
+        scripts=("page.js", *(SCRIPTS if step else ())),
         plotly=True,
+        title=recording.name,
+        kind="run report" if recording.is_run else "expert load report",
+        headline=_headline(metrics, summary),
+        facts=_facts(recording, summary, made),
+        cards=[*_run_cards(metrics), *(_load_cards(summary) if summary else [])][:MAX_CARDS],
+        settings={"all": list_settings(config), "main": main_settings(config), "changed": changed_settings(config)},
+        run=run_values(metrics),
+        samples=samples,
+        samples_at_once=SAMPLES_AT_ONCE,
+        summary=summary,
+        routes=route_values(summary) if summary else None,
+        step=step_values(step, timelines) if step else None,
+        step_about=planned.about if isinstance(planned, PlannedStep) else planned,
+        step_headline=step_headline(step) if step else "",
+        words=("routes", "plans") if step else ("routes",),
     )
 
 
@@ -135,51 +142,98 @@ def _headline(metrics: Metrics, summary: Summary | None) -> str:
         facts.append(f"rank skew in training {times(fmean(static))} → {times(fmean(planned))}")
     if summary and summary.headline:
         view, found = summary.headline
-        where = f"{ranks_in_words(view)}: rank skew {times(found.skew_weighted)}, waiting {percent(found.idle_share)}"
+        where = f"{ranks_name(view)}: rank skew {times(found.skew_weighted)}, waiting {percent(found.idle_share)}"
         facts.append(f"recorded routes without a plan on {where}")
     return " · ".join(facts)
 
 
-def _step_sections(planned: PlannedStep | str, timelines: Sequence[tuple[str, Timeline]]) -> tuple[str, ...]:
-    """Return what the page of a plan shows, after a sentence that says how the step was planned."""
-    if isinstance(planned, str):
-        return (paragraph(planned, "notice"),) if planned else ()
-    key_figures, *others = step_sections(planned.step, timelines)
-    words = f"{planned.about} {step_headline(planned.step)}"
-    return section("planned", "The last step, planned again", paragraph(words), key_figures), *others
-
-
-def _route_sections(summary: Summary) -> tuple[str, ...]:
-    return (
-        route_sections.expert_load(summary),
-        route_sections.micro_batch_skew(summary),
-        route_sections.rank_sizes(summary),
-        route_sections.hottest_experts(summary),
-        route_sections.groups(summary),
-        route_sections.stability(summary),
+def _run_cards(metrics: Metrics) -> list[Card]:
+    found = (
+        ("Reward", metrics.last("reward"), "{:.3f}", "mean of the last step"),
+        ("Evaluation", metrics.last("evaluation", "reward"), "{:.3f}", "mean reward on held-out prompts"),
+        ("Response length", metrics.last("response_length"), "{:,.0f}", "tokens, mean of the last step"),
+        ("Rank skew, planned", metrics.last("planned_skew"), "{:.2f}×", "last step, in training: busiest / mean load"),
     )
+    return [(label, form.format(value), note) for label, value, form, note in found if value is not None]
 
 
-def _provenance(recording: Recording, summary: Summary | None, made: datetime) -> str:
-    facts = [
-        f"relibra {relibra.__version__}, {made:%Y-%m-%d %H:%M} UTC",
-        f"source {recording.path.resolve().name}",
-        *(_provenance_of_routes(recording, summary) if summary else [plural(len(recording.metrics.rows), "step")]),
+def _load_cards(summary: Summary) -> list[Card]:
+    L, E = summary.load_LE.shape
+    hottest = summary.hottest[0]
+    amount = f"{plural(summary.samples, 'sample')}, {plural(len(summary.steps), 'step')}"
+    skews: list[Card] = []
+    if summary.headline:
+        view, found = summary.headline
+        skews = [
+            (f"Rank skew, {view.ranks} ranks", times(found.skew_weighted), "of the recorded routes without a plan"),
+            (f"Waiting, {view.ranks} ranks", percent(found.idle_share), "of the expert time, without a plan"),
+        ]
+    return [
+        ("Model", f"{L} × {E}", f"layers × experts, {plural(summary.top_k, 'choice')} per token"),
+        ("Routed tokens", count(summary.tokens), amount),
+        *skews,
+        ("Busiest expert", times(hottest.times_mean), f"the mean load: layer {hottest.layer}, expert {hottest.expert}"),
+        ("Micro-batch to step", f"{summary.stability.cosine:.3f}", "cosine of expert loads; 1 = alike"),
     ]
+
+
+def route_values(summary: Summary) -> dict[str, Any]:
+    """Return the values of routes.html."""
+    one, possible = summary.stability, summary.possible
+    ranks = summary.headline[0].ranks if summary.headline else None
+    sizes = [
+        [ranks_name(view), *(f"{getattr(it, name):.2f}" for name in SKEW_COLUMNS), percent(it.idle_share)]
+        for view, it in possible
+    ]
+    stability = {
+        "cosine of a micro-batch and its step, mean": f"{one.cosine:.3f}",
+        "the same by chance alone": f"{one.chance:.3f}" * (one.micro_batches > 1),
+        "fluctuation of an expert’s share": percent(one.fluctuation) * (one.micro_batches > 1),
+        "cosine of a step and the step before it, mean": "" if one.step_to_step is None else f"{one.step_to_step:.3f}",
+    }
+    return {
+        "views": [label for label, _ in route_figures.heatmap_views(summary)],
+        "heatmap": route_figures.expert_heatmap(summary),
+        "max_points": route_figures.MAX_POINTS,
+        "micro_batches": route_figures.skew_by_micro_batch(summary) if possible else None,
+        "bars": [
+            Bar(ranks_name(view), 1.0, it.skew_median, tuple(row[2:4]), mark=it.skew_p95)
+            for row, (view, it) in zip(sizes, possible, strict=True)
+        ],
+        "bars_end": max([1.01, *(it.skew_p95 for _, it in possible)]),
+        "sizes": sizes,
+        "impossible": [view.ranks for view in summary.rank_views if view.skew is None],
+        "hottest": [
+            [hot.layer, hot.expert, f"{100 * hot.share:.1f}\u202f%", times(hot.times_mean)] for hot in summary.hottest
+        ],
+        "groups": [
+            [
+                *(group.name, count(group.samples), count(group.tokens), f"{np.median(skew(group.load_LE)):.2f}"),
+                f"{rank_skew(group.load_LE, ranks).mean():.2f}",
+            ]
+            for group in summary.groups[:MAX_GROUPS]
+            if ranks is not None
+        ],
+        "stability": [[name, figure] for name, figure in stability.items() if figure],
+        "cosines": route_figures.cosine_by_layer(one, summary.layer_ids) if one.micro_batches > 1 else None,
+    }
+
+
+def _facts(recording: Recording, summary: Summary | None, made: datetime) -> list[str]:
+    facts = [f"{made:%Y-%m-%d %H:%M} UTC", f"source {recording.path.resolve().name}"]
+    if summary is None:
+        facts.append(plural(len(recording.metrics.rows), "step"))
+    else:
+        chosen_by = "the run’s" if recording.micro_batch_tokens else "chosen by the report"
+        facts += [
+            f"recorded by {', '.join(summary.sources)}",
+            plural(len(summary.steps), "step"),
+            f"{count(summary.tokens)} routed tokens",
+            plural(len(summary.layer_ids), "layer"),
+            plural(summary.num_experts, "expert"),
+            f"{plural(summary.top_k, 'choice')} per token",
+            f"micro-batches of {count(summary.micro_batch_tokens)} tokens ({chosen_by})",
+        ]
     if recording.unfinished:
         facts.append(f"{plural(recording.unfinished, 'step')} without a finished trace left out")
-    return paragraph(" · ".join(facts))
-
-
-def _provenance_of_routes(recording: Recording, summary: Summary) -> list[str]:
-    num_layers, num_experts = summary.load_LE.shape
-    return [
-        f"recorded by {summary.sources[0]}" + (f" and {len(summary.sources) - 1} more" * (len(summary.sources) > 1)),
-        plural(len(summary.steps), "step"),
-        f"{count(summary.tokens)} routed tokens",
-        plural(num_layers, "layer"),
-        plural(num_experts, "expert"),
-        f"{plural(summary.top_k, 'choice')} per token",
-        f"micro-batches of {count(summary.micro_batch_tokens)} tokens "
-        + ("(the run’s)" if recording.micro_batch_tokens else "(chosen by the report)"),
-    ]
+    return facts

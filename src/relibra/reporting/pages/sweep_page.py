@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import relibra
 from relibra.errors import ConfigError
 from relibra.files import atomic_path, write_text
 from relibra.reporting.data.sweep_lines import (
@@ -19,18 +18,11 @@ from relibra.reporting.data.sweep_lines import (
     setting_text,
     sweep_lines,
 )
-from relibra.reporting.html.html import paragraph, plot, section, table
-from relibra.reporting.html.html_page import html_page
+from relibra.reporting.html.page import render_page
 from relibra.reporting.html.route_figures import plotly_figures
 from relibra.reporting.html.sweep_figures import VALUE_NAME, load_matplotlib, sweep_figure, sweep_png
 
 KINDS = (".png", ".html")
-
-ABOUT = (
-    "nothing was measured. Each balancer plans on which ranks experts are computed. A step pays its part of moves "
-    "of experts to other ranks, which are spread over the steps that they serve (--steps). Static: experts stay where "
-    "they are; dashed where it is drawn beside the balancers."
-)
 
 
 def check_plot(path: Path) -> None:
@@ -71,28 +63,25 @@ def _page(
     best = max(rows, key=lambda row: row[VALUE])
     names = list(varied) or ["ranks", "balancer"]
     best_settings = ", ".join(f"{setting_name(name)} {_text(best, name)}" for name in names)
-    constants = describe_constants(rows, [name for name in constant if name not in names])
-    shared = f"The same for all {len(rows)} points: {constants}." if constants else ""
-    cells = [
-        [*(_text(row, name) for name in names), f"{row[VALUE]:,.0f}", f"{row[VALUE] / row[STATIC_VALUE]:.3f}"]
-        for row in rows
-    ]
-    texts = [number for number, name in enumerate(names) if name == "balancer"]
-    body = section(
-        "sweep",
-        VALUE_NAME[:1].upper() + VALUE_NAME[1:],
-        paragraph(f"A training step of {title}: {ABOUT} {shared}", "how"),
-        plot("sweep-plot", sweep_figure(sweep), f"{VALUE_NAME} over {sweep.axis_name}; see the table below"),
-        table(
-            "Points of the sweep",
-            [*map(setting_name, names), "tokens/s per rank", "/ static"],
-            cells,
-            text_columns=texts,
-        ),
+    return render_page(
+        "sweep.html",
+        scripts=("page.js",),
+        plotly=True,
+        title=title,
+        kind="sweep",
+        headline=f"Most {VALUE_NAME}, simulated: {best[VALUE]:,.0f} with {best_settings}.",
+        facts=["docs/simulation.md describes the model of the machine"],
+        value_name=VALUE_NAME,
+        axis_name=sweep.axis_name,
+        figure=sweep_figure(sweep),
+        constants=describe_constants(rows, [name for name in constant if name not in names]),
+        header=[*map(setting_name, names), "tokens/s per rank", "/ static"],
+        rows=[
+            [*(_text(row, name) for name in names), f"{row[VALUE]:,.0f}", f"{row[VALUE] / row[STATIC_VALUE]:.3f}"]
+            for row in rows
+        ],
+        text_columns=[number for number, name in enumerate(names) if name == "balancer"],
     )
-    sentence = f"Most {VALUE_NAME}, simulated: {best[VALUE]:,.0f} with {best_settings}."
-    footer = paragraph(f"relibra {relibra.__version__}; docs/simulation.md describes the model of the machine")
-    return html_page(title, "sweep", sentence, body, footer, scripts=("page.js",), plotly=True)
 
 
 def _text(row: dict[str, Any], name: str) -> str:

@@ -1,0 +1,72 @@
+"""`COLUMNS`: figures of a balancer's plan as text, for the table of `relibra compare` and that of a page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from relibra.planning.costs.step_bytes import StepBytes
+from relibra.reporting.data.comparison import ComparisonRow
+
+
+class Column(NamedTuple):
+    """One column of the table.
+
+    cell       the text of a row that has a plan
+    meaning    for the legend
+    spare      0: always shown; else the column with the largest number is dropped first in a narrow terminal
+    """
+
+    title: str
+    cell: Callable[[ComparisonRow], str]
+    meaning: str
+    spare: int = 0
+
+    @property
+    def name(self) -> str:
+        """The title in one line."""
+        return self.title.replace("\n", " ")
+
+
+def _bytes(row: ComparisonRow) -> StepBytes:
+    assert row.bytes is not None, "measured"
+    return row.bytes
+
+
+def billions(number: int | float | None) -> str:
+    """Write a number of bytes in GB, small ones with more digits.
+
+    >>> billions(12_345_678_901), billions(45_600_000), billions(0)
+    ('12.3', '0.046', '0')
+    """
+    gigabytes = (number or 0) / 1e9
+    return f"{gigabytes:.1f}" if gigabytes >= 1 else f"{gigabytes:.2g}"
+
+
+_SKEW = "busiest ranks / mean ranks in token-slots, summed over micro-batches and layers"
+_BOUND = "the lowest skew with the homes, slots, schedule and scope of copies of this row"
+_ANY_HOMES = "the bound with the best homes for each micro-batch and layer"
+_PUSHED = "weights sent to replicas before forward and again before backward"
+_OPEN = "modelled seconds of copies that nothing hides"
+_ACROSS = "token-slots computed on another node than their token"
+_SLOTS = "memory of a rank's spare slots with gradients"
+_BETWEEN = "sent between nodes: at least these rows, gate weights, weights, gradients, and all moves"
+_SECONDS = "modelled time of attention and experts, from a lower bound of the rows that travel; not measured"
+
+COLUMNS = (
+    Column("skew", lambda row: f"{row.skew:.3f}", _SKEW),
+    Column("bound", lambda row: f"{row.bound:.3f}", _BOUND, 8),
+    Column("any\nhomes", lambda row: f"{row.bound_any_homes:.3f}", _ANY_HOMES, 12),
+    Column("gap", lambda row: f"{row.gap:.1%}", "skew / bound - 1", 9),
+    Column("copies", lambda row: f"{row.copies_per_micro_batch_layer:.1f}", "per micro-batch and layer", 2),
+    Column("pushed\nGB", lambda row: billions(_bytes(row).weights.total), _PUSHED, 3),
+    Column("open s\nmodel", lambda row: f"{row.exposed_seconds:.2g}", _OPEN, 5),
+    Column("across\nnodes", lambda row: f"{row.cross_node_share:.1%}", _ACROSS, 4),
+    Column("slots\nGB", lambda row: billions(row.slot_bytes), _SLOTS, 6),
+    Column("slots\nused", lambda row: f"{row.slots_used}/{row.slots}", "most filled on a rank / reserved", 11),
+    Column("moved\nGB", lambda row: billions(_bytes(row).moves.total), "state of experts with a new home", 10),
+    Column("between\nGB", lambda row: billions(sum(links.between for links in _bytes(row))), _BETWEEN, 13),
+    Column("moves\ns", lambda row: f"{row.relocation_seconds:.2g}", "part of step s for moves of experts", 14),
+    Column("plan\ns", lambda row: f"{row.plan_seconds:.2f}", "measured here", 7),
+    Column("step s\nmodel", lambda row: f"{row.predicted_seconds:.3g}", _SECONDS, 1),
+)

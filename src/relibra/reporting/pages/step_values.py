@@ -1,0 +1,244 @@
+"""Values of step.html: one step under two plans, first counted, then simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from relibra.planning.analysis.levers import lever_bounds, lever_gaps
+from relibra.planning.costs.prediction import predict
+from relibra.reporting.data.byte_ledger import ByteLedger, byte_ledger
+from relibra.reporting.data.compared_plans import ComparedStep
+from relibra.reporting.data.fault_coverage import replica_cover, step_cover
+from relibra.reporting.data.number_format import count, exact_percent, percent
+from relibra.reporting.data.step_simulation import StepSimulation, simulate_plans, simulate_timelines
+from relibra.reporting.pages.load_facts import load_facts
+from relibra.reporting.pages.timeline_facts import timeline_facts
+from relibra.simulation import advice
+from relibra.simulation.limits import overlap_ratios, sustained_overlap_ratios
+from relibra.simulation.units import seconds_in_words
+from relibra.timeline import Timeline
+
+MAX_FAILED_RANKS = 16
+
+MIN_RELOCATION_SHARE = 0.01
+"""A relocation below this share of a duration is not shown by itself."""
+
+FACTORS = (
+    ("efficiency_L", "efficiency: useful / capacity"),
+    ("data_factor_L", "data factor: useful / received"),
+    ("routing_factor_L", "routing factor: received / sent by all ports"),
+    ("port_factor_L", "port factor: sent by all ports / capacity"),
+)
+
+
+class Bar(NamedTuple):
+    """A row of a table of bars (`bar_table` of elements.html).
+
+    low, high   ends of the bar, in the unit of the axis
+    kind        class of the style sheet: "whole", "saved", "added" or "limit"; each has a texture of its own
+    mark        place of a line across the bar; None: no line
+    """
+
+    name: str
+    low: float
+    high: float
+    cells: tuple[str, ...]
+    kind: str = "whole"
+    mark: float | None = None
+
+
+def waterfall(levers: Sequence[tuple[str, float]], reachable: Sequence[tuple[str, float]]) -> list[Bar]:
+    """Return the skew after each lever: the start, the change by each, the plan, and its bound.
+
+    levers, reachable   as `planning.analysis.levers.lever_gaps` and `lever_bounds` return them
+    """
+    start, steps, bound = levers[0], levers[1:-1], levers[-1]
+    reached = {name: f"{value:.3f}" for name, value in reachable}
+
+    def whole(name: str, value: float, kind: str = "whole") -> Bar:
+        return Bar(name, 1.0, value, (f"{value:.3f}", "", reached.get(name, "")), kind)
+
+    bars = [whole(*start)]
+    for (_, previous), (name, value) in zip(levers[:-2], steps, strict=True):
+        cells = (f"{value:.3f}", f"{round(value - previous, 3) + 0.0:+.3f}", reached.get(name, ""))
+        kind = "saved" if value <= previous else "added"
+        bars.append(Bar(name, min(previous, value), max(previous, value), cells, kind))
+    return [*bars, whole("the plan", steps[-1][1]), whole("its bound", bound[1], "limit")]
+
+
+def end_of_skews(bars: Sequence[Bar]) -> float:
+    """Return the end of an axis of skews that begins at 1."""
+    return max(1.01, *(bar.high for bar in bars))
+
+
+def step_values(step: ComparedStep, timelines: Sequence[tuple[str, Timeline]] = (), remedy: str = "") -> dict[str, Any]:
+    """Return the values of step.html.
+
+    timelines   (name, timeline) of the step, measured or simulated elsewhere
+    remedy      advice shown where rows are bounds: how to count them token by token; "" for none
+    """
+    found = simulate_plans(step) if step.after.demand.load_MLE.any() else None
+    micro_batch, layer = step.most_improved()
+    simulated, ranks = simulate_timelines(step, micro_batch) if found else ([], [])
+    bars = {
+        i: waterfall(lever_gaps(one.plan, one.given), lever_bounds(one.plan, one.given)) for i, one in _planned(step)
+    }
+    return {
+        "compared": step,
+        "simulated": found,
+        "figures": key_figures(step, found),
+        "levers": [(i, one.name, bars[i], end_of_skews(bars[i])) for i, one in _planned(step)],
+        "loads": load_facts(step) if all(one.demand.load_MLE.any() for one in step.plans) else None,
+        "micro_batches": max(len(one.plan.replica_MLRB) for one in step.plans),
+        "cover": _cover(step),
+        "ledgers": _ledgers(step, found),
+        "limits": _limits(step, found) if found else None,
+        "remedy": remedy,
+        "micro_batch": micro_batch,
+        "simulated_ranks": ranks,
+        "timelines": timeline_facts([*simulated, *timelines], int(step.after.plan.layer_ids[layer])),
+    }
+
+
+def step_headline(step: ComparedStep) -> str:
+    """Return skew, and share of the expert time that a rank waits for the busiest on average, of both plans."""
+    return " · ".join(
+        f"{one.name}: skew {one.skew:.3f}, {exact_percent(1 - 1 / one.skew)} of the expert time spent waiting"
+        for one in step.plans
+    )
+
+
+def _planned(step: ComparedStep) -> list[tuple[int, Any]]:
+    return [(number, one) for number, one in enumerate(step.plans) if not one.is_static]
+
+
+def key_figures(step: ComparedStep, found: StepSimulation | None) -> list[list[str]]:
+    """Return rows of name, figure of both plans, and how many times as fast the second is."""
+    plans = [one.plan for one in step.plans]
+    places = max(1, plans[1].replica_MLRB.shape[0] * plans[1].replica_MLRB.shape[1])
+    rows = [
+        ["skew", *(f"{one.skew:.3f}" for one in step.plans)],
+        ["bound of the skew", *(f"{one.bound:.3f}" for one in step.plans)],
+        ["gap", *(exact_percent(one.skew / one.bound - 1) for one in step.plans)],
+        ["share of the expert time spent waiting", *(exact_percent(1 - 1 / one.skew) for one in step.plans)],
+        ["replicas", *(count(plan.num_copies) for plan in plans)],
+        ["replicas per micro-batch and layer", *(f"{plan.num_copies / places:.1f}" for plan in plans)],
+        ["replicas across nodes", *(count(plan.num_cross_node_copies) for plan in plans)],
+        [f"experts moved before the step, of {count(plans[1].home_LE.size)}", *(count(p.num_moved) for p in plans)],
+    ]
+    moe = duration_rows("expert layers, simulated", found.moe_seconds, found.term("relocation")) if found else []
+    return [*([*row, ""] for row in rows), *moe]
+
+
+def duration_rows(name: str, seconds: tuple[float, float], relocation: tuple[float, float]) -> list[list[str]]:
+    """Return the row of a duration, and without relocation where that takes long: experts move once for many steps."""
+    durations = {name: seconds}
+    if any(moved > MIN_RELOCATION_SHARE * total for total, moved in zip(seconds, relocation, strict=True)):
+        durations[f"{name}, without relocation"] = (seconds[0] - relocation[0], seconds[1] - relocation[1])
+    return [
+        [name, seconds_in_words(old), seconds_in_words(new), f"{old / new if new else 1.0:.2f}×"]
+        for name, (old, new) in durations.items()
+    ]
+
+
+def _cover(step: ComparedStep) -> dict[str, Any] | None:
+    """Return the covered share of the load for the failure of each single rank; None on one rank."""
+    before, after = step.plans
+    plan = after.plan
+    if plan.num_ranks < 2 or not after.demand.load_MLE.any():
+        return None
+    before_R, after_R = (step_cover(one.plan, one.demand) for one in step.plans)
+    order = np.argsort(after_R, kind="stable")
+    shown = [(rank, float(before_R[rank]), float(after_R[rank])) for rank in sorted(order[:MAX_FAILED_RANKS].tolist())]
+    layers = [replica_cover(one.plan, one.demand).min(axis=1) for one in (before, after)]
+    least = int(np.argmin(layers[1]))
+    means = {
+        "mean over ranks": (before_R.mean(), after_R.mean()),
+        f"least covered rank, {order[0]}": (before_R[order[0]], after_R[order[0]]),
+        f"least covered layer, {plan.layer_ids[least]}": (layers[0][least], layers[1][least]),
+    }
+    return {
+        "means": [[name, *(percent(float(share)) for share in shares)] for name, shares in means.items()],
+        "bars": [Bar(f"rank {rank}", 0.0, new, (percent(old), percent(new)), mark=old) for rank, old, new in shown],
+        "replicas": f"{plan.num_copies / max(1, plan.replica_MLRB.shape[0] * plan.replica_MLRB.shape[1]):.1f}",
+    }
+
+
+def _ledgers(step: ComparedStep, found: StepSimulation | None) -> dict[str, Any] | None:
+    """Return bytes by kind, then the ledger of dispatches, in total and per layer; None on one rank."""
+    ledgers = named_ledgers(step)
+    totals = [one.total() for _, one in ledgers]
+    if not any(one.useful_L.any() for one in totals):
+        return None
+    sizes = (("useful_L", "useful, GB"), ("duplicate_L", "duplicate, GB"), ("forwarded_L", "forwarded, GB"))
+    sent = [one.bytes.as_dict() for one in (found.before, found.after)] if found else []
+    links = ("inside", "between") if step.cluster.num_nodes > 1 else ("inside",)
+    kinds = [(kind, link, [one[kind][link] for one in sent]) for link in links for kind in (sent[0] if sent else ())]
+    old, new = (one.efficiency_L for _, one in ledgers[:2])
+    return {
+        "names": [name for name, _ in ledgers],
+        "kinds": [[f"{kind}, {link} nodes", *map(_gigabytes, sizes)] for kind, link, sizes in kinds if any(sizes)],
+        "exact": all(one.exact for one in totals),
+        "totals": [
+            *([name, *(_gigabytes(float(getattr(one, key)[0])) for one in totals)] for key, name in sizes),
+            *([name, *(percent(float(getattr(one, key)[0])) for one in totals)] for key, name in FACTORS),
+        ],
+        "layers": [
+            Bar(f"{layer}", 0.0, float(new[i]), _changes_of_layer(ledgers, i), mark=float(old[i]))
+            for i, layer in enumerate(step.after.plan.layer_ids.tolist())
+        ],
+        "most": float(max(old.max(), new.max())) or 1.0,
+    }
+
+
+def named_ledgers(step: ComparedStep) -> list[tuple[str, ByteLedger]]:
+    """Return the ledger of each plan as executed (a token goes to a rank once), and the second plan's per choice.
+
+    If it is not known which experts tokens choose together, both ledgers count a row per choice; there is no third.
+    """
+    known, row_bytes = step.shared_choices_known, step.model.expert.row_bytes
+    before, after = step.plans_with_rows
+    found = []
+    for (one, rows), once in [(before, known), (after, known)] + [(after, False)] * known:
+        name = f"{one.name}, per choice" if known and not once else one.name
+        ledger = byte_ledger(one.plan, one.demand, step.cluster, row_bytes, distinct=rows, send_once=once)
+        found.append((name, ledger))
+    return found
+
+
+def _changes_of_layer(ledgers: Sequence[tuple[str, ByteLedger]], i: int) -> tuple[str, ...]:
+    return tuple(" → ".join(f"{100 * getattr(one, key)[i]:.0f}" for _, one in ledgers) for key, _ in FACTORS)
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.3g}" if size < 1e12 else count(round(size / 1e9))
+
+
+def _limits(step: ComparedStep, found: StepSimulation) -> dict[str, Any]:
+    """Return the overlap ratio, what limits the step, and its seconds part by part, the longest first."""
+    after = step.after
+    sustained = sustained_overlap_ratios(step.cluster, step.model.expert)
+    used = (found.before, found.after)
+    seconds = found.before.seconds, found.after.seconds
+    parts = {name: found.term(name) for name in found.after.terms if any(found.term(name))}
+    predicted = predict(after.plan, after.demand, step.cluster, step.model.expert)
+    return {
+        "overlap": [
+            [where, f"{ratio:.2f}", f"{sustained[where]:.2f}"]
+            for where, ratio in overlap_ratios(step.cluster, step.model.expert).items()
+        ],
+        "durations": [
+            *duration_rows("step", seconds, found.term("relocation")),
+            ["share of the peak flops used", *(percent(one.model_flops_utilisation) for one in used), ""],
+        ],
+        "advice": advice(found.after, step.cluster, step.model, found.memory),
+        "parts": [
+            Bar(name, 0.0, new, (seconds_in_words(old), seconds_in_words(new), percent(new / (seconds[1] or 1.0))))
+            for name, (old, new) in sorted(parts.items(), key=lambda part: -part[1][1])
+        ],
+        "longest": max(map(max, parts.values()), default=1.0),
+        "planner_seconds": predicted.total - predicted.attention - predicted.host,
+    }
