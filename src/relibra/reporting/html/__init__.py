@@ -1,4 +1,4 @@
-"""Elements of a page: pieces of HTML, bars, SVG lines, plotly figures; style, scripts and the page around them.
+"""What a page is made of: templates, style, scripts and plotly figures.
 
-In: numbers and trusted HTML. Out: HTML text. Start with `html_page.py`.
+In: values. Out: HTML text, every value escaped. Start with `page.py` and `templates/page.html`.
 """

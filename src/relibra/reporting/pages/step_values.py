@@ -71,7 +71,7 @@ def waterfall(levers: Sequence[tuple[str, float]], reachable: Sequence[tuple[str
 
 def end_of_skews(bars: Sequence[Bar]) -> float:
     """Return the end of an axis of skews that begins at 1."""
-    return max(1.01, *(bar.high for bar in bars))
+    return max([1.01, *(bar.high for bar in bars)])
 
 
 def step_values(step: ComparedStep, timelines: Sequence[tuple[str, Timeline]] = (), remedy: str = "") -> dict[str, Any]:
