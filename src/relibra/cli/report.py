@@ -113,10 +113,9 @@ def _report_two_runs(path: Path, other: Path, output: Path | None) -> Path:
 
 
 def _report_plans(request: ReportRequest) -> Path:
-    from relibra.reporting.data.compared_plans import ComparedStep, can_count_rows, compare_static, count_distinct_rows
+    from relibra.reporting.data.compared_plans import can_count_rows, compare_static, compare_step
     from relibra.reporting.pages.plan_page import write_plan_page
     from relibra.routing.readers import open_trace
-    from relibra.simulation import cut_model
 
     path, other, timelines = request.path, request.other, request.timelines()
     trace = None if request.trace is None else find_recording(request.trace).trace
@@ -129,13 +128,9 @@ def _report_plans(request: ReportRequest) -> Path:
     if trace is not None:
         check_num_experts(trace, request.num_experts)
     with progress("simulating and drawing"):
-        step = ComparedStep(
-            before=plans[0],
-            after=plans[1],
-            cluster=open_cluster(request.cluster).with_ranks(plan.num_ranks, plan.ranks_per_node),
-            model=cut_model(choose_model(request.model, trace or path), plans[1].given),
-            distinct_rows=None if trace is None else count_distinct_rows(open_trace(trace, request.num_experts), plans),
-        )
+        cluster = open_cluster(request.cluster).with_ranks(plan.num_ranks, plan.ranks_per_node)
+        routes = None if trace is None else open_trace(trace, request.num_experts)
+        step = compare_step(plans, cluster, choose_model(request.model, trace or path), routes)
         output = request.output or path.with_name(f"{path.stem}.report.html")
         remedy = COUNT_ROWS if trace is None and can_count_rows(plans) else ""
         return write_plan_page(output, step, timelines=timelines, remedy=remedy)

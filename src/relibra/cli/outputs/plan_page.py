@@ -30,19 +30,12 @@ def write_page(
     rows     balancers on the same step, which the page compares first
     name     of the plan
     """
-    from relibra.reporting.data.compared_plans import ComparedStep, compare_plan, compare_static, count_distinct_rows
+    from relibra.reporting.data.compared_plans import compare_plan, compare_static, compare_step
     from relibra.reporting.pages.plan_page import write_plan_page
-    from relibra.simulation import cut_model
 
     demand = workload.demand
     plans = compare_static(plan, demand), compare_plan(name, plan, demand)
     with progress(f"simulating and drawing {path}"):
-        step = ComparedStep(
-            before=plans[0],
-            after=plans[1],
-            cluster=workload.machine,
-            model=cut_model(model, demand),
-            distinct_rows=count_distinct_rows(workload.open_routes(), plans),
-        )
+        step = compare_step(plans, workload.machine, model, workload.open_routes())
         page = write_plan_page(path, step, balancers=rows)
     print_note(f"page: {page}")

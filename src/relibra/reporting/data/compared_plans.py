@@ -17,7 +17,7 @@ from relibra.printable import plural
 from relibra.routing.demand import ScheduledDemand
 from relibra.routing.demand_rows import sample_of_rows
 from relibra.routing.trace import RoutingTrace
-from relibra.simulation import ModelShape
+from relibra.simulation import ModelShape, cut_model
 
 STATIC = "static layout"
 
@@ -134,6 +134,15 @@ def compare_static(plan: StepPlan, demand: ScheduledDemand) -> ComparedPlan:
     return ComparedPlan(
         name=STATIC, plan=StepPlan.static(demand, plan.topology, dispatch=plan.dispatch), given=demand, demand=demand
     )
+
+
+def compare_step(
+    plans: tuple[ComparedPlan, ComparedPlan], cluster: Cluster, model: ModelShape, trace: RoutingTrace | None
+) -> ComparedStep:
+    """Return a step under two plans: the routed part of the model, and rows as `count_distinct_rows` counts them."""
+    model = cut_model(model, plans[1].given)
+    rows = count_distinct_rows(trace, plans)
+    return ComparedStep(before=plans[0], after=plans[1], cluster=cluster, model=model, distinct_rows=rows)
 
 
 def can_count_rows(plans: Sequence[ComparedPlan]) -> bool:

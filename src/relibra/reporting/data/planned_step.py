@@ -15,7 +15,7 @@ from relibra.cluster import Cluster, cluster_preset
 from relibra.errors import RelibraError
 from relibra.planning.budget import DEFAULT_MODEL, MOST_SLOTS, Budget
 from relibra.planning.planner import plan_step
-from relibra.reporting.data.compared_plans import ComparedStep, compare_plan, compare_static, count_distinct_rows
+from relibra.reporting.data.compared_plans import ComparedStep, compare_plan, compare_static, compare_step
 from relibra.reporting.data.recording import Recording
 from relibra.routing.micro_batches import schedule_samples
 from relibra.routing.readers import open_trace
@@ -73,10 +73,7 @@ def plan_last_step(
         f"{which} is planned here again, on {ranks} ranks, in micro-batches of whole samples in recorded order, at "
         f"most {rank_tokens:,} tokens per rank. The trainer used another schedule, so figures differ from the run’s."
     )
-    step = ComparedStep(
-        before=plans[0], after=plans[1], cluster=machine, model=routed, distinct_rows=count_distinct_rows(trace, plans)
-    )
-    return PlannedStep(step, about)
+    return PlannedStep(compare_step(plans, machine, model, trace), about)
 
 
 def default_model(trace: Path) -> ModelShape:

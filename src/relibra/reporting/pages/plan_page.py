@@ -85,17 +85,16 @@ def balancers_headline(rows: Sequence[ComparisonRow]) -> str:
 def balancer_values(rows: Sequence[ComparisonRow]) -> dict[str, Any]:
     """Return the values of balancers.html; columns that matter most come first."""
     columns = sorted(COLUMNS, key=lambda column: column.spare)
-    made = sorted((row for row in rows if row.skew is not None), key=lambda row: (row.skew or 0.0, row.balancer))
+    made = [row for row in rows if row.skew is not None]
     bars = [
-        Bar(row.balancer, 1.0, row.skew or 1.0, (f"{row.skew:.3f}", f"{row.bound:.3f}"), mark=row.bound) for row in made
+        Bar(row.balancer, 1.0, row.skew or 1.0, (f"{row.skew:.3f}", f"{row.bound:.3f}"), mark=row.bound)
+        for row in sorted(made, key=lambda row: (row.skew or 0.0, row.balancer))
     ]
     return {
         "bars": bars,
         "end": end_of_skews(bars),
         "columns": columns,
-        "rows": [
-            [row.balancer, row.sees, *(column.cell(row) for column in columns)] for row in rows if row.skew is not None
-        ],
+        "rows": [[row.balancer, row.sees, *(column.cell(row) for column in columns)] for row in made],
         "scopes": describe_scopes(made) if any(row.copies for row in made) else "",
         "failed": [(row.balancer, row.message) for row in rows if row.message],
     }
