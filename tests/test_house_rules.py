@@ -318,19 +318,20 @@ def test_one_module_reads_the_environment_and_nobody_pickles(file):
 
 
 LINE_CEILINGS = {
-    "src/relibra": (61_950, ""),  # docs/design.md: 61,000 when one core is finished
+    "src/relibra": (61_000, ""),
     "planning without deployment and baselines": (7_500, r"planning/(?!deployment/|baselines/)"),
     "planning/baselines": (1_300, "planning/baselines/"),
     "parallel": (4_700, "parallel/"),
 }
-"""Most lines of Python, and the start of the paths of the files that count."""
+"""Most lines of Python and templates, and the start of the paths of the files that count."""
 MOST_SETTINGS = 118
 
 
 @pytest.mark.parametrize("name", LINE_CEILINGS)
 def test_packages_stay_below_their_ceiling_of_lines(name):
     most, start = LINE_CEILINGS[name]
-    files = [file for file in FILES if re.match(start, str(file.relative_to(SOURCE)))]
+    files = [*FILES, *SOURCE.rglob("*.html")]
+    files = [file for file in files if re.match(start, str(file.relative_to(SOURCE)))]
     lines = {str(file.relative_to(SOURCE)): file.read_text().count("\n") for file in files}
     total, longest = sum(lines.values()), sorted(lines, key=lambda path: -lines[path])[:10]
     assert 0 < total <= most, f"{name}: {total} lines, at most {most}; longest files: {', '.join(longest)}"
