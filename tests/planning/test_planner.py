@@ -339,7 +339,8 @@ def test_a_plan_for_hierarchical_dispatch_is_cheaper_there():
 @pytest.mark.parametrize("arguments", ["demand.counts_SLE, cluster", "demand, 'h100x8'", "demand, cluster, 'eplb'"])
 def test_arguments_of_other_types_end_in_one_sentence(arguments):
     """In a process of its own: here types are checked at every call."""
-    words = "from relibra import Budget, cluster_preset, demo_demand, plan_step; demand, cluster = demo_demand(16), cluster_preset('h100x8', 16); "
+    words = "from relibra import cluster_preset, demo_demand, plan_step; "
+    words += "demand, cluster = demo_demand(16), cluster_preset('h100x8', 16); "
     done = subprocess.run(
         [sys.executable, "-c", f"{words}plan_step({arguments})"], capture_output=True, text=True, check=False
     )

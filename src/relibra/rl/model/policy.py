@@ -28,6 +28,7 @@ from relibra.rl.model.packed_sequences import (
     use_packed_attention,
 )
 from relibra.rl.model.sharding import (
+    check_shards,
     full_parameters,
     is_missing_folder,
     load_sharded,
@@ -141,6 +142,7 @@ def build_policy(
                 f"{_name(settings)} cannot be sharded over {num_ranks} ranks: "
                 f"{str(error).splitlines()[0].rstrip('.')}; use parallel.ranks=1, or a model of another family"
             ) from error
+    check_shards(trained, full, _name(settings))
     policy = Policy(
         trained=trained,
         copy=full,

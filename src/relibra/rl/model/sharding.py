@@ -151,6 +151,24 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, full_tensor(parameter)
 
 
+def check_shards(sharded: nn.Module, whole: nn.Module, name: str) -> None:
+    """Compare loaded shards with the same weights loaded whole; collective.
+
+    raises   ConfigError, on all ranks, where one differs: transformers converts some parameters shard by shard
+    """
+    weights = dict(whole.named_parameters())
+    differ = [
+        key
+        for key, full in full_parameters(sharded)
+        if not torch.equal(full.to(weights[key].dtype), weights[key].detach())
+    ]
+    if differ:
+        raise ConfigError(
+            f"{name} cannot be sharded: {differ[0]} and {len(differ) - 1} more parameters have other values in shards "
+            "than in its files; use parallel.ranks=1, or a model of another family"
+        )
+
+
 def on_all_ranks(work: Callable[[], T]) -> T:
     """Call a function that may fail on some ranks, and return its result; collective.
 
