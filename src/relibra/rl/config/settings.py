@@ -279,7 +279,7 @@ class PlanSettings(Section):
     """Steps over which the time of moving an expert to a new home is spread: how long routes stay alike."""
     lasting: bool = False
     """Choose replicas in slots of layers from the step before, while it trains: of a new step only the split of its
-    token-slots is planned. Homes, schedule and the number of slots stay those of the first plan that has such slots."""
+    token-slots is planned. A step is planned whole where no plan before has such slots, or one would be 5 % faster."""
     gradient_wire: GradientWire = "model"
     """Type in which the gradient of a replica travels home: "model", that of the weights, or "float32"; sums are in
     float32."""
