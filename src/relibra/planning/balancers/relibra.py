@@ -43,8 +43,8 @@ _WORTH_SLOTS = 0.001
 """Share of the seconds that more slots must save: they take memory."""
 _NEARLY_CHEAPEST = 0.08
 """Share above the cheapest number of slots up to which others are priced with packed samples too."""
-_FINALISTS, _FINAL = 4_000, 0.015
-"""Layers x micro-batches up to which all numbers of slots within this share of the cheapest are planned whole."""
+_FINALISTS, _MOST_FINALISTS, _FINAL = 4_000, 3, 0.015
+"""Layers x micro-batches up to which so many numbers of slots, within this share of the cheapest, are planned whole."""
 TOLERANCES = (1, 5, 20)
 """Accepted unevenness that is tried, as multiples of the budget's tolerance."""
 _WORTH_MOVING_AGAIN = 0.05
@@ -171,11 +171,11 @@ def _try_slots(probe: PlacementRequest, slots: SlotChoice) -> _Tried:
 
 
 def _finalists(request: PlacementRequest, seconds: dict[_Tried, float]) -> list[_Tried]:
-    """Return the choices that are planned for all layers: all that are nearly the cheapest, one of a large step."""
+    """Return the choices that are planned for all layers: a few that are nearly the cheapest, one of a large step."""
     if len(request.demand.layer_ids) * len(request.demand.tokens_MLRE) > _FINALISTS:
         return [_cheapest(seconds)]
-    least = min(seconds.values())
-    return [one for one in seconds if seconds[one] <= (1 + _FINAL) * least]
+    least = sorted(seconds.values())
+    return [one for one in seconds if seconds[one] <= min((1 + _FINAL) * least[0], least[:_MOST_FINALISTS][-1])]
 
 
 def _mix(
