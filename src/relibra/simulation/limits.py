@@ -11,6 +11,17 @@ from relibra.simulation.units import bytes_in_words, seconds_in_words
 
 _SMALLEST_SHARE = 0.01
 """Parts of the step below this share are left out of the advice."""
+_SENTENCES = {
+    "host": "Host: launches, host work and live decisions take {seconds}; fewer, larger micro-batches reduce it",
+    "exchange": "Traffic: rows between ranks take {seconds}; experts that are picked together on one rank reduce it",
+    "gathers": "FSDP: gathers of dense weights take {seconds}, exposed; fewer, larger micro-batches reduce them",
+    "copies": "Copies: {seconds} of expert copies are exposed, {hidden} hidden; fewer replicas reduce it",
+    "pipeline": "Pipeline: the busiest stage waits {seconds} for others",
+    "gradients": "Gradients: their sums over ranks take {seconds}, exposed",
+    "optimizer": "Optimizer: {seconds}",
+    "relocation": "Relocation: experts change homes for {seconds} of the step; later steps move only what changes",
+}
+"""Sentence of each term of a step that does not depend on balance; the time of gates belongs to the exchange."""
 
 
 def overlap_ratio(expert: ExpertShape, bytes_per_second: float, peak_flops_per_second: float) -> float:
@@ -73,67 +84,22 @@ def advice(step: SimulatedStep, cluster: Cluster, model: ModelShape, memory: Mem
 
 def _parts(step: SimulatedStep) -> list[tuple[str, float, str]]:
     """Return (name, seconds, sentence without its end) of each part."""
-    terms, found = step.terms, []
-    for name, what in (("compute", "experts"), ("attention", "attention and dense parts")):
-        lost = step.straggler_seconds(name)
-        even = terms[name] - lost
-        found.append(
-            (f"even {name}", even, f"Work: {what} take {seconds_in_words(even)} even with equal load on all ranks")
-        )
-        tail = "more even expert load reduces it" if name == "compute" else "placing or packing samples reduces it"
-        found.append(
-            (
-                f"uneven {name}",
-                lost,
-                f"Straggler: {seconds_in_words(lost)} of {what} are waiting for the busiest rank; {tail}",
-            )
-        )
-    exchange = terms["exchange"] + terms["gates"]
+    found = []
+    for term, what, remedy in (
+        ("compute", "experts", "more even expert load"),
+        ("attention", "attention and dense parts", "placing or packing samples"),
+    ):
+        lost = step.straggler_seconds(term)
+        even = f"Work: {what} take {{seconds}} even with equal load on all ranks"
+        uneven = f"Straggler: {{seconds}} of {what} are waiting for the busiest rank; {remedy} reduces it"
+        found += [(f"even {term}", step.terms[term] - lost, even), (f"uneven {term}", lost, uneven)]
+    for name, sentence in _SENTENCES.items():
+        found.append((name, step.terms[name] + step.terms["gates"] * (name == "exchange"), sentence))
     hidden = seconds_in_words(step.hidden_copy_seconds)
-    found += [
-        (
-            "host",
-            terms["host"],
-            f"Host: launches, host work and live decisions take {seconds_in_words(terms['host'])}; fewer, larger "
-            "micro-batches reduce it",
-        ),
-        (
-            "exchange",
-            exchange,
-            f"Traffic: rows between ranks take {seconds_in_words(exchange)}; experts that are picked together on one "
-            "rank reduce it",
-        ),
-        (
-            "gathers",
-            terms["gathers"],
-            f"FSDP: gathers of dense weights take {seconds_in_words(terms['gathers'])}, exposed; fewer, larger "
-            "micro-batches reduce them",
-        ),
-        (
-            "copies",
-            terms["copies"],
-            f"Copies: {seconds_in_words(terms['copies'])} of expert copies are exposed, {hidden} hidden; "
-            "fewer replicas reduce it",
-        ),
-        (
-            "pipeline",
-            terms["pipeline"],
-            f"Pipeline: the busiest stage waits {seconds_in_words(terms['pipeline'])} for others",
-        ),
-        (
-            "gradients",
-            terms["gradients"],
-            f"Gradients: their sums over ranks take {seconds_in_words(terms['gradients'])}, exposed",
-        ),
-        ("optimizer", terms["optimizer"], f"Optimizer: {seconds_in_words(terms['optimizer'])}"),
-        (
-            "relocation",
-            terms["relocation"],
-            f"Relocation: experts change homes for {seconds_in_words(terms['relocation'])} of the step; later steps "
-            "move only what changes",
-        ),
+    return [
+        (name, seconds, sentence.format(seconds=seconds_in_words(seconds), hidden=hidden))
+        for name, seconds, sentence in found
     ]
-    return found
 
 
 def _of_overlap(step: SimulatedStep, cluster: Cluster, model: ModelShape) -> str:
