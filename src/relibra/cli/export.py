@@ -11,14 +11,10 @@ from relibra.cli.outputs.terminal import print_text
 
 
 def export(
-    folder: Annotated[Path, typer.Argument(help="New folder for model and tokenizer.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="New folder for model and tokenizer.")],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[RUN.toml] [KEY=VALUE]...",
-            help="The settings of the run, as for relibra train.",
-            show_default=False,
-        ),
+        typer.Argument(metavar="[RUN.toml] [KEY=VALUE]...", help="The settings of the run, as for relibra train."),
     ] = None,
 ) -> None:
     """Write the untrained built-in model of a run, so that a server can start before the run does.

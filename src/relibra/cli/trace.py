@@ -117,8 +117,7 @@ def stats(
         str | None,
         typer.Option(
             help="Ranks of the expert-parallel group, comma-separated; default: those of 8,16,32 that divide the "
-            "experts, else the smallest divisors of the experts.",
-            show_default=False,
+            "experts, else the smallest divisors of the experts."
         ),
     ] = None,
     rows_per_micro_batch: Annotated[

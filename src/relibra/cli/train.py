@@ -29,7 +29,6 @@ def train(
         typer.Argument(
             metavar="[RUN.toml] [KEY=VALUE]...",
             help="A TOML file (default: built-in settings), then dotted overrides; the last one wins.",
-            show_default=False,
         ),
     ] = None,
     resume: Annotated[

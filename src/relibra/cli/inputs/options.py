@@ -59,7 +59,6 @@ MachineDispatch = Annotated[
         "--dispatch",
         help="flat: a token goes to each rank that computes for it; hierarchical: it crosses to another node once and "
         "is forwarded there. Default: that of the cluster, flat for presets.",
-        show_default=False,
     ),
 ]
 Slots = Annotated[
@@ -70,7 +69,6 @@ Slots = Annotated[
         metavar="B",
         help="Most spare expert slots per rank; default: as many as memory allows and as pay, "
         f"{PEER_SLOTS} for balancers that choose no number.",
-        show_default=False,
     ),
 ]
 MemoryGib = Annotated[
@@ -81,7 +79,6 @@ MemoryGib = Annotated[
         metavar="GIB",
         help="Most memory of a rank for slots of layers, which keep replicas over micro-batches; default: what --model "
         "leaves of a rank of --cluster. 0: one buffer for all layers.",
-        show_default=False,
     ),
 ]
 Tolerance = Annotated[

@@ -3,38 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, NamedTuple
-
-import typer
+from typing import NamedTuple
 
 from relibra.cli.serve.plan import open_served_model
 from relibra.errors import ConfigError
-
-PlanFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="Plan of relibra serve plan --output: a worker for each node, its micro-batches."
-    ),
-]
-AttentionWorkers = Annotated[
-    int | None, typer.Option(min=1, help="Attention workers; default: those of --plan, else 1.", show_default=False)
-]
-ExpertWorkers = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Expert workers; each holds some experts of every layer. Default: those of --plan, else 1.",
-        show_default=False,
-    ),
-]
-MicroBatches = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Micro-batches of each attention worker, 1 to 4; default: those of --plan, else 2.",
-        show_default=False,
-    ),
-]
 
 
 class Workers(NamedTuple):

@@ -10,31 +10,44 @@ import typer
 
 from relibra.cli.outputs.files import check_outputs, named
 from relibra.cli.outputs.terminal import print_note
-from relibra.cli.serve.deployment import AttentionWorkers, ExpertWorkers, MicroBatches, PlanFile, planned_workers
-from relibra.cli.serve.serve_options import (
-    Deadline,
-    Device,
-    KeySource,
-    MostWaiting,
-    RebalanceSeconds,
-    RowTransport,
-    SpareExperts,
-    TimelineFile,
-    UntilEof,
-    Updates,
-)
+from relibra.cli.serve.deployment import planned_workers
 
 
 def run(
     model: Annotated[Path, typer.Argument(help="Folder of a transformers MoE model, written by save_pretrained.")],
-    plan: PlanFile = None,
-    attention: AttentionWorkers = None,
-    experts: ExpertWorkers = None,
-    spare_experts: SpareExperts = 0,
-    rebalance_seconds: RebalanceSeconds = 0.0,
-    micro_batches: MicroBatches = None,
-    device: Device = "cpu",
-    transport: RowTransport = "",
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Plan of relibra serve plan --output: a worker for each node, its micro-batches."
+        ),
+    ] = None,
+    attention: Annotated[
+        int | None, typer.Option(min=1, help="Attention workers; default: those of --plan, else 1.")
+    ] = None,
+    experts: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Expert workers; each holds some experts of every layer. Default: those of --plan, else 1."
+        ),
+    ] = None,
+    spare_experts: Annotated[
+        int, typer.Option(help="Experts that a worker holds beyond its share: copies, which answer where one is lost.")
+    ] = 0,
+    rebalance_seconds: Annotated[
+        float, typer.Option(help="Time after which copies go to the experts with the most rows since; 0: never.")
+    ] = 0.0,
+    micro_batches: Annotated[
+        int | None,
+        typer.Option(min=1, help="Micro-batches of each attention worker, 1 to 4; default: those of --plan, else 2."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Of all workers: cpu, or cuda with a GPU for each.")] = "cpu",
+    transport: Annotated[
+        str,
+        typer.Option(
+            help="Rows between workers: shared (memory), tcp or gloo on CPUs, nccl on GPUs. Default: shared, or nccl.",
+            show_default=False,
+        ),
+    ] = "",
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free.")] = 8100,
     name: Annotated[str, typer.Option(help="Name of the model for clients; default: that of its folder.")] = "",
@@ -45,12 +58,16 @@ def run(
     kv_tokens: Annotated[int, typer.Option(help="Places of the KV cache of an attention worker.")] = 65536,
     threads: Annotated[int, typer.Option(min=0, help="Threads of torch per worker; 0: cores / workers.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds that attention and experts wait for one another.")] = 60.0,
-    api_key_from: KeySource = "",
-    max_waiting: MostWaiting = 1024,
-    deadline: Deadline = 600.0,
-    updates: Updates = False,
-    timeline: TimelineFile = None,
-    until_eof: UntilEof = False,
+    api_key_from: Annotated[
+        str, typer.Option(help="Where keys of clients are: env:NAME, or file:PATH with one per line.")
+    ] = "",
+    max_waiting: Annotated[int, typer.Option(help="Most answers in the queue; more get status 429.")] = 1024,
+    deadline: Annotated[float, typer.Option(help="Seconds that a request may take, waiting included.")] = 600.0,
+    updates: Annotated[bool, typer.Option("--updates", help="Let clients load other weights, as vLLM's do.")] = False,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Write what each worker did, and when, for Perfetto in the end.")
+    ] = None,
+    until_eof: Annotated[bool, typer.Option("--until-eof", help="Stop when the standard input ends.")] = False,
 ) -> None:
     """Serve a mixture-of-experts model with attention on some processes and experts on others.
 
