@@ -18,7 +18,7 @@ from relibra.cli.inputs.workload import budget_for, describe_budget, open_worklo
 from relibra.cli.outputs.files import check_outputs, input_files, named
 from relibra.cli.outputs.plan_page import write_page
 from relibra.cli.outputs.simulated_step import moves_in_words
-from relibra.cli.outputs.terminal import print_note, print_wrapped, progress, stdout_console
+from relibra.cli.outputs.terminal import new_table, print_note, print_wrapped, progress, stdout_console
 from relibra.errors import PlanError
 
 if TYPE_CHECKING:
@@ -83,9 +83,7 @@ def compare(request: CompareRequest) -> None:
     if request.as_json:
         typer.echo(json.dumps([row.figures() for row in rows]))
         return
-    for line in workload_in_words(workload):
-        print_wrapped(line)
-    print_wrapped(f"allowed: {describe_budget(budget)}; expert sizes of {model.name}")
+    print_wrapped(*workload_in_words(workload), f"allowed: {describe_budget(budget)}; expert sizes of {model.name}")
     print_comparison(rows)
     print_wrapped(moves_in_words(request.steps))
 
@@ -141,11 +139,8 @@ def _fitting(rows: list[ComparisonRow], console: Console) -> tuple[list[Column],
 
 
 def _table(rows: list[ComparisonRow], columns: list[Column], space: int) -> Table:
-    table = Table(box=None, padding=(0, space, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("balancer", no_wrap=True, min_width=max(len(row.balancer) for row in rows))
-    for column in columns:
-        table.add_column(column.title, justify="right", no_wrap=True)
-    table.add_column("ok", justify="right", no_wrap=True)
+    table = new_table("balancer", *(column.title for column in columns), "ok", space=space)
+    table.columns[0].min_width = max(len(row.balancer) for row in rows)
     for row in rows:
         cells = ["-" if row.skew is None else column.cell(row) for column in columns]
         table.add_row(row.balancer, *cells, "yes" if row.valid else "NO")

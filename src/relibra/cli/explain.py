@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from relibra.cli.inputs import options
 from relibra.cli.outputs.files import find_demand
-from relibra.cli.outputs.terminal import print_text, stdout_console
+from relibra.cli.outputs.terminal import new_table, print_text, stdout_console
 from relibra.errors import ConfigError
 from relibra.number_ranges import ranges_in_words
 
@@ -107,9 +106,9 @@ def _print_rows(rows: Sequence[Mapping[str, object]]) -> None:
     """Print a table with a column for each field."""
     if not rows:
         return
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for name in rows[0]:
-        table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right", no_wrap=True)
+    table = new_table()
+    for name, value in rows[0].items():
+        table.add_column(name, justify="left" if isinstance(value, str) else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(_cell, row.values()))
     stdout_console().print(table)

@@ -19,17 +19,13 @@ from relibra.cli.outputs.files import check_outputs, input_files, named, writing
 from relibra.cli.outputs.simulated_step import (
     SimulatedPlan,
     TokenChoices,
-    compared_figures,
-    count_tokens,
     execution_of,
-    limits,
     moves_in_words,
     open_token_choices,
-    rows_in_words,
     simulate_balancer,
     static_plan_in_words,
 )
-from relibra.cli.outputs.terminal import print_note, print_wrapped, progress, stdout_console
+from relibra.cli.outputs.terminal import new_table, print_note, print_wrapped, progress, stdout_console
 from relibra.printable import plural
 
 if TYPE_CHECKING:
@@ -69,13 +65,12 @@ def simulate(request: SimulateRequest) -> None:
     model = choose_model(request.model, recording.trace)
     with progress(f"cutting {recording.trace}"):
         workload = open_workload(recording, request)
-    routed = cut_model(model, workload.demand)
-    tokens = open_token_choices(workload)
+    routed, tokens = cut_model(model, workload.demand), open_token_choices(workload)
     found = {}
     for name in dict.fromkeys(("static", request.balancer)):
         with progress(f"planning and simulating {name} (the first run compiles kernels)"):
             found[name] = simulate_balancer(replace(request, balancer=name), workload, tokens, routed)
-    result = Result(request=request, workload=workload, model=model, routed=routed, by_balancer=found)
+    result = Result(request=request, workload=workload, model=model, by_balancer=found)
     if request.timeline is not None:
         _write_timeline(request.timeline, result, tokens)
     if request.as_json:
@@ -88,13 +83,12 @@ def simulate(request: SimulateRequest) -> None:
 class Result:
     """Simulated steps of the static layout and of the balancer, by name, and what they were simulated for.
 
-    model     as named; routed: with the layers, experts and choices of the routes
+    model     as named, with all its layers
     """
 
     request: SimulateRequest
     workload: Workload
     model: ModelShape
-    routed: ModelShape
     by_balancer: dict[str, SimulatedPlan]
 
     @property
@@ -112,14 +106,14 @@ def _facts(result: Result) -> dict[str, object]:
     """Return what --json prints; what limits the step comes first."""
     chosen, static, machine = result.chosen, result.static, result.workload.machine
     return {
-        **limits(chosen, machine, result.routed),
-        **compared_figures(chosen, static, count_tokens(result.workload.demand, result.routed)),
+        **chosen.limits(),
+        **chosen.figures(static),
         "balancer": result.request.balancer,
         "static_seconds": static.step.seconds,
         "static_skew": static.skew,
         "memory": dict(chosen.memory.parts),
         "model": result.model.name,
-        "model_part": result.routed.part_in_words,
+        "model_part": chosen.model.part_in_words,
         "cluster": machine.name,
         "cluster_label": machine.label,
         "dispatch": machine.dispatch,
@@ -130,57 +124,44 @@ def _facts(result: Result) -> dict[str, object]:
 
 
 def _print(result: Result) -> None:
-    from relibra.simulation import advice
-
-    chosen, workload, machine = result.chosen, result.workload, result.workload.machine
-    for sentence in advice(chosen.step, machine, result.routed, chosen.memory):
-        print_wrapped(sentence)
-    typer.echo()
-    settings = f"allowed: {describe_budget(budget_for(result.request, workload))}{_execution_in_words(result)}"
-    described = (
-        *workload_in_words(workload),
-        f"{model_in_words(result.model, result.routed)}; {settings}",
-        other_model_in_words(result.model, result.routed),
+    request, chosen, workload, machine = result.request, result.chosen, result.workload, result.workload.machine
+    staged = request.pipeline_stages > 1
+    stages = (
+        f", {request.pipeline_stages} pipeline stages of them: {chosen.step.layout.num_ranks} ranks in all" * staged
     )
-    for line in filter(None, described):
-        print_wrapped(line)
+    recomputed = ", activations recomputed" * request.recompute
+    print_wrapped(*chosen.advice)
+    typer.echo()
+    print_wrapped(
+        *workload_in_words(workload),
+        f"{model_in_words(result.model, chosen.model)}; allowed: {describe_budget(budget_for(request, workload))}"
+        f"{stages}{recomputed}",
+        other_model_in_words(result.model, chosen.model),
+    )
     stdout_console().print(_table(result))
-    staged = result.request.pipeline_stages > 1
-    notes = (
+    print_wrapped(
         f"label: simulated, on {machine.name} ({machine.label}: {machine.source})",
         "straggler: seconds in which only the busiest ranks compute experts; skew: token-slots of the busiest ranks / "
-        f"mean ranks; memory: of the fullest rank; {rows_in_words(chosen)}",
-        moves_in_words(result.request.steps) * any(one.moving_seconds for one in result.by_balancer.values()),
-        static_plan_in_words(result.request.balancer, chosen, result.static, workload),
+        f"mean ranks; memory: of the fullest rank; {chosen.rows_from}",
+        moves_in_words(request.steps) * any(one.moving_seconds for one in result.by_balancer.values()),
+        static_plan_in_words(request.balancer, chosen, result.static, workload),
         "pipeline: parts are those of each column's busiest stage; the last stage also has the output matrix" * staged,
         *chosen.step.notes,
     )
-    for line in filter(None, notes):
-        print_wrapped(line)
-
-
-def _execution_in_words(result: Result) -> str:
-    stages, ranks = result.request.pipeline_stages, result.chosen.step.layout.num_ranks
-    words = f", {stages} pipeline stages of them: {ranks} ranks in all" * (stages > 1)
-    return words + ", activations recomputed" * result.request.recompute
 
 
 def _table(result: Result) -> Table:
     """Return a table with a column per balancer and the parts of its seconds as rows."""
     from relibra.simulation.units import bytes_in_words
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("")
-    for name in result.by_balancer:
-        table.add_column(name, justify="right", no_wrap=True)
-    tokens = count_tokens(result.workload.demand, result.routed)
-    static, machine = result.static.step.seconds, result.workload.machine
+    table = new_table("", *result.by_balancer)
+    static, tokens = result.static.step.seconds, result.static.tokens
+    plans = list(result.by_balancer.values())
+    steps = [one.step for one in plans]
 
     def row(title: str, cells: list[str]) -> None:
         table.add_row(title, *cells)
 
-    plans = list(result.by_balancer.values())
-    steps = [one.step for one in plans]
     row("seconds of the step", [f"{step.seconds:.4g}" for step in steps])
     row("static / this", [f"{static / step.seconds:.3f}" for step in steps])
     row("tokens per second", [f"{tokens / step.seconds:,.0f}" for step in steps])
@@ -200,7 +181,7 @@ def _table(result: Result) -> Table:
         row("all moves, seconds", [f"{one.moving_seconds:.4g}" for one in plans])
     row("hidden copies, seconds", [f"{max(0.0, step.hidden_copy_seconds):.4g}" for step in steps])
     row("model flops utilisation", [f"{step.model_flops_utilisation:.1%}" for step in steps])
-    for link in ("inside", "between") if machine.num_nodes > 1 else ("inside",):
+    for link in ("inside", "between") if result.workload.machine.num_nodes > 1 else ("inside",):
         row(f"bytes {link} nodes", [""] * len(steps))
         for kind in steps[0].bytes.as_dict():
             sizes = [getattr(getattr(step.bytes, kind), link) for step in steps]
@@ -219,7 +200,7 @@ def _write_timeline(path: Path, result: Result, tokens: TokenChoices) -> None:
     scheduled, execution = with_mini_batches(plan.scheduled(result.workload.demand), execution_of(result.request))
     ranks = list(range(min(plan.num_ranks, MAX_TIMELINE_RANKS)))
     made = simulated_timeline(
-        plan, scheduled, result.workload.machine, result.routed, execution, ranks=ranks,
+        plan, scheduled, result.workload.machine, result.chosen.model, execution, ranks=ranks,
         micro_batches=[0], distinct=tokens.count_rows(plan, scheduled),
     )  # fmt: skip
     with writing(path):

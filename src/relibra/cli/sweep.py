@@ -20,12 +20,8 @@ from relibra.cli.outputs.files import check_outputs, input_files, named, writing
 from relibra.cli.outputs.simulated_step import (
     SimulatedPlan,
     TokenChoices,
-    compared_figures,
-    count_tokens,
-    limits,
     moves_in_words,
     open_token_choices,
-    rows_in_words,
     simulate_balancer,
 )
 from relibra.cli.outputs.terminal import print_note, print_wrapped, progress, stdout_console
@@ -34,7 +30,6 @@ from relibra.planning.budget import MOST_SLOTS
 from relibra.printable import plural
 
 if TYPE_CHECKING:
-    from relibra.cluster import Cluster
     from relibra.simulation import ModelShape
 
 SETTINGS = ("ranks", "ranks_per_node", "slots", "micro_batch_tokens", "pipeline_stages", "balancer")
@@ -121,11 +116,10 @@ def sweep(request: SweepRequest) -> None:
     found, left_out = _simulate(points, recording, model)
     varied = [name for name in SETTINGS if len({getattr(point, name) for point in points}) > 1]
     if request.plot is not None:
-        _plot(request.plot, found, varied, f"{model.name} on {found[0].machine.name}, simulated")
+        _plot(request.plot, found, varied, f"{model.name} on {found[0].workload.machine.name}, simulated")
     if request.as_json:
-        best = _best(found)
-        facts = limits(best.simulated, best.machine, best.model)
-        typer.echo(json.dumps({**facts, "rows": [one.row for one in found], "left_out": left_out}))
+        facts = {**_best(found).simulated.limits(), "rows": [one.row for one in found], "left_out": left_out}
+        typer.echo(json.dumps(facts))
     else:
         _print(found, left_out, varied, request, model)
     if any(point["why"] == STOPPED for point in left_out):
@@ -140,8 +134,6 @@ class Point:
     request: SimulationRequest
     workload: Workload
     simulated: SimulatedPlan
-    machine: Cluster
-    model: ModelShape
 
 
 def _items(option: str, text: str) -> list[str]:
@@ -202,8 +194,7 @@ class Simulations:
             self._statics[place] = simulate_balancer(replace(point, balancer="static"), workload, tokens, model)
         static = self._statics[place]
         one = static if point.balancer == "static" else simulate_balancer(point, workload, tokens, model)
-        row = _row(point, workload.machine, one, static, count_tokens(workload.demand, model), workload.rank_tokens)
-        return Point(row=row, request=point, workload=workload, simulated=one, machine=workload.machine, model=model)
+        return Point(row=_row(point, workload, one, static), request=point, workload=workload, simulated=one)
 
 
 def _simulate(
@@ -238,21 +229,14 @@ def _settings(point: SimulationRequest) -> dict[str, Any]:
     return {name: getattr(point, name) for name in SETTINGS}
 
 
-def _row(
-    point: SimulationRequest,
-    machine: Cluster,
-    one: SimulatedPlan,
-    static: SimulatedPlan,
-    tokens: int,
-    rank_tokens: int | None,
-) -> dict[str, Any]:
+def _row(point: SimulationRequest, workload: Workload, one: SimulatedPlan, static: SimulatedPlan) -> dict[str, Any]:
     step = one.step
     return {
         **_settings(point),
-        **compared_figures(one, static, tokens),
-        "micro_batch_tokens": rank_tokens,
+        **one.figures(static),
+        "micro_batch_tokens": workload.rank_tokens,
         "ranks": point.ranks,
-        "ranks_per_node": min(machine.ranks_per_node, machine.num_ranks),
+        "ranks_per_node": min(workload.machine.ranks_per_node, workload.machine.num_ranks),
         "all_ranks": step.layout.num_ranks,
         "relocation_share": step.terms["relocation"] / step.seconds,
         "exchange_share": (step.terms["exchange"] + step.terms["gates"]) / step.seconds,
@@ -287,33 +271,25 @@ def _print(
     found: list[Point], left_out: list[dict[str, Any]], varied: list[str], request: SweepRequest, model: ModelShape
 ) -> None:
     """Print what limits the best point, the table of all points, and the impossible ones with the reason."""
-    from relibra.simulation import advice
-
-    best = _best(found)
-    sentences = advice(best.simulated.step, best.machine, best.model, best.simulated.memory)
-    place = _in_words(best.row, varied or ["ranks", "balancer"])
+    best, told = _best(found), varied or ["ranks", "balancer"]
+    sentences, routed = best.simulated.advice, best.simulated.model
     memory = [sentence for sentence in sentences[MAX_SENTENCES:] if sentence.startswith("Memory: ")]
     gain = max(found, key=lambda one: one.row["ratio_to_static"]).row
     if gain["ratio_to_static"] >= GAIN and gain is not best.row:
-        words = _in_words(gain, varied or ["ranks", "balancer"])
-        print_wrapped(
-            f"largest gain over the static layout: {words}, {gain['ratio_to_static']:.3f} times its throughput"
-        )
-    print_wrapped(f"most tokens per second and rank: {place}. What limits that step:")
-    for sentence in sentences[:MAX_SENTENCES] + memory:
-        print_wrapped(sentence)
+        times = f"{gain['ratio_to_static']:.3f} times its throughput"
+        print_wrapped(f"largest gain over the static layout: {_in_words(gain, told)}, {times}")
+    print_wrapped(f"most tokens per second and rank: {_in_words(best.row, told)}. What limits that step:")
+    print_wrapped(*sentences[:MAX_SENTENCES], *memory)
     typer.echo()
-    described = (
+    print_wrapped(
         best.workload.recording.label,
         f"there, on {plural(best.request.ranks, 'rank')}: {best.workload.cut}.",
         f"allowed: {describe_budget(budget_for(best.request, best.workload))}",
-        f"{model_in_words(model, best.model)}; {rows_in_words(best.simulated)}; label: simulated, on "
-        f"{best.machine.name}",
-        other_model_in_words(model, best.model),
+        f"{model_in_words(model, routed)}; {best.simulated.rows_from}; label: simulated, on "
+        f"{best.workload.machine.name}",
+        other_model_in_words(model, routed),
     )
-    for line in filter(None, described):
-        print_wrapped(line)
-    _print_table([point.row for point in found], varied or ["ranks", "balancer"], request.steps)
+    _print_table([point.row for point in found], told, request.steps)
     for why in dict.fromkeys(point["why"] for point in left_out):
         same = [point for point in left_out if point["why"] == why]
         more = f" and {len(same) - 1} more" * (len(same) > 1)

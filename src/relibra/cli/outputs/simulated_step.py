@@ -18,22 +18,78 @@ if TYPE_CHECKING:
     from relibra.simulation import Execution, MemoryUse, ModelShape, SimulatedStep
 
 
+ROWS_COUNTED = "rows between ranks are counted token by token"
+ROWS_BOUNDED = "rows between ranks are a lower bound from pairs of experts: this step is too large to count them"
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SimulatedPlan:
     """The simulated step of one plan.
 
+    machine, model  that were simulated; the model has the layers, experts and choices of the routes
     step            with its part of the moves, which are spread over the steps that they serve
     moving_seconds  of all moves, once before the step
     skew            load of the busiest ranks / mean load of ranks, over micro-batches and layers
     rows_counted    whether rows between ranks are counted token by token; else they are a lower bound
     """
 
+    machine: Cluster
+    model: ModelShape
+    tokens: int
     plan: StepPlan
     step: SimulatedStep
     moving_seconds: float
     memory: MemoryUse
     skew: float
     rows_counted: bool
+
+    @property
+    def advice(self) -> list[str]:
+        """Sentences about what limits the step, with the largest part first."""
+        from relibra.simulation import advice
+
+        return advice(self.step, self.machine, self.model, self.memory)
+
+    @property
+    def rows_from(self) -> str:
+        """Where the rows between ranks come from, for a legend."""
+        return ROWS_COUNTED if self.rows_counted else ROWS_BOUNDED
+
+    def limits(self) -> dict[str, object]:
+        """Return what limits the step, for JSON: overlap ratios and `advice`."""
+        from relibra.simulation.limits import overlap_ratios, sustained_overlap_ratios
+
+        return {
+            "overlap_ratio": overlap_ratios(self.machine, self.model.expert),
+            "advice": self.advice,
+            "sustained_overlap_ratio": sustained_overlap_ratios(self.machine, self.model.expert),
+        }
+
+    def equals(self, static: SimulatedPlan) -> bool:
+        """Return whether the plan is the static layout: its homes, its schedule, no copies."""
+        import numpy as np
+
+        one, other, same = self.plan, static.plan, ("home_LE", "micro_batch_S", "rank_S")
+        return not one.num_copies and all(np.array_equal(getattr(one, name), getattr(other, name)) for name in same)
+
+    def figures(self, static: SimulatedPlan) -> dict[str, object]:
+        """Return the figures of the step beside the static layout of the same workload, for JSON."""
+        step, tokens = self.step, self.tokens
+        return {
+            **step.figures(),
+            "rows_counted": self.rows_counted,
+            "moving_seconds": self.moving_seconds,
+            "ratio_to_static": static.step.seconds / step.seconds,
+            "tokens": tokens,
+            "tokens_per_second": tokens / step.seconds,
+            "tokens_per_second_per_rank": tokens / step.seconds / step.layout.num_ranks,
+            "static_tokens_per_second_per_rank": tokens / static.step.seconds / static.step.layout.num_ranks,
+            "skew": self.skew,
+            "copies": self.plan.num_copies,
+            "kept_static": self.equals(static),
+            "memory_bytes": self.memory.total,
+            "memory_warning": self.memory.warning,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,6 +159,9 @@ def simulate_balancer(
     distinct = tokens.count_rows(plan, scheduled)
     step = simulate_step(plan, scheduled, machine, model, execution, distinct=distinct)
     return SimulatedPlan(
+        machine=machine,
+        model=model,
+        tokens=int(demand.load_MLE[:, 0].sum()) // model.top_k,
         plan=plan,
         step=step.with_relocation_over(request.steps),
         moving_seconds=step.terms["relocation"],
@@ -112,76 +171,17 @@ def simulate_balancer(
     )
 
 
-def count_tokens(demand: ScheduledDemand, model: ModelShape) -> int:
-    """Return the tokens of a scheduled step."""
-    return int(demand.load_MLE[:, 0].sum()) // model.top_k
-
-
 def moves_in_words(steps: int) -> str:
     """Return how moves of homes are charged, for a legend."""
-    return (
-        f"seconds include 1/{steps} of the moves of experts to new homes (--steps {steps})"
-        if steps > 1
-        else ("seconds include all moves of experts to new homes (--steps 1)")
-    )
-
-
-def is_static(plan: StepPlan, static: StepPlan) -> bool:
-    """Return whether a plan is the static layout: its homes, its schedule, no copies."""
-    import numpy as np
-
-    same = all(
-        np.array_equal(getattr(plan, name), getattr(static, name)) for name in ("home_LE", "micro_batch_S", "rank_S")
-    )
-    return same and not plan.num_copies
-
-
-def compared_figures(one: SimulatedPlan, static: SimulatedPlan, tokens: int) -> dict[str, object]:
-    """Return the figures of a plan beside the static layout of the same workload, for JSON."""
-    step = one.step
-    return {
-        **step.figures(),
-        "rows_counted": one.rows_counted,
-        "moving_seconds": one.moving_seconds,
-        "ratio_to_static": static.step.seconds / step.seconds,
-        "tokens": tokens,
-        "tokens_per_second": tokens / step.seconds,
-        "tokens_per_second_per_rank": tokens / step.seconds / step.layout.num_ranks,
-        "static_tokens_per_second_per_rank": tokens / static.step.seconds / static.step.layout.num_ranks,
-        "skew": one.skew,
-        "copies": one.plan.num_copies,
-        "kept_static": is_static(one.plan, static.plan),
-        "memory_bytes": one.memory.total,
-        "memory_warning": one.memory.warning,
-    }
-
-
-def limits(one: SimulatedPlan, machine: Cluster, model: ModelShape) -> dict[str, object]:
-    """Return what limits a simulated step: overlap ratios, and sentences with the largest part first."""
-    from relibra.simulation import advice
-    from relibra.simulation.limits import overlap_ratios, sustained_overlap_ratios
-
-    return {
-        "overlap_ratio": overlap_ratios(machine, model.expert),
-        "advice": advice(one.step, machine, model, one.memory),
-        "sustained_overlap_ratio": sustained_overlap_ratios(machine, model.expert),
-    }
-
-
-def rows_in_words(one: SimulatedPlan) -> str:
-    """Return where the rows between ranks come from."""
-    return (
-        "rows between ranks are counted token by token"
-        if one.rows_counted
-        else "rows between ranks are a lower bound from pairs of experts: this step is too large to count them"
-    )
+    share = f"1/{steps} of the" if steps > 1 else "all"
+    return f"seconds include {share} moves of experts to new homes (--steps {steps})"
 
 
 def static_plan_in_words(balancer: str, chosen: SimulatedPlan, static: SimulatedPlan, workload: Workload) -> str:
     """Return why a balancer kept the static layout or had no history, and what changes that; else an empty string."""
     if missing := workload.missing_history(balancer):
         return missing
-    if balancer == "static" or not is_static(chosen.plan, static.plan):
+    if balancer == "static" or not chosen.equals(static):
         return ""
     kept = f"{balancer} kept the static layout"
     if not balancer.startswith("relibra"):

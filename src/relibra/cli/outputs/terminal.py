@@ -1,4 +1,4 @@
-"""Text for a terminal: numbers with their nouns, wrapped sentences, progress."""
+"""Text for a terminal: tables, wrapped sentences, progress."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
+from rich.table import Table
 
 from relibra.environment import has_columns
 from relibra.printable import printable, printable_lines
@@ -25,9 +26,22 @@ def progress(words: str) -> Status:
     return Console(stderr=True).status(escape(printable(words)))
 
 
-def print_wrapped(text: str) -> None:
-    """Print a sentence, wrapped between words at the width of the terminal."""
-    stdout_console().print(printable(text), highlight=False, markup=False)
+def new_table(*columns: str, left: int = 1, space: int = 2) -> Table:
+    """Return a table without lines.
+
+    columns   titles; the first `left` columns are aligned left, the others right
+    space     between columns
+    """
+    table = Table(box=None, padding=(0, space, 0, 0), pad_edge=False, header_style="bold")
+    for number, title in enumerate(columns):
+        table.add_column(title, justify="left" if number < left else "right", no_wrap=True)
+    return table
+
+
+def print_wrapped(*sentences: str) -> None:
+    """Print sentences that are not empty, each wrapped between words at the width of the terminal."""
+    for sentence in filter(None, sentences):
+        stdout_console().print(printable(sentence), highlight=False, markup=False)
 
 
 def print_text(text: str) -> None:

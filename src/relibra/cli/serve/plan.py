@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.table import Table
 
 from relibra.cli.inputs import options
 from relibra.cli.inputs.models import open_model
 from relibra.cli.inputs.requests import takes
 from relibra.cli.outputs.files import check_outputs, named, writing
-from relibra.cli.outputs.terminal import print_note, print_text, print_wrapped, progress, stdout_console
+from relibra.cli.outputs.terminal import new_table, print_note, print_text, print_wrapped, progress, stdout_console
 from relibra.cli.serve.picture import draw_deployment
-from relibra.cli.serve.simulated import Arrivals, print_runs, simulated_runs, write_timeline
+from relibra.cli.serve.simulated import UNITS, Arrivals, amount, print_runs, simulated_runs, write_timeline
 from relibra.errors import ConfigError
 from relibra.printable import plural
 
@@ -57,7 +56,6 @@ class ServePlanRequest:
         typer.Option(
             metavar="NAME,...",
             help="GPUs to choose from: h20, l40s, l20, a800, h800, or of a file. Default: h20,l40s and all of a file.",
-            show_default=False,
         ),
     ] = None
     accelerators: Annotated[
@@ -174,7 +172,7 @@ def plan(request: ServePlanRequest) -> None:
         print_text("\n" + draw_deployment(decision.best))
     print_wrapped(verdict(decision))
     if runs:
-        print_runs(runs, _unit(decision), decision.objective, request.measured)
+        print_runs(runs, decision.objective, request.measured)
     if request.output is not None and decision.best is not None:
         print_wrapped(f"the plan is in {request.output}")
 
@@ -272,10 +270,8 @@ def _together(decision: Decision, plan: ColocatedPlan) -> dict[str, Any]:
 
 def print_decision(decision: Decision) -> None:
     """Print a row per pair of accelerators, and one per way without separation."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("attention / experts", no_wrap=True)
-    for title in ("nodes x GPUs", "m", "requests", "us a / e / hop", "ms/token", "GPUs", "limit", _unit(decision)):
-        table.add_column(title, justify="right", no_wrap=True)
+    titles = ("nodes x GPUs", "m", "requests", "us a / e / hop", "ms/token", "GPUs", "limit", UNITS[decision.objective])
+    table = new_table("attention / experts", *titles)
     for plan in decision.pairs:
         names = f"{plan.attention.accelerator.name} / {plan.experts.accelerator.name}"
         nodes = f"{plan.attention.nodes}x{plan.attention.ways} / {plan.experts.nodes}x{plan.experts.ways}"
@@ -294,13 +290,13 @@ def _cells(decision: Decision, plan: DeploymentPlan | ColocatedPlan) -> list[str
         f"{1e3 * plan.iteration_seconds:.1f}",
         f"{plan.gpus}",
         plan.limit,
-        _amount(decision.figure(plan)),
+        amount(decision.figure(plan)),
     ]
 
 
 def verdict(decision: Decision) -> str:
     """Return in a sentence whether to separate attention and experts."""
-    unit = _unit(decision)
+    unit = UNITS[decision.objective]
     if decision.best is None:
         return "do not disaggregate: no deployment with attention and experts apart fits"
     if decision.gain is None:
@@ -308,11 +304,3 @@ def verdict(decision: Decision) -> str:
     if not decision.disaggregate:
         return f"do not disaggregate: colocated gives {1 / decision.gain:.2f} times the {unit}"
     return f"disaggregate: {decision.gain:.2f} times the {unit} of the best colocated deployment"
-
-
-def _unit(decision: Decision) -> str:
-    return {"price": "tokens/s/price", "watts": "tokens/s/W", "gpus": "tokens/s/GPU"}[decision.objective]
-
-
-def _amount(figure: float) -> str:
-    return f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}"

@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.table import Table
-
 from relibra.cli.outputs.files import writing
-from relibra.cli.outputs.terminal import print_wrapped, stdout_console
+from relibra.cli.outputs.terminal import new_table, print_wrapped, stdout_console
 from relibra.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,6 +26,8 @@ SEED = 0
 MOST_REQUESTS = 1_000_000
 SPREAD = 0.8
 """Standard deviation of the logarithm of lengths of prompts and responses; assumed."""
+UNITS = {"price": "tokens/s/price", "watts": "tokens/s/W", "gpus": "tokens/s/GPU"}
+"""Unit of a plan's figure, by objective."""
 
 
 class Arrivals(NamedTuple):
@@ -142,12 +142,10 @@ def _arriving(plan: DeploymentPlan, routes: RoutePool, arrivals: Arrivals) -> Sc
     return Scenario(steps=steps, warm_up=arrivals.response, routes=routes, stream=stream)
 
 
-def print_runs(runs: Sequence[SimulatedRun], unit: str, objective: str, measured: Path | None = None) -> None:
+def print_runs(runs: Sequence[SimulatedRun], objective: str, measured: Path | None = None) -> None:
     """Print a row per run, and with measured times that the verdict is not of these."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("simulated", no_wrap=True)
-    for title in ("ms/token", "P99", "attention", "experts", "network", "bubble", "MB/NIC", "limit", unit):
-        table.add_column(title, justify="right", no_wrap=True)
+    titles = ("ms/token", "P99", "attention", "experts", "network", "bubble", "MB/NIC", "limit", UNITS[objective])
+    table = new_table("simulated", *titles)
     for run in runs:
         one = run.result
         figure = {"price": one.per_price, "watts": one.per_watt, "gpus": one.per_gpu}[objective]
@@ -158,7 +156,7 @@ def print_runs(runs: Sequence[SimulatedRun], unit: str, objective: str, measured
             *(f"{share:.0%}" for share in (one.attention_busy, one.experts_busy, one.network_busy, one.bubble)),
             f"{one.network_bytes / 1e6:,.0f}",
             one.limit,
-            f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}",
+            amount(figure),
         )
     stdout_console().print()
     stdout_console().print(table)
@@ -173,6 +171,11 @@ def print_runs(runs: Sequence[SimulatedRun], unit: str, objective: str, measured
             f"these rows use the times of {measured}, the verdict above only modelled ones; the colocated plan is not "
             "simulated, for the file has no times of it"
         )
+
+
+def amount(figure: float) -> str:
+    """Return a figure with three digits or more."""
+    return f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}"
 
 
 def write_timeline(path: Path | None, runs: Sequence[SimulatedRun]) -> None:
