@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from relibra.cli.inputs import options
-from relibra.cli.inputs.models import choose_model
 from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.requests import PlanningRequest, takes
 from relibra.cli.inputs.workload import budget_for, describe_budget, open_workload, workload_in_words
@@ -55,7 +54,6 @@ def compare(request: CompareRequest) -> None:
 
     recording = find_recording(request.source)
     check_outputs(named("--html", request.html), input_files(recording.trace, request.cluster, request.schedule))
-    model = choose_model(request.model, recording.trace)
     names = request.balancers()
     for name in names:
         check_balancer(name)  # an unknown name fails before the trace is read
@@ -67,7 +65,9 @@ def compare(request: CompareRequest) -> None:
         )
     machine, demand, budget = workload.machine, workload.demand, budget_for(request, workload)
     found = []
-    plans = iterate_comparison(demand, machine, budget, names, expert=model.expert, history_MLE=workload.history_MLE)
+    plans = iterate_comparison(
+        demand, machine, budget, names, expert=workload.model.expert, history_MLE=workload.history_MLE
+    )
     for number, name in enumerate(names):
         with progress(f"planning with {name} ({number + 1} of {len(names)}; the first run compiles kernels)"):
             found.append(next(plans))
@@ -77,13 +77,15 @@ def compare(request: CompareRequest) -> None:
     if request.html is not None:
         if shown := _plan_to_draw(found):
             name, plan = shown
-            write_page(request.html, plan, workload, model, rows, name=f"the plan of {name}")
+            write_page(request.html, plan, workload, rows, name=f"the plan of {name}")
         else:
             print_note("no page: no balancer made a valid plan")
     if request.as_json:
         typer.echo(json.dumps([row.figures() for row in rows]))
         return
-    print_wrapped(*workload_in_words(workload), f"allowed: {describe_budget(budget)}; expert sizes of {model.name}")
+    print_wrapped(
+        *workload_in_words(workload), f"allowed: {describe_budget(budget)}; expert sizes of {workload.model.name}"
+    )
     print_comparison(rows)
     print_wrapped(moves_in_words(request.steps))
 

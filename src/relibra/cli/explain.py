@@ -31,9 +31,7 @@ def explain(
     micro_batch: Annotated[
         int | None, typer.Option(min=0, help="Micro-batch to explain; default: the one that gains most.")
     ] = None,
-    demand: Annotated[
-        Path | None, typer.Option(help="Demand of the plan; default: NAME.demand.safetensors beside it.")
-    ] = None,
+    demand: options.Demand = None,
     diff: Annotated[Path | None, typer.Option(help="List the differences to this later plan instead.")] = None,
     as_json: options.Json = False,
 ) -> None:

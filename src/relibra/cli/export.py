@@ -7,15 +7,13 @@ from typing import Annotated
 
 import typer
 
+from relibra.cli.inputs import options
 from relibra.cli.outputs.terminal import print_text
 
 
 def export(
     folder: Annotated[Path, typer.Argument(help="New folder for model and tokenizer.")],
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[RUN.toml] [KEY=VALUE]...", help="The settings of the run, as for relibra train."),
-    ] = None,
+    settings: options.RunSettings = None,
 ) -> None:
     """Write the untrained built-in model of a run, so that a server can start before the run does.
 
@@ -26,7 +24,5 @@ def export(
     from relibra.rl.config.run_config import load_config
     from relibra.rl.start_folder import write_start_folder
 
-    words = settings or []
-    file = Path(words[0]) if words and "=" not in words[0] else None
-    write_start_folder(load_config(file, words[1:] if file else words), folder)
+    write_start_folder(load_config(*options.file_and_overrides(settings)), folder)
     print_text(f"model   {folder}")

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from relibra.cli.inputs import options
-from relibra.cli.inputs.models import choose_model
 from relibra.cli.inputs.recordings import Recording, find_recording
 from relibra.cli.inputs.requests import PlanningRequest, check_one_balancer, takes
 from relibra.cli.inputs.workload import Workload, budget_for, describe_budget, open_workload, workload_in_words
@@ -26,9 +25,15 @@ if TYPE_CHECKING:
     from relibra.planning.plan import StepPlan
     from relibra.reporting.data.comparison import ComparisonRow
     from relibra.routing.demand import ScheduledDemand
-    from relibra.simulation import ModelShape
 
-EXPORTS = ("trainer", "sglang", "vllm", "vllm-ascend", "tensorrt-llm")
+EXPORTS = {
+    "trainer": "write_trainer_npz",
+    "sglang": "write_sglang_json",
+    "vllm": "write_vllm_json",
+    "vllm-ascend": "write_vllm_ascend_json",
+    "tensorrt-llm": "write_tensorrt_llm_yaml",
+}
+"""Formats of --export, and their functions in `relibra.planning.exports`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,38 +77,30 @@ def plan(request: PlanRequest) -> None:
     _refuse_live(request.balancer)
     recording = find_recording(request.source)
     _check_paths(request, recording)
-    model = choose_model(request.model, recording.trace)
     check_balancer(request.balancer)
     previous = None if request.previous is None else read_plan(request.previous)
     with progress(f"cutting {recording.trace}"):
         workload = open_workload(recording, request)
     if missing := workload.missing_history(request.balancer):
         print_note(missing)
-    machine, demand = workload.machine, workload.demand
+    machine, demand, expert = workload.machine, workload.demand, workload.model.expert
     budget = budget_for(request, workload)
-    given: dict[str, Any] = {"expert": model.expert, "previous": previous, "history_MLE": workload.history_MLE}
+    given: dict[str, Any] = {"expert": expert, "previous": previous, "history_MLE": workload.history_MLE}
     _compile_kernels(workload, budget, request.balancer, given)
     with progress(f"planning with {request.balancer}"):
         made = plan_step(demand, machine, budget, request.balancer, **given)
-        static = plan_step(demand, machine, budget, "static", expert=model.expert, previous=previous)
+        static = plan_step(demand, machine, budget, "static", expert=expert, previous=previous)
     sees = BALANCERS[request.balancer].sees if made.balancer == request.balancer else ""
-    row = measure(made, demand, machine, model.expert, balancer=made.balancer, sees=sees)
+    row = measure(made, demand, machine, expert, balancer=made.balancer, sees=sees)
     row = row.with_relocation_over(request.steps)
     if not row.valid:
         raise PlanError(row.message)
     written = "overwritten" if request.output.exists() else "written"
     _write(made, demand, request)
     if request.html is not None:
-        write_page(request.html, made, workload, model)
+        write_page(request.html, made, workload)
     result = Result(
-        request=request,
-        workload=workload,
-        model=model,
-        budget=budget,
-        plan=made,
-        row=row,
-        static=static,
-        written=written,
+        request=request, workload=workload, budget=budget, plan=made, row=row, static=static, written=written
     )
     if request.as_json:
         typer.echo(json.dumps(_facts(result)))
@@ -120,7 +117,6 @@ class Result:
 
     request: PlanRequest
     workload: Workload
-    model: ModelShape
     budget: Budget
     plan: StepPlan
     row: ComparisonRow
@@ -171,16 +167,9 @@ def _write(made: StepPlan, demand: ScheduledDemand, request: PlanRequest) -> Non
         write_plan(request.output, made)
     with writing(demand_path(request.output)):
         write_demand(demand_path(request.output), demand)
-    writers = {
-        "trainer": exports.write_trainer_npz,
-        "sglang": exports.write_sglang_json,
-        "vllm": exports.write_vllm_json,
-        "vllm-ascend": exports.write_vllm_ascend_json,
-        "tensorrt-llm": exports.write_tensorrt_llm_yaml,
-    }
     for form, path in request.exports():
         with writing(path):
-            writers[form](path, made, demand)
+            getattr(exports, EXPORTS[form])(path, made, demand)
 
 
 def _format_and_path(word: str) -> NamedPath:
@@ -199,7 +188,7 @@ def _facts(result: Result) -> dict[str, object]:
     return {
         **{name: value for name, value in row.figures().items() if name not in ("sees", "message")},
         "dispatch": plan.dispatch,
-        "model": result.model.name,
+        "model": result.workload.model.name,
         "static_predicted_seconds": _seconds(result.static, result.request.steps),
         "steps_served": result.request.steps,
         "skew_before": levers[0][1],
@@ -207,7 +196,7 @@ def _facts(result: Result) -> dict[str, object]:
         "lever_bounds": dict(lever_bounds(plan, demand)),
         "predicted": dict(plan.predicted),
         "cut": result.workload.cut,
-        "slot_memory": slot_memory(plan, result.model.expert)._asdict(),
+        "slot_memory": slot_memory(plan, result.workload.model.expert)._asdict(),
         "digest": plan.digest(),
         "plan": str(result.request.output),
         "demand": str(demand_path(result.request.output)),
@@ -244,12 +233,12 @@ def _summary(result: Result, static_skew: float) -> dict[str, str]:
     )
     static = result.static.predicted
     back = " with relocation back to it" if static["relocation"] else ""
-    memory = slot_memory(plan, result.model.expert)
+    memory = slot_memory(plan, result.workload.model.expert)
     once = "; hierarchical dispatch: a token crosses to a node once" * (plan.dispatch == "hierarchical")
     spread = f"; 1/{steps} of the moves" if steps > 1 and (plan.predicted["relocation"] or back) else ""
     return {
         "balancer": plan.balancer,
-        "experts": f"of {result.model.name}{default}",
+        "experts": f"of {result.workload.model.name}{default}",
         "allowed": describe_budget(result.budget),
         "skew": f"{static_skew:.3f} static -> {row.skew:.3f} planned; bound {row.bound:.3f}, gap {row.gap:.2%}",
         "copies": f"{row.copies:,} ({row.copies_per_micro_batch_layer:.1f} per micro-batch and layer){across}",

@@ -45,9 +45,7 @@ class ReportRequest:
     trace: Annotated[
         Path | None, typer.Option(help="Trace that the plan was made from: bytes are then counted token by token.")
     ] = None
-    demand: Annotated[
-        Path | None, typer.Option(help="Demand of the plan; default: NAME.demand.safetensors beside it.")
-    ] = None
+    demand: options.Demand = None
     timeline: Annotated[
         list[Path] | None,
         typer.Option(metavar="PATH", help="Also show this timeline, a file of write_timeline; may be repeated."),

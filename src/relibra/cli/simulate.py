@@ -5,31 +5,26 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from relibra.cli.inputs import options
-from relibra.cli.inputs.models import choose_model, model_in_words, other_model_in_words
+from relibra.cli.inputs.models import model_in_words, other_model_in_words
 from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.requests import SimulationRequest, check_one_balancer, takes
 from relibra.cli.inputs.workload import Workload, budget_for, describe_budget, open_workload, workload_in_words
 from relibra.cli.outputs.files import check_outputs, input_files, named, writing
 from relibra.cli.outputs.simulated_step import (
     SimulatedPlan,
-    TokenChoices,
     execution_of,
     moves_in_words,
-    open_token_choices,
     simulate_balancer,
     static_plan_in_words,
 )
 from relibra.cli.outputs.terminal import new_table, print_note, print_wrapped, progress, stdout_console
 from relibra.printable import plural
-
-if TYPE_CHECKING:
-    from relibra.simulation import ModelShape
 
 MAX_TIMELINE_RANKS = 16
 ROUNDING = 1e-9
@@ -54,7 +49,6 @@ def simulate(request: SimulateRequest) -> None:
     Example: relibra simulate runs/demo --ranks 8 --cluster h100x8 --model qwen3-30b-a3b
     """
     from relibra.reporting.data.comparison import check_balancer
-    from relibra.simulation import cut_model
 
     check_one_balancer("simulate", request.balancer)
     check_balancer(request.balancer)  # an unknown name fails before anything is read
@@ -62,17 +56,15 @@ def simulate(request: SimulateRequest) -> None:
     check_outputs(
         named("--timeline", request.timeline), input_files(recording.trace, request.cluster, request.schedule)
     )
-    model = choose_model(request.model, recording.trace)
     with progress(f"cutting {recording.trace}"):
         workload = open_workload(recording, request)
-    routed, tokens = cut_model(model, workload.demand), open_token_choices(workload)
     found = {}
     for name in dict.fromkeys(("static", request.balancer)):
         with progress(f"planning and simulating {name} (the first run compiles kernels)"):
-            found[name] = simulate_balancer(replace(request, balancer=name), workload, tokens, routed)
-    result = Result(request=request, workload=workload, model=model, by_balancer=found)
+            found[name] = simulate_balancer(replace(request, balancer=name), workload)
+    result = Result(request=request, workload=workload, by_balancer=found)
     if request.timeline is not None:
-        _write_timeline(request.timeline, result, tokens)
+        _write_timeline(request.timeline, result)
     if request.as_json:
         typer.echo(json.dumps(_facts(result)))
     else:
@@ -81,14 +73,10 @@ def simulate(request: SimulateRequest) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Result:
-    """Simulated steps of the static layout and of the balancer, by name, and what they were simulated for.
-
-    model     as named, with all its layers
-    """
+    """Simulated steps of the static layout and of the balancer, by name, and what they were simulated for."""
 
     request: SimulateRequest
     workload: Workload
-    model: ModelShape
     by_balancer: dict[str, SimulatedPlan]
 
     @property
@@ -112,7 +100,7 @@ def _facts(result: Result) -> dict[str, object]:
         "static_seconds": static.step.seconds,
         "static_skew": static.skew,
         "memory": dict(chosen.memory.parts),
-        "model": result.model.name,
+        "model": result.workload.model.name,
         "model_part": chosen.model.part_in_words,
         "cluster": machine.name,
         "cluster_label": machine.label,
@@ -134,9 +122,9 @@ def _print(result: Result) -> None:
     typer.echo()
     print_wrapped(
         *workload_in_words(workload),
-        f"{model_in_words(result.model, chosen.model)}; allowed: {describe_budget(budget_for(request, workload))}"
+        f"{model_in_words(workload.model, chosen.model)}; allowed: {describe_budget(budget_for(request, workload))}"
         f"{stages}{recomputed}",
-        other_model_in_words(result.model, chosen.model),
+        other_model_in_words(workload.model, chosen.model),
     )
     stdout_console().print(_table(result))
     print_wrapped(
@@ -193,7 +181,7 @@ def _table(result: Result) -> Table:
     return table
 
 
-def _write_timeline(path: Path, result: Result, tokens: TokenChoices) -> None:
+def _write_timeline(path: Path, result: Result) -> None:
     from relibra.simulation import simulated_timeline, with_mini_batches
 
     plan = result.chosen.plan
@@ -201,7 +189,7 @@ def _write_timeline(path: Path, result: Result, tokens: TokenChoices) -> None:
     ranks = list(range(min(plan.num_ranks, MAX_TIMELINE_RANKS)))
     made = simulated_timeline(
         plan, scheduled, result.workload.machine, result.chosen.model, execution, ranks=ranks,
-        micro_batches=[0], distinct=tokens.count_rows(plan, scheduled),
+        micro_batches=[0], distinct=result.workload.count_rows(plan, scheduled),
     )  # fmt: skip
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,31 +6,26 @@ import itertools
 import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from relibra.cli.inputs import options
-from relibra.cli.inputs.models import choose_model, model_in_words, other_model_in_words
+from relibra.cli.inputs.models import model_in_words, other_model_in_words
 from relibra.cli.inputs.recordings import Recording, find_recording
 from relibra.cli.inputs.requests import SimulationRequest, takes
 from relibra.cli.inputs.workload import Workload, budget_for, describe_budget, open_workload
 from relibra.cli.outputs.files import check_outputs, input_files, named, writing
 from relibra.cli.outputs.simulated_step import (
     SimulatedPlan,
-    TokenChoices,
     moves_in_words,
-    open_token_choices,
     simulate_balancer,
 )
 from relibra.cli.outputs.terminal import print_note, print_wrapped, progress, stdout_console
 from relibra.errors import ConfigError, RelibraError
 from relibra.planning.budget import MOST_SLOTS
 from relibra.printable import plural
-
-if TYPE_CHECKING:
-    from relibra.simulation import ModelShape
 
 SETTINGS = ("ranks", "ranks_per_node", "slots", "micro_batch_tokens", "pipeline_stages", "balancer")
 """Fields of a simulation that a sweep varies."""
@@ -112,16 +107,16 @@ def sweep(request: SweepRequest) -> None:
         from relibra.reporting.pages.sweep_page import check_plot
 
         check_plot(request.plot)
-    model = choose_model(request.model, recording.trace)
-    found, left_out = _simulate(points, recording, model)
+    found, left_out = _simulate(points, recording)
     varied = [name for name in SETTINGS if len({getattr(point, name) for point in points}) > 1]
     if request.plot is not None:
-        _plot(request.plot, found, varied, f"{model.name} on {found[0].workload.machine.name}, simulated")
+        workload = found[0].workload
+        _plot(request.plot, found, varied, f"{workload.model.name} on {workload.machine.name}, simulated")
     if request.as_json:
         facts = {**_best(found).simulated.limits(), "rows": [one.row for one in found], "left_out": left_out}
         typer.echo(json.dumps(facts))
     else:
-        _print(found, left_out, varied, request, model)
+        _print(found, left_out, varied, request.steps)
     if any(point["why"] == STOPPED for point in left_out):
         raise typer.Exit(130)
 
@@ -173,39 +168,34 @@ def _refuse_schedule_of_fewer_ranks(workload: Workload) -> None:
 class Simulations:
     """Simulates points of a sweep; workloads and static layouts that points share are computed once."""
 
-    def __init__(self, recording: Recording, model: ModelShape) -> None:
-        self._recording, self._model = recording, model
-        self._workloads: dict[tuple[Any, ...], tuple[Workload, TokenChoices]] = {}
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._workloads: dict[tuple[Any, ...], Workload] = {}
         self._statics: dict[tuple[Any, ...], SimulatedPlan] = {}
 
     def simulate(self, point: SimulationRequest) -> Point:
         """Simulate a point and the static layout beside it; raises what makes the point impossible."""
-        from relibra.simulation import cut_model
-
         key = (point.ranks, point.ranks_per_node, point.micro_batch_tokens)
         if key not in self._workloads:
             opened = open_workload(self._recording, point)
             _refuse_schedule_of_fewer_ranks(opened)
-            self._workloads[key] = opened, open_token_choices(opened)
-        workload, tokens = self._workloads[key]
-        model = cut_model(self._model, workload.demand)
+            self._workloads[key] = opened
+        workload = self._workloads[key]
         place = (*key, point.pipeline_stages)  # the static layout leaves slots empty, so their number does not matter
         if place not in self._statics:
-            self._statics[place] = simulate_balancer(replace(point, balancer="static"), workload, tokens, model)
+            self._statics[place] = simulate_balancer(replace(point, balancer="static"), workload)
         static = self._statics[place]
-        one = static if point.balancer == "static" else simulate_balancer(point, workload, tokens, model)
+        one = static if point.balancer == "static" else simulate_balancer(point, workload)
         return Point(row=_row(point, workload, one, static), request=point, workload=workload, simulated=one)
 
 
-def _simulate(
-    points: list[SimulationRequest], recording: Recording, model: ModelShape
-) -> tuple[list[Point], list[dict[str, Any]]]:
+def _simulate(points: list[SimulationRequest], recording: Recording) -> tuple[list[Point], list[dict[str, Any]]]:
     """Simulate all points.
 
     returns   simulated points; and the settings of the impossible ones, each with the reason as "why"
     raises    the reason of the first point, when all are impossible
     """
-    simulations = Simulations(recording, model)
+    simulations = Simulations(recording)
     found, left_out = [], []
     first: RelibraError | None = None
     for number, point in enumerate(points):
@@ -267,12 +257,10 @@ def _plot(path: Path, found: list[Point], varied: list[str], title: str) -> None
     print_note(f"plot: {path}")
 
 
-def _print(
-    found: list[Point], left_out: list[dict[str, Any]], varied: list[str], request: SweepRequest, model: ModelShape
-) -> None:
+def _print(found: list[Point], left_out: list[dict[str, Any]], varied: list[str], steps: int) -> None:
     """Print what limits the best point, the table of all points, and the impossible ones with the reason."""
     best, told = _best(found), varied or ["ranks", "balancer"]
-    sentences, routed = best.simulated.advice, best.simulated.model
+    sentences, model, routed = best.simulated.advice, best.workload.model, best.simulated.model
     memory = [sentence for sentence in sentences[MAX_SENTENCES:] if sentence.startswith("Memory: ")]
     gain = max(found, key=lambda one: one.row["ratio_to_static"]).row
     if gain["ratio_to_static"] >= GAIN and gain is not best.row:
@@ -289,7 +277,7 @@ def _print(
         f"{best.workload.machine.name}",
         other_model_in_words(model, routed),
     )
-    _print_table([point.row for point in found], told, request.steps)
+    _print_table([point.row for point in found], told, steps)
     for why in dict.fromkeys(point["why"] for point in left_out):
         same = [point for point in left_out if point["why"] == why]
         more = f" and {len(same) - 1} more" * (len(same) > 1)

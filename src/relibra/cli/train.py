@@ -24,13 +24,7 @@ _USAGE_ERROR = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
 
 
 def train(
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[RUN.toml] [KEY=VALUE]...",
-            help="A TOML file (default: built-in settings), then dotted overrides; the last one wins.",
-        ),
-    ] = None,
+    settings: options.RunSettings = None,
     resume: Annotated[
         Path | None,
         typer.Option(help="Continue the run in this folder from its last checkpoint; overrides change its settings."),
@@ -53,12 +47,11 @@ def train(
     from relibra.rl.config.run_config import as_toml, check_resumable, load_config
     from relibra.rl.run.run_folder import read_settings
 
-    words = settings or []
-    file = Path(words[0]) if words and "=" not in words[0] else None
+    file, overrides = options.file_and_overrides(settings)
     if resume is not None and file is not None:
         raise ConfigError(f"--resume {resume} and a settings file {file} contradict each other: leave out the file")
     base = None if resume is None else read_settings(resume)
-    config = load_config(file, words[1:] if file else words, base=base)
+    config = load_config(file, overrides, base=base)
     if base is not None:
         check_resumable(load_config(None, base=base), config)
     _check_server_options(config)

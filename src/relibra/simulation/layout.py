@@ -27,7 +27,6 @@ class ParallelLayout:
     data_parallel: int = 1
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for numbers below 1 or too many ranks."""
         for name in ("expert_parallel", "pipeline_stages", "data_parallel"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

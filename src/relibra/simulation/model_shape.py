@@ -36,7 +36,6 @@ class LatentAttention:
     value_dim: int
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for sizes out of range."""
         _check_sizes(self, "latent attention", {"query_rank"})
 
 
@@ -74,7 +73,6 @@ class ModelShape:
     latent: LatentAttention | None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for sizes out of range or that contradict each other."""
         may_be_0 = {"dense_layers", "dense_width", "shared_width", "window", "windowed_layers", "part_of"}
         _check_sizes(self, f"model {self.name!r}", may_be_0)
         if self.top_k > self.experts:

@@ -36,7 +36,6 @@ class Engines:
     slots: int
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for numbers below 1."""
         for name in ("num_engines", "ranks", "slots"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"engines have {name} {getattr(self, name)}: it must be at least 1")

@@ -35,7 +35,6 @@ class LengthDistribution:
     longest: int
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for values out of range."""
         if not (self.median > 0 and self.sigma >= 0 and self.longest >= 1):
             raise ConfigError(
                 f"lengths of median {self.median}, sigma {self.sigma} and at most {self.longest}: the median is above "

@@ -32,6 +32,13 @@ class Dispatch(StrEnum):
     HIERARCHICAL = "hierarchical"
 
 
+RunSettings = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN.toml] [KEY=VALUE]...",
+        help="A TOML file (default: built-in settings), then dotted overrides; the last one wins.",
+    ),
+]
 Source = Annotated[
     Path,
     typer.Argument(
@@ -171,5 +178,14 @@ Model = Annotated[
     str | None, typer.Option("--model", metavar="NAME", help=f"Model with the sizes for the seconds: {_SIZES}")
 ]
 
+Demand = Annotated[
+    Path | None, typer.Option("--demand", help="Demand of the plan; default: NAME.demand.safetensors beside it.")
+]
 Page = Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Also write an HTML page.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def file_and_overrides(settings: list[str] | None) -> tuple[Path | None, list[str]]:
+    """Return the TOML file of `RunSettings`, if the first word is no override, and the overrides."""
+    words = settings or []
+    return (Path(words[0]), words[1:]) if words and "=" not in words[0] else (None, words)

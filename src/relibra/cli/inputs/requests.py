@@ -47,7 +47,7 @@ def check_one_balancer(verb: str, balancer: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadRequest:
-    """The samples of a trace in micro-batches, for the ranks of a machine."""
+    """The samples of a trace in micro-batches for the ranks of a machine, and what a plan of them may use."""
 
     source: options.Source
     ranks: options.Ranks
@@ -62,12 +62,6 @@ class WorkloadRequest:
     seed: options.Seed = 0
     take: options.TakenPart = options.Take.ALL
     num_experts: options.NumExperts = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class BudgetRequest(WorkloadRequest):
-    """A workload, and what a plan of it may use: by default what `relibra train` lets it use."""
-
     slots: options.Slots = None
     memory_gib: options.MemoryGib = None
     tolerance: options.Tolerance = Budget.tolerance
@@ -77,7 +71,7 @@ class BudgetRequest(WorkloadRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanningRequest(BudgetRequest):
+class PlanningRequest(WorkloadRequest):
     """A workload to make plans for, and an HTML page about them."""
 
     html: options.Page = None
@@ -85,7 +79,7 @@ class PlanningRequest(BudgetRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulationRequest(BudgetRequest):
+class SimulationRequest(WorkloadRequest):
     """One training step, planned by one balancer and simulated."""
 
     balancer: options.Balancer = "relibra"

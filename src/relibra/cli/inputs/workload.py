@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from relibra.cli.inputs.mini_batches import fill_in_words, mini_batches_for, sam
 from relibra.cli.inputs.models import choose_model
 from relibra.cli.inputs.options import Order, Take
 from relibra.cli.inputs.recordings import Recording
-from relibra.cli.inputs.requests import BudgetRequest, SimulationRequest, WorkloadRequest
+from relibra.cli.inputs.requests import SimulationRequest, WorkloadRequest
 from relibra.errors import ConfigError, TraceError
 from relibra.printable import plural
 
@@ -20,9 +21,12 @@ if TYPE_CHECKING:
 
     from relibra.cluster import Cluster
     from relibra.planning.budget import Budget
+    from relibra.planning.plan import StepPlan
+    from relibra.planning.traffic.distinct_rows import DistinctRows
     from relibra.routing.demand import ScheduledDemand
     from relibra.routing.readers.given_schedule import GivenSchedule
     from relibra.routing.trace import RoutingTrace
+    from relibra.simulation import ModelShape
 
 MANY_IDLE = 0.1
 """Share of ranks without tokens in a mean micro-batch above which a message says so."""
@@ -39,6 +43,7 @@ class Workload:
     """What is planned for, and on what.
 
     recording     where the routes are; request: which of them are planned
+    model         as named, with all its layers
     machine       the cluster with the requested ranks
     rank_tokens   most tokens of a rank in a micro-batch; None: as many as the given schedule has
     schedule      file of the schedule that was given; None: samples were scheduled here
@@ -50,6 +55,7 @@ class Workload:
 
     recording: Recording
     request: WorkloadRequest
+    model: ModelShape
     machine: Cluster
     rank_tokens: int | None
     schedule: Path | None
@@ -60,6 +66,21 @@ class Workload:
     def open_routes(self) -> RoutingTrace:
         """Read the trace again, with the samples that were drawn again."""
         return _open_routes(self.recording.trace, self.request, self.rank_tokens)
+
+    @cached_property
+    def _choices(self) -> tuple[ndarray, ndarray]:
+        """Experts that each token chose, and the sample of the demand that the token belongs to."""
+        from relibra.routing.demand_rows import sample_of_rows
+
+        routes = self.open_routes()
+        return routes.experts_TLK, sample_of_rows(routes, self.demand)
+
+    def count_rows(self, plan: StepPlan, scheduled: ScheduledDemand) -> DistinctRows | None:
+        """Count the tokens that travel from rank to rank and to node; None where that would take too long."""
+        from relibra.planning.traffic.distinct_rows import MAX_PAIRS, distinct_rows_of_step
+
+        M, L, R, _ = scheduled.tokens_MLRE.shape
+        return None if M * L * R * R > MAX_PAIRS else distinct_rows_of_step(plan, scheduled, *self._choices)
 
     @property
     def cut(self) -> str:
@@ -89,11 +110,12 @@ def open_workload(recording: Recording, request: WorkloadRequest) -> Workload:
     """Read a trace, fit the machine to it, and schedule its samples, or take the schedule that is given.
 
     raises    ClusterError for an unknown or damaged cluster; TraceError for a damaged trace or schedule; ConfigError
-              when the ranks do not fit experts or nodes, options contradict each other, or the second half is empty
+              for an unknown model, when the ranks do not fit experts or nodes, options contradict each other, or the
+              second half is empty
     """
     from relibra.routing.readers import open_trace
 
-    trace = recording.trace
+    trace, model = recording.trace, choose_model(request.model, recording.trace)
     cluster = open_cluster(request.cluster, None if request.dispatch is None else request.dispatch.value)
     check_num_experts(trace, request.num_experts)
     given, tokens = _given_schedule(recording, request), request.micro_batch_tokens
@@ -113,12 +135,14 @@ def open_workload(recording: Recording, request: WorkloadRequest) -> Workload:
     of_trainer = given is not None or (demand.group_M is not None and demand.group_M.max(initial=0) > 0)
     take = request.take or (Take.ALL if of_trainer else Take.SECOND_HALF)
     demand, history_MLE = (demand, None) if take is Take.ALL else _second_half(trace, demand)
-    words = (*words, *_rows_without_routes(routes))
+    if missing := int((~routes.valid_T).sum()):
+        words = (*words, f"{plural(missing, 'row')} without a route, not counted")
     if history_MLE is not None:
         words = (*words, f"planned: the last {plural(len(demand.load_MLE), 'micro-batch')}; those before are history")
     return Workload(
         recording=recording,
         request=request,
+        model=model,
         machine=machine,
         rank_tokens=tokens,
         schedule=None if given is None else given.path,
@@ -199,12 +223,14 @@ def _given_schedule(recording: Recording, request: WorkloadRequest) -> GivenSche
     if request.schedule is None and (drawn_here or request.mini_batches is not None):
         return None
     found = read_schedule(request.schedule or recording.trace, required=request.schedule is not None)
-    if found is not None and request.order is Order.SHUFFLED:
-        raise ConfigError("--schedule gives the micro-batch of every sample: leave out --order shuffled")
-    if found is not None and request.micro_batches is not None:
-        raise ConfigError("--schedule gives the micro-batch of every sample: leave out --micro-batches")
-    if found is not None and request.mini_batches is not None:
-        raise ConfigError("--schedule gives the mini-batch of every sample: leave out --mini-batches")
+    contradictions = {
+        ("micro-batch", "--order shuffled"): request.order is Order.SHUFFLED,
+        ("micro-batch", "--micro-batches"): request.micro_batches is not None,
+        ("mini-batch", "--mini-batches"): request.mini_batches is not None,
+    }
+    for (unit, option), is_given in contradictions.items():
+        if found is not None and is_given:
+            raise ConfigError(f"--schedule gives the {unit} of every sample: leave out {option}")
     return found
 
 
@@ -226,12 +252,6 @@ def _with_given_schedule(
             f"{plural(left, 'sample')} with {plural(tokens, 'token')} left out: the schedule gives micro-batch -1"
         )
     return demand, tuple(words)
-
-
-def _rows_without_routes(routes: RoutingTrace) -> list[str]:
-    """Return how many rows have no route: they are no tokens of the step."""
-    missing = int((~routes.valid_T).sum())
-    return [f"{plural(missing, 'row')} without a route, not counted"] if missing else []
 
 
 def _second_half(trace: Path, demand: ScheduledDemand) -> tuple[ScheduledDemand, ndarray]:
@@ -279,7 +299,7 @@ def workload_in_words(workload: Workload) -> list[str]:
     return [line for line in lines if line]
 
 
-def budget_for(request: BudgetRequest, workload: Workload) -> Budget:
+def budget_for(request: WorkloadRequest, workload: Workload) -> Budget:
     """Return what a plan of a workload may use: memory that the model leaves, tokens of a rank by the schedule."""
     from relibra.planning.budget import Budget
     from relibra.simulation import Execution, memory_for_slots
@@ -288,8 +308,7 @@ def budget_for(request: BudgetRequest, workload: Workload) -> Budget:
     if memory_gib is None:
         stages = request.pipeline_stages if isinstance(request, SimulationRequest) else 1
         how = Execution(pipeline_stages=stages, recompute_activations=True)
-        model = choose_model(request.model, workload.recording.trace)
-        memory_gib = memory_for_slots(workload.demand, workload.machine, model, how)
+        memory_gib = memory_for_slots(workload.demand, workload.machine, workload.model, how)
     return Budget(
         slots=request.slots,
         memory_gib=memory_gib,

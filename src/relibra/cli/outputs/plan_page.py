@@ -12,21 +12,18 @@ from relibra.cli.outputs.terminal import print_note, progress
 if TYPE_CHECKING:
     from relibra.planning.plan import StepPlan
     from relibra.reporting.data.comparison import ComparisonRow
-    from relibra.simulation import ModelShape
 
 
 def write_page(
     path: Path,
     plan: StepPlan,
     workload: Workload,
-    model: ModelShape,
     rows: Sequence[ComparisonRow] = (),
     *,
     name: str = "the plan",
 ) -> None:
     """Write the page of a plan and print its path on stderr.
 
-    model    whose sizes are simulated
     rows     balancers on the same step, which the page compares first
     name     of the plan
     """
@@ -36,6 +33,6 @@ def write_page(
     demand = workload.demand
     plans = compare_static(plan, demand), compare_plan(name, plan, demand)
     with progress(f"simulating and drawing {path}"):
-        step = compare_step(plans, workload.machine, model, workload.open_routes())
+        step = compare_step(plans, workload.machine, workload.model, workload.open_routes())
         page = write_plan_page(path, step, balancers=rows)
     print_note(f"page: {page}")

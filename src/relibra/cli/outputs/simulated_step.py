@@ -9,12 +9,8 @@ from relibra.cli.inputs.requests import SimulationRequest
 from relibra.cli.inputs.workload import Workload, budget_for
 
 if TYPE_CHECKING:
-    from numpy import ndarray
-
     from relibra.cluster import Cluster
     from relibra.planning.plan import StepPlan
-    from relibra.planning.traffic.distinct_rows import DistinctRows
-    from relibra.routing.demand import ScheduledDemand
     from relibra.simulation import Execution, MemoryUse, ModelShape, SimulatedStep
 
 
@@ -92,31 +88,6 @@ class SimulatedPlan:
         }
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TokenChoices:
-    """Experts that each token of a trace chose, and the sample of the demand that the token belongs to."""
-
-    experts_TLK: ndarray
-    sample_T: ndarray
-
-    def count_rows(self, plan: StepPlan, scheduled: ScheduledDemand) -> DistinctRows | None:
-        """Count the tokens that travel from rank to rank and to node; None where that would take too long."""
-        from relibra.planning.traffic.distinct_rows import MAX_PAIRS, distinct_rows_of_step
-
-        M, L, R, _ = scheduled.tokens_MLRE.shape
-        if M * L * R * R > MAX_PAIRS:
-            return None
-        return distinct_rows_of_step(plan, scheduled, self.experts_TLK, self.sample_T)
-
-
-def open_token_choices(workload: Workload) -> TokenChoices:
-    """Read the tokens that a demand was counted from."""
-    from relibra.routing.demand_rows import sample_of_rows
-
-    routes = workload.open_routes()
-    return TokenChoices(experts_TLK=routes.experts_TLK, sample_T=sample_of_rows(routes, workload.demand))
-
-
 def execution_of(request: SimulationRequest) -> Execution:
     """Return how the step is executed."""
     from relibra.planning.registry import is_live
@@ -129,21 +100,18 @@ def execution_of(request: SimulationRequest) -> Execution:
     )
 
 
-def simulate_balancer(
-    request: SimulationRequest, workload: Workload, tokens: TokenChoices, model: ModelShape
-) -> SimulatedPlan:
+def simulate_balancer(request: SimulationRequest, workload: Workload) -> SimulatedPlan:
     """Plan with the requested balancer and simulate the step.
 
     Plans of relibra that lose to static or to keeping the homes are replaced, as in training; those of others are not.
 
-    tokens    of the workload
-    model     with the layers, experts and choices of the routes
     raises    ConfigError, before anything is planned, for a layout that does not fit
     """
     from relibra.planning.planner import plan_step
-    from relibra.simulation import ParallelLayout, memory_use, simulate_step, with_mini_batches
+    from relibra.simulation import ParallelLayout, cut_model, memory_use, simulate_step, with_mini_batches
 
     machine, demand = workload.machine, workload.demand
+    model = cut_model(workload.model, demand)
     layout = ParallelLayout(expert_parallel=machine.num_ranks, pipeline_stages=request.pipeline_stages)
     layout.check(machine, model)
     plan = plan_step(
@@ -156,7 +124,7 @@ def simulate_balancer(
         never_worse=request.balancer == "relibra",
     )
     scheduled, execution = with_mini_batches(plan.scheduled(demand), execution_of(request))
-    distinct = tokens.count_rows(plan, scheduled)
+    distinct = workload.count_rows(plan, scheduled)
     step = simulate_step(plan, scheduled, machine, model, execution, distinct=distinct)
     return SimulatedPlan(
         machine=machine,

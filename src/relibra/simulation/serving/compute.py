@@ -73,7 +73,6 @@ class MeasuredCompute:
     expert_table: Table
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for tables that are none."""
         check_fields(MeasuredCompute, vars(self), "measured seconds", ConfigError)
         for name, table in vars(self).items():
             rows = [row for row, _ in table]

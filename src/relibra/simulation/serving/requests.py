@@ -28,7 +28,6 @@ class RequestStream:
     response_S: Int64[ndarray, " S"]
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for requests that are none."""
         sizes = {len(self.arrival_S), len(self.prompt_S), len(self.response_S)}
         if len(sizes) != 1 or not len(self.arrival_S):
             raise ConfigError("a stream of requests has an arrival, a prompt and a response for each of at least one")
@@ -58,7 +57,6 @@ class Places:
     """Places of M micro-batches on X attention nodes, B each: which request is where, and how long it is by now."""
 
     def __init__(self, stream: RequestStream, micro_batches: int, nodes: int, places: int) -> None:
-        """Begin with empty places."""
         shape = (micro_batches, nodes, places)
         self._stream, self._next = stream, 0
         self._request_MXB = np.full(shape, -1, dtype=np.int64)

@@ -106,7 +106,6 @@ class Tally:
     """Sums over steps."""
 
     def __init__(self, plan: Plan, site: Site, micro_batches: int, places: Places | None) -> None:
-        """Begin with nothing."""
         self._plan, self._site, self._places = plan, site, places
         self._end_M, self._began = np.zeros(micro_batches), 0.0
         self._tokens, self._steps = 0.0, 0

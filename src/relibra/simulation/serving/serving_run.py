@@ -51,7 +51,6 @@ class Scenario:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for fewer than one step that counts."""
         if not 0 <= self.warm_up < self.steps:
             raise ConfigError(f"{self.steps} steps with {self.warm_up} to warm up: at least one step has to count")
 

@@ -33,7 +33,6 @@ class Transport:
     ack_priority: bool = True
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for values out of range."""
         if not (self.factor > 0 and self.jitter >= 0 and 0 <= self.tail <= 1 and self.tail_factor >= 1):
             raise ConfigError(
                 f"transport {self.name!r} has factor {self.factor}, jitter {self.jitter}, tail {self.tail} x "
