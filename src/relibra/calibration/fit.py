@@ -103,11 +103,8 @@ def gemm_rows(samples: Samples, experts: int, flops_per_row: float) -> list[Gemm
 
     flops_per_row    of one expert, forward and backward
     """
-    found = []
-    for rows in sorted(samples):
-        rates = [experts * rows * flops_per_row / seconds for seconds in samples[rows]]
-        found.append(GemmRow(rows=rows, flops_per_second=Spread.of(rates), repetitions=len(rates)))
-    return found
+    rates = {rows: [experts * rows * flops_per_row / one for one in samples[rows]] for rows in sorted(samples)}
+    return [GemmRow(rows=rows, flops_per_second=Spread.of(of), repetitions=len(of)) for rows, of in rates.items()]
 
 
 def monotone_table(found: Sequence[GemmRow]) -> tuple[tuple[int, float], ...]:

@@ -234,11 +234,7 @@ def _time_products(job: Job, device: torch.device) -> list[list[float]]:
     experts.check()
     left, right = (torch.randn(sizes.dense, sizes.dense, device=device).to(job.dtype) for _ in range(2))
     works = [*(experts.work([rows] * EXPERTS) for rows in sizes.rows), lambda: (left @ right,)]
-
-    def time_round(order: list[int]) -> list[float]:
-        return seconds_each([works[n] for n in order], device)
-
-    return repeat_in_turns(len(works), time_round, sizes, lambda elapsed: elapsed > sizes.seconds)
+    return repeat_in_turns(len(works), lambda order: seconds_each([works[n] for n in order], device), sizes)
 
 
 def _time_copies(job: Job, device: torch.device) -> list[list[float]]:
@@ -265,10 +261,7 @@ def _time_copies(job: Job, device: torch.device) -> list[list[float]]:
             seconds.append(_now(device) - start)
         return max(seconds)
 
-    def time_round(order: list[int]) -> list[float]:
-        return [time_copy(sizes.copies[n]) for n in order]
-
-    return repeat_in_turns(len(sizes.copies), time_round, sizes, lambda elapsed: elapsed > sizes.seconds)
+    return repeat_in_turns(len(sizes.copies), lambda order: [time_copy(sizes.copies[n]) for n in order], sizes)
 
 
 def _time_memory(job: Job, device: torch.device) -> list[float]:
@@ -281,7 +274,7 @@ def _time_memory(job: Job, device: torch.device) -> list[float]:
         target.copy_(source)
         return [_now(device) - start]
 
-    return repeat_in_turns(1, time_round, job.sizes, lambda elapsed: elapsed > job.sizes.seconds)[0]
+    return repeat_in_turns(1, time_round, job.sizes)[0]
 
 
 def _time_exchange(job: Job, device: torch.device) -> list[list[float]]:
@@ -298,15 +291,12 @@ def _time_exchange(job: Job, device: torch.device) -> list[list[float]]:
             dist.all_to_all_single(received[:size], sent[:size], each, each)
         return (_now(device) - start) / EXCHANGES
 
-    def time_round(order: list[int]) -> list[float]:
-        return [time_exchange(sizes[n]) for n in order]
-
     def enough(elapsed: float) -> bool:  # all ranks stop after the same repetition
         slowest = torch.tensor(elapsed)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return float(slowest) > job.sizes.seconds
 
-    return repeat_in_turns(len(sizes), time_round, job.sizes, enough)
+    return repeat_in_turns(len(sizes), lambda order: [time_exchange(sizes[n]) for n in order], job.sizes, enough)
 
 
 def _time_overlap(job: Job, device: torch.device) -> list[list[float]]:
@@ -343,13 +333,16 @@ def _time_overlap(job: Job, device: torch.device) -> list[list[float]]:
 
 
 def repeat_in_turns(
-    number: int, time_round: Callable[[list[int]], list[float]], sizes: Sizes, enough: Callable[[float], bool]
+    number: int,
+    time_round: Callable[[list[int]], list[float]],
+    sizes: Sizes,
+    enough: Callable[[float], bool] | None = None,
 ) -> list[list[float]]:
     """Return seconds by size; a first round warms up, and later rounds run the sizes in ascending or descending order.
 
     number       sizes to time
     time_round   returns the seconds of the sizes of these indices, timed in this order
-    enough       whether to stop after so many seconds; asked from `MIN_REPETITIONS` on
+    enough       whether to stop after so many seconds, asked from `MIN_REPETITIONS` on; None: after `sizes.seconds`
     """
     seconds: list[list[float]] = [[] for _ in range(number)]
     time_round(list(range(number)))
@@ -358,7 +351,8 @@ def repeat_in_turns(
         order = list(range(number))[:: -1 if repetition % 2 else 1]
         for n, spent in zip(order, time_round(order), strict=True):
             seconds[n].append(spent)
-        if repetition + 1 >= MIN_REPETITIONS and enough(time.perf_counter() - start):
+        elapsed = time.perf_counter() - start
+        if repetition + 1 >= MIN_REPETITIONS and (enough(elapsed) if enough else elapsed > sizes.seconds):
             break
     return seconds
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -21,11 +22,11 @@ from relibra.planning.budget import DEFAULT_MODEL
 if TYPE_CHECKING:
     from relibra.calibration.fit import Calibration, LinkFit, Spread
 
-Output = Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="File for the cluster, TOML.")]
-
 
 def calibrate(
-    output: Output = Path("cluster.toml"),
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="File for the cluster, TOML.")] = Path(
+        "cluster.toml"
+    ),
     ranks: Annotated[
         int | None,
         typer.Option(min=1, max=1024, metavar="R", help="Ranks of this machine; default: its GPUs, else 2 processes."),
@@ -76,15 +77,9 @@ def calibrate(
     with writing(output):
         write_cluster(output, found.cluster)
     if as_json:
-        typer.echo(json.dumps(_facts(found, output)))
+        typer.echo(json.dumps({"written": str(output), **asdict(found)}))
     else:
         _print(found, output)
-
-
-def _facts(found: Calibration, output: Path) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return {"written": str(output), **asdict(found)}
 
 
 def _print(found: Calibration, output: Path) -> None:

@@ -79,7 +79,10 @@ def main() -> None:
     """Run the program; expected errors become one line on stderr and exit code 1."""
     escape_logs_and_tracebacks()
     try:
-        with library_errors(f"relibra {' '.join(sys.argv[1:2])}", RelibraError, stays=_is_told):
+        told = (OSError, RecursionError, MemoryError)  # have a sentence of their own below
+        with library_errors(
+            f"relibra {' '.join(sys.argv[1:2])}", RelibraError, stays=lambda one: isinstance(one, told)
+        ):
             app(prog_name="relibra")
     except RelibraError as error:
         _exit_with(str(error))
@@ -96,11 +99,6 @@ def main() -> None:
         if leaving.code == 130:  # typer turns Ctrl-C into this code and prints nothing
             print("stopped", file=sys.stderr)
         raise
-
-
-def _is_told(error: Exception) -> bool:
-    """Return whether `main` has a sentence of its own for an error."""
-    return isinstance(error, OSError | RecursionError | MemoryError)
 
 
 def _exit_with(sentence: str) -> NoReturn:

@@ -34,6 +34,7 @@ EXPORTS = {
     "tensorrt-llm": "write_tensorrt_llm_yaml",
 }
 """Formats of --export, and their functions in `relibra.planning.exports`."""
+FORMATS = ", ".join(EXPORTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +52,17 @@ class PlanRequest(PlanningRequest):
         list[str] | None,
         typer.Option(
             metavar="FORMAT=PATH",
-            help=f"Also write decisions for a trainer (.npz), or a placement for an engine: {', '.join(EXPORTS)}.",
+            help=f"Also write decisions for a trainer (.npz), or a placement for an engine: {FORMATS}.",
         ),
     ] = None
 
     def exports(self) -> list[NamedPath]:
         """Return format and path of each --export; raises ConfigError for one that is not FORMAT=PATH."""
-        return [_format_and_path(word) for word in self.export or []]
+        words = [word.partition("=") for word in self.export or []]
+        for form, equals, path in words:
+            if form not in EXPORTS or not path:
+                raise ConfigError(f"--export {form + equals + path!r} is not FORMAT=PATH with a format of {FORMATS}")
+        return [(form, Path(path)) for form, _, path in words]
 
 
 @takes(PlanRequest)
@@ -170,13 +175,6 @@ def _write(made: StepPlan, demand: ScheduledDemand, request: PlanRequest) -> Non
     for form, path in request.exports():
         with writing(path):
             getattr(exports, EXPORTS[form])(path, made, demand)
-
-
-def _format_and_path(word: str) -> NamedPath:
-    form, equals, path = word.partition("=")
-    if form not in EXPORTS or not equals or not path:
-        raise ConfigError(f"--export {word!r} is not FORMAT=PATH with a format of {', '.join(EXPORTS)}")
-    return form, Path(path)
 
 
 def _facts(result: Result) -> dict[str, object]:

@@ -62,58 +62,37 @@ def simulate(request: SimulateRequest) -> None:
     for name in dict.fromkeys(("static", request.balancer)):
         with progress(f"planning and simulating {name} (the first run compiles kernels)"):
             found[name] = simulate_balancer(replace(request, balancer=name), workload)
-    result = Result(request=request, workload=workload, by_balancer=found)
     if request.timeline is not None:
-        _write_timeline(request.timeline, result)
+        _write_timeline(request.timeline, request, workload, found[request.balancer])
     if request.as_json:
-        typer.echo(json.dumps(_facts(result)))
+        typer.echo(json.dumps(_facts(request, workload, found)))
     else:
-        _print(result)
+        _print(request, workload, found)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Result:
-    """Simulated steps of the static layout and of the balancer, by name, and what they were simulated for."""
-
-    request: SimulateRequest
-    workload: Workload
-    by_balancer: dict[str, SimulatedPlan]
-
-    @property
-    def chosen(self) -> SimulatedPlan:
-        """The step of the requested balancer."""
-        return self.by_balancer[self.request.balancer]
-
-    @property
-    def static(self) -> SimulatedPlan:
-        """The step of the static layout."""
-        return self.by_balancer["static"]
-
-
-def _facts(result: Result) -> dict[str, object]:
+def _facts(request: SimulateRequest, workload: Workload, plans: dict[str, SimulatedPlan]) -> dict[str, object]:
     """Return what --json prints; what limits the step comes first."""
-    chosen, static, machine = result.chosen, result.static, result.workload.machine
+    chosen, static, machine = plans[request.balancer], plans["static"], workload.machine
     return {
         **chosen.limits(),
         **chosen.figures(static),
-        "balancer": result.request.balancer,
+        "balancer": request.balancer,
         "static_seconds": static.step.seconds,
         "static_skew": static.skew,
         "memory": dict(chosen.memory.parts),
-        "model": result.workload.model.name,
+        "model": workload.model.name,
         "model_part": chosen.model.part_in_words,
         "cluster": machine.name,
         "cluster_label": machine.label,
         "dispatch": machine.dispatch,
-        "trace": str(result.workload.recording.trace),
-        "cut": result.workload.cut,
-        "steps_served": result.request.steps,
+        "trace": str(workload.recording.trace),
+        "cut": workload.cut,
+        "steps_served": request.steps,
     }
 
 
-def _print(result: Result) -> None:
-    request, chosen, workload, machine = result.request, result.chosen, result.workload, result.workload.machine
-    staged = request.pipeline_stages > 1
+def _print(request: SimulateRequest, workload: Workload, plans: dict[str, SimulatedPlan]) -> None:
+    chosen, machine, staged = plans[request.balancer], workload.machine, request.pipeline_stages > 1
     stages = (
         f", {request.pipeline_stages} pipeline stages of them: {chosen.step.layout.num_ranks} ranks in all" * staged
     )
@@ -126,25 +105,25 @@ def _print(result: Result) -> None:
         f"{stages}{recomputed}",
         other_model_in_words(workload.model, chosen.model),
     )
-    stdout_console().print(_table(result))
+    stdout_console().print(_table(plans))
     print_wrapped(
         f"label: simulated, on {machine.name} ({machine.label}: {machine.source})",
         "straggler: seconds in which only the busiest ranks compute experts; skew: token-slots of the busiest ranks / "
         f"mean ranks; memory: of the fullest rank; {chosen.rows_from}",
-        moves_in_words(request.steps) * any(one.moving_seconds for one in result.by_balancer.values()),
-        static_plan_in_words(request.balancer, chosen, result.static, workload),
+        moves_in_words(request.steps) * any(one.moving_seconds for one in plans.values()),
+        static_plan_in_words(request.balancer, chosen, plans["static"], workload),
         "pipeline: parts are those of each column's busiest stage; the last stage also has the output matrix" * staged,
         *chosen.step.notes,
     )
 
 
-def _table(result: Result) -> Table:
+def _table(by_balancer: dict[str, SimulatedPlan]) -> Table:
     """Return a table with a column per balancer and the parts of its seconds as rows."""
     from relibra.simulation.units import bytes_in_words
 
-    table = new_table("", *result.by_balancer)
-    static, tokens = result.static.step.seconds, result.static.tokens
-    plans = list(result.by_balancer.values())
+    table = new_table("", *by_balancer)
+    static, tokens = by_balancer["static"].step.seconds, by_balancer["static"].tokens
+    plans = list(by_balancer.values())
     steps = [one.step for one in plans]
 
     def row(title: str, cells: list[str]) -> None:
@@ -169,7 +148,7 @@ def _table(result: Result) -> Table:
         row("all moves, seconds", [f"{one.moving_seconds:.4g}" for one in plans])
     row("hidden copies, seconds", [f"{max(0.0, step.hidden_copy_seconds):.4g}" for step in steps])
     row("model flops utilisation", [f"{step.model_flops_utilisation:.1%}" for step in steps])
-    for link in ("inside", "between") if result.workload.machine.num_nodes > 1 else ("inside",):
+    for link in ("inside", "between") if plans[0].machine.num_nodes > 1 else ("inside",):
         row(f"bytes {link} nodes", [""] * len(steps))
         for kind in steps[0].bytes.as_dict():
             sizes = [getattr(getattr(step.bytes, kind), link) for step in steps]
@@ -181,15 +160,15 @@ def _table(result: Result) -> Table:
     return table
 
 
-def _write_timeline(path: Path, result: Result) -> None:
+def _write_timeline(path: Path, request: SimulateRequest, workload: Workload, one: SimulatedPlan) -> None:
     from relibra.simulation import simulated_timeline, with_mini_batches
 
-    plan = result.chosen.plan
-    scheduled, execution = with_mini_batches(plan.scheduled(result.workload.demand), execution_of(result.request))
+    plan = one.plan
+    scheduled, execution = with_mini_batches(plan.scheduled(workload.demand), execution_of(request))
     ranks = list(range(min(plan.num_ranks, MAX_TIMELINE_RANKS)))
     made = simulated_timeline(
-        plan, scheduled, result.workload.machine, result.chosen.model, execution, ranks=ranks,
-        micro_batches=[0], distinct=result.workload.count_rows(plan, scheduled),
+        plan, scheduled, one.machine, one.model, execution, ranks=ranks,
+        micro_batches=[0], distinct=workload.count_rows(plan, scheduled),
     )  # fmt: skip
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

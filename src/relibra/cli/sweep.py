@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from relibra.cli.inputs import options
 from relibra.cli.inputs.models import model_in_words, other_model_in_words
@@ -22,7 +21,7 @@ from relibra.cli.outputs.simulated_step import (
     moves_in_words,
     simulate_balancer,
 )
-from relibra.cli.outputs.terminal import print_note, print_wrapped, progress, stdout_console
+from relibra.cli.outputs.terminal import new_table, print_note, print_wrapped, progress, stdout_console
 from relibra.errors import ConfigError, RelibraError
 from relibra.planning.budget import MOST_SLOTS
 from relibra.printable import plural
@@ -43,24 +42,21 @@ def _list(metavar: str, words: str) -> Any:
     return typer.Option(metavar=metavar, help=f"{words}; one, or a comma-separated list.")
 
 
-_Ranks = Annotated[str, _list("R,...", "Ranks of the expert-parallel group")]
-_RanksPerNode = Annotated[str | None, _list("G,...", "Ranks on one node; default: those of the cluster")]
-_Slots = Annotated[str | None, _list("B,...", "Most spare expert slots per rank; default: as many as pay")]
-_Tokens = Annotated[
-    str | None, _list("T,...", "Most tokens per rank in a micro-batch; default: those of the run, else 2048")
-]
-_Stages = Annotated[str, _list("N,...", "Pipeline stages")]
-
-
 @dataclass(frozen=True, kw_only=True)
 class SweepRequest(SimulationRequest):
     """Options of `relibra sweep`: lists of settings, and the settings that all points share."""
 
-    ranks: _Ranks  # type: ignore[assignment]
-    ranks_per_node: _RanksPerNode = None  # type: ignore[assignment]
-    slots: _Slots = None  # type: ignore[assignment]
-    micro_batch_tokens: _Tokens = None  # type: ignore[assignment]
-    pipeline_stages: _Stages = "1"  # type: ignore[assignment]
+    ranks: Annotated[str, _list("R,...", "Ranks of the expert-parallel group")]  # type: ignore[assignment]
+    ranks_per_node: Annotated[  # type: ignore[assignment]
+        str | None, _list("G,...", "Ranks on one node; default: those of the cluster")
+    ] = None
+    slots: Annotated[  # type: ignore[assignment]
+        str | None, _list("B,...", "Most spare expert slots per rank; default: as many as pay")
+    ] = None
+    micro_batch_tokens: Annotated[  # type: ignore[assignment]
+        str | None, _list("T,...", "Most tokens per rank in a micro-batch; default: those of the run, else 2048")
+    ] = None
+    pipeline_stages: Annotated[str, _list("N,...", "Pipeline stages")] = "1"  # type: ignore[assignment]
     balancer: Annotated[str, _list("NAME,...", "Balancers that relibra compare lists")] = "relibra"
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also plot it: .png (matplotlib) or .html (plotly).")
@@ -177,9 +173,8 @@ class Simulations:
         """Simulate a point and the static layout beside it; raises what makes the point impossible."""
         key = (point.ranks, point.ranks_per_node, point.micro_batch_tokens)
         if key not in self._workloads:
-            opened = open_workload(self._recording, point)
-            _refuse_schedule_of_fewer_ranks(opened)
-            self._workloads[key] = opened
+            self._workloads[key] = open_workload(self._recording, point)
+            _refuse_schedule_of_fewer_ranks(self._workloads[key])
         workload = self._workloads[key]
         place = (*key, point.pipeline_stages)  # the static layout leaves slots empty, so their number does not matter
         if place not in self._statics:
@@ -225,7 +220,6 @@ def _row(point: SimulationRequest, workload: Workload, one: SimulatedPlan, stati
         **_settings(point),
         **one.figures(static),
         "micro_batch_tokens": workload.rank_tokens,
-        "ranks": point.ranks,
         "ranks_per_node": min(workload.machine.ranks_per_node, workload.machine.num_ranks),
         "all_ranks": step.layout.num_ranks,
         "relocation_share": step.terms["relocation"] / step.seconds,
@@ -287,7 +281,7 @@ def _print(found: list[Point], left_out: list[dict[str, Any]], varied: list[str]
 def _print_table(rows: list[dict[str, Any]], settings: list[str], steps: int) -> None:
     from relibra.reporting.data.sweep_lines import balancer_text, fell_back
 
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table = new_table(space=1)
     short = {
         "ranks": "ranks", "ranks_per_node": "per\nnode", "slots": "slots", "micro_batch_tokens": "tokens\n/ rank",
         "pipeline_stages": "stages", "balancer": "balancer",
@@ -312,23 +306,17 @@ def _print_table(rows: list[dict[str, Any]], settings: list[str], steps: int) ->
             f"{row['memory_bytes'] / 1e9:.3g}{'!' if row['memory_warning'] else ''}",
         )
     stdout_console().print(table)
-    print_wrapped(_legend(staged, moved, steps))
-    kept = sum(map(fell_back, rows))
-    if kept:
+    legend = (
+        "all ranks: expert-parallel ranks x pipeline stages" * staged,
+        "/ static: throughput relative to the static layout of the same machine and micro-batches",
+        moves_in_words(steps),
+        f"exch, strag, copy{', move' * moved}: shares of the step for exchanging rows, for experts on the busiest "
+        f"ranks only, for copies that are not hidden{', for its part of the moves' * moved}",
+        "skew: token-slots of the busiest / mean ranks",
+        "GB: memory of the fullest rank, ! where it does not fit",
+    )
+    print_wrapped("; ".join(filter(None, legend)))
+    if kept := sum(map(fell_back, rows)):
         print_wrapped(
             f"=: the balancer kept the static layout, in {kept} of {len(rows)} rows; relibra simulate says why"
         )
-
-
-def _legend(staged: bool, moved: bool, steps: int) -> str:
-    return "; ".join(
-        [
-            *(["all ranks: expert-parallel ranks x pipeline stages"] * staged),
-            "/ static: throughput relative to the static layout of the same machine and micro-batches",
-            moves_in_words(steps),
-            f"exch, strag, copy{', move' * moved}: shares of the step for exchanging rows, for experts on the busiest "
-            f"ranks only, for copies that are not hidden{', for its part of the moves' * moved}",
-            "skew: token-slots of the busiest / mean ranks",
-            "GB: memory of the fullest rank, ! where it does not fit",
-        ]
-    )

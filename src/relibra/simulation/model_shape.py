@@ -261,6 +261,15 @@ def model_shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelS
             f"config of {name!r} has {layers} layers, {dense} of them dense, so none has experts: give that of a model "
             "with experts"
         )
+    latent = None
+    if config.get("kv_lora_rank"):
+        latent = LatentAttention(
+            query_rank=size("q_lora_rank", default=0),
+            kv_rank=size("kv_lora_rank"),
+            rope_dim=size("qk_rope_head_dim"),
+            nope_dim=size("qk_nope_head_dim"),
+            value_dim=size("v_head_dim"),
+        )
     return ModelShape(
         name=name,
         moe_layers=layers - dense,
@@ -278,7 +287,7 @@ def model_shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelS
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         window=size("sliding_window", default=0) if windowed else 0,
         windowed_layers=windowed,
-        latent=_latent(size) if config.get("kv_lora_rank") else None,
+        latent=latent,
     )
 
 
@@ -301,16 +310,6 @@ def counted_model_shape(
         "intermediate_size": config.get("intermediate_size") or expert.width,
     }
     return replace(model_shape_from_config({**config, **counted}), expert=expert)
-
-
-def _latent(size: Any) -> LatentAttention:
-    return LatentAttention(
-        query_rank=size("q_lora_rank", default=0),
-        kv_rank=size("kv_lora_rank"),
-        rope_dim=size("qk_rope_head_dim"),
-        nope_dim=size("qk_nope_head_dim"),
-        value_dim=size("v_head_dim"),
-    )
 
 
 def _preset(

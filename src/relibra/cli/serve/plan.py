@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from relibra.planning.deployment.colocated import ColocatedPlan
     from relibra.planning.deployment.decision import Decision
     from relibra.planning.deployment.deployment_plan import DeploymentPlan
-    from relibra.planning.deployment.search import SearchSpace
     from relibra.planning.deployment.served_model import ServedModel
 
 
@@ -102,12 +101,6 @@ class ServePlanRequest:
     ] = None
     as_json: options.Json = False
 
-    def space(self) -> SearchSpace:
-        """Return what the search tries."""
-        from relibra.planning.deployment.search import SearchSpace
-
-        return SearchSpace(objective=self.objective.value, most_gpus=self.max_gpus)
-
     def choices(self) -> list[Accelerator]:
         """Return the GPUs to choose from, each once."""
         from relibra.planning.deployment.accelerator import accelerator, read_accelerators
@@ -132,6 +125,7 @@ def plan(request: ServePlanRequest) -> None:
     from relibra.planning.deployment.decision import decide
     from relibra.planning.deployment.deployment_files import write_deployment
     from relibra.planning.deployment.performance import Efficiency
+    from relibra.planning.deployment.search import SearchSpace
     from relibra.planning.deployment.service_level import ServiceLevel
 
     inputs = [*named("--accelerators", request.accelerators), *named("--trace", request.trace)]
@@ -143,9 +137,10 @@ def plan(request: ServePlanRequest) -> None:
     arrivals = None if request.rate is None else Arrivals.read(request.rate, request.lengths)
     model, gpus = open_served_model(request.model), request.choices()
     time = TokenTime.read(request.tpot)
+    space = SearchSpace(objective=request.objective.value, most_gpus=request.max_gpus)
     level = ServiceLevel(seconds_per_token=time.seconds, context=request.context, expert_skew=request.skew)
     with progress(f"searching deployments of {model.name}"):
-        decision = decide(model, level, gpus, request.space(), Efficiency(), time=time.words)
+        decision = decide(model, level, gpus, space, Efficiency(), time=time.words)
     if request.output is not None:
         if decision.best is None:
             print_note(f"{request.output} is not written: no deployment with attention and experts apart fits")
