@@ -196,16 +196,12 @@ def fit_cluster(
     memory = Spread.of([timings.memory_bytes / seconds for seconds in timings.memory])
     peak = max(dense.median, table[-1][1])
     host = fit_link(timings.copies, "copies in host memory")
-    exchange = (
-        fit_link(timings.exchange, "the exchange between ranks", max(1, machine.ranks - 1))
-        if links_of is None
-        else None
-    )
-    if exchange is not None:
+    exchange = None
+    if links_of is None:
+        exchange = fit_link(timings.exchange, "the exchange between ranks", max(1, machine.ranks - 1))
         intra = send = receive = exchange.link
         links = "links between nodes were not measured, those inside the node are used"
-    else:
-        assert links_of is not None, "one rank measures no exchange: its links come from another cluster"
+    else:  # one rank measures no exchange
         intra, send, receive = links_of.intra, links_of.inter_send, links_of.inter_receive
         links = f"links between ranks were not measured, they are those of {links_of.name} ({links_of.label})"
     cluster = Cluster(

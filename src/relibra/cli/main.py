@@ -25,15 +25,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done; 1 an error, described in one sentence; 2 wrong usage; 130 stopped by Ctrl-C.",
 )
-app.command(name="train")(train.train)
-app.command(name="export")(export.export)
-app.command(name="report")(report.report)
-app.command(name="plan")(plan.plan)
-app.command(name="compare")(compare.compare)
-app.command(name="calibrate")(calibrate.calibrate)
-app.command(name="explain")(explain.explain)
-app.command(name="simulate")(simulate.simulate)
-app.command(name="sweep")(sweep.sweep)
+for _verb in (
+    train.train, export.export, report.report, plan.plan, compare.compare, calibrate.calibrate, explain.explain,
+    simulate.simulate, sweep.sweep,
+):  # fmt: skip
+    app.command()(_verb)
 app.add_typer(trace.app, name="trace", short_help=trace.app.info.help)
 app.add_typer(serve.app, name="serve", short_help=serve.app.info.help)
 if bench.BENCHMARKS.is_dir():

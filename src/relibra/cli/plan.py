@@ -202,19 +202,8 @@ def _facts(result: Result) -> dict[str, object]:
 
 
 def _print_summary(result: Result) -> None:
-    from relibra.planning.analysis.levers import lever_gaps
-
-    levers = lever_gaps(result.plan, result.workload.demand)
-    for line in workload_in_words(result.workload):
-        print_text(line)
-    for name, text in _summary(result, levers[0][1]).items():
-        print_text(f"{name:<13} {text}")
-    _print_levers(result.plan, result.workload.demand, levers)
-
-
-def _summary(result: Result, static_skew: float) -> dict[str, str]:
-    """Return the lines of the summary by title."""
     from relibra.planning.analysis.explanation import slot_memory
+    from relibra.planning.analysis.levers import lever_gaps
 
     plan, row, output = result.plan, result.row, result.request.output
     assert row.skew is not None, "measured"
@@ -234,11 +223,12 @@ def _summary(result: Result, static_skew: float) -> dict[str, str]:
     memory = slot_memory(plan, result.workload.model.expert)
     once = "; hierarchical dispatch: a token crosses to a node once" * (plan.dispatch == "hierarchical")
     spread = f"; 1/{steps} of the moves" if steps > 1 and (plan.predicted["relocation"] or back) else ""
-    return {
+    levers = lever_gaps(plan, result.workload.demand)
+    summary = {
         "balancer": plan.balancer,
         "experts": f"of {result.workload.model.name}{default}",
         "allowed": describe_budget(result.budget),
-        "skew": f"{static_skew:.3f} static -> {row.skew:.3f} planned; bound {row.bound:.3f}, gap {row.gap:.2%}",
+        "skew": f"{levers[0][1]:.3f} static -> {row.skew:.3f} planned; bound {row.bound:.3f}, gap {row.gap:.2%}",
         "copies": f"{row.copies:,} ({row.copies_per_micro_batch_layer:.1f} per micro-batch and layer){across}",
         "slots": f"{plan.slots} per rank {'in every layer' if plan.resident else 'for all layers'}, {memory}",
         "moved": f"{row.moved_experts:,} of {plan.home_LE.size:,} experts",
@@ -252,6 +242,10 @@ def _summary(result: Result, static_skew: float) -> dict[str, str]:
         result.written: f"{printable(str(output))} and {printable(demand_path(output).name)}",
         **{f"for {form}": printable(str(path)) for form, path in result.request.exports()},
     }
+    print_text("\n".join(workload_in_words(result.workload)))
+    for name, text in summary.items():
+        print_text(f"{name:<13} {text}")
+    _print_levers(plan, result.workload.demand, levers)
 
 
 def _describe_bytes(sent: StepBytes, link: str, least: str) -> str:

@@ -42,20 +42,21 @@ def _list(metavar: str, words: str) -> Any:
     return typer.Option(metavar=metavar, help=f"{words}; one, or a comma-separated list.")
 
 
+_RanksPerNode = Annotated[str | None, _list("G,...", "Ranks on one node; default: those of the cluster")]
+_Slots = Annotated[str | None, _list("B,...", "Most spare expert slots per rank; default: as many as pay")]
+_Tokens = Annotated[
+    str | None, _list("T,...", "Most tokens per rank in a micro-batch; default: those of the run, else 2048")
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SweepRequest(SimulationRequest):
     """Options of `relibra sweep`: lists of settings, and the settings that all points share."""
 
     ranks: Annotated[str, _list("R,...", "Ranks of the expert-parallel group")]  # type: ignore[assignment]
-    ranks_per_node: Annotated[  # type: ignore[assignment]
-        str | None, _list("G,...", "Ranks on one node; default: those of the cluster")
-    ] = None
-    slots: Annotated[  # type: ignore[assignment]
-        str | None, _list("B,...", "Most spare expert slots per rank; default: as many as pay")
-    ] = None
-    micro_batch_tokens: Annotated[  # type: ignore[assignment]
-        str | None, _list("T,...", "Most tokens per rank in a micro-batch; default: those of the run, else 2048")
-    ] = None
+    ranks_per_node: _RanksPerNode = None  # type: ignore[assignment]
+    slots: _Slots = None  # type: ignore[assignment]
+    micro_batch_tokens: _Tokens = None  # type: ignore[assignment]
     pipeline_stages: Annotated[str, _list("N,...", "Pipeline stages")] = "1"  # type: ignore[assignment]
     balancer: Annotated[str, _list("NAME,...", "Balancers that relibra compare lists")] = "relibra"
     plot: Annotated[

@@ -215,11 +215,8 @@ def import_(
         f"{counts.samples:,} samples, {counts.rows:,} rows, {counts.missing_rows:,} of them without a route: {to}"
     )
     if counts.zero_rows:
-        done = (
-            f"with their {plural(counts.dropped_samples, 'sample')} left out"
-            if counts.dropped_samples
-            else "without a route"
-        )
+        left_out = f"with their {plural(counts.dropped_samples, 'sample')} left out"
+        done = left_out if counts.dropped_samples else "without a route"
         print_text(f"{plural(counts.zero_rows, 'row')} of zeros: {done}")
 
 
@@ -238,8 +235,7 @@ def _print_statistics(result: TraceStatistics) -> None:
         f"{result.rows:,} rows of {result.samples:,} samples, {result.layers} layers, "
         f"{result.top_k} of {result.experts} experts per token"
     )
-    rest = result.rows % result.micro_batch_tokens
-    last = f", the last one of {rest:,}" if rest else ""
+    last = f", the last one of {rest:,}" if (rest := result.rows % result.micro_batch_tokens) else ""
     typer.echo(f"{result.micro_batches} micro-batches of {result.micro_batch_tokens:,} rows over all ranks{last}")
     table = Table(title="rank skew (max / mean token-slots), static layout", title_justify="left")
     for column in ("ranks", "mean", "median", "p95", "max", "weighted", "idle"):
@@ -266,9 +262,9 @@ def _print_left_out(result: TraceStatistics) -> None:
     shown = [row.ranks for row in result.layouts]
     missing = [ranks for ranks in DEFAULT_RANKS if ranks not in shown]
     if missing:
-        instead = "" if shown[0] in DEFAULT_RANKS else f"; shown instead: {_listed(shown)}"
-        words = f"not possible with {result.experts} experts: {_listed(missing)} ranks{instead}"
-        print_note(f"{words}; choose with --ranks")
+        instead = "" if shown[0] in DEFAULT_RANKS else f"; shown instead: {', '.join(map(str, shown))}"
+        listed = ", ".join(map(str, missing))
+        print_note(f"not possible with {result.experts} experts: {listed} ranks{instead}; choose with --ranks")
 
 
 def _find_trace(path: Path) -> Path:
@@ -299,7 +295,3 @@ def _rank_counts(text: str) -> list[int]:
     if not all(re.fullmatch("[1-9][0-9]{0,8}", part) for part in parts):
         raise typer.BadParameter(f"{text!r} is not a list of numbers of ranks like 8,16,32", param_hint="--ranks")
     return list(dict.fromkeys(map(int, parts)))
-
-
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))

@@ -148,8 +148,7 @@ class ModelShape:
     def active_parameters(self) -> int:
         """Return the weights that a token is multiplied with: its choices of the experts, no input embedding."""
         chosen = self.moe_layers * self.top_k * self.expert.parameters
-        always = self.moe_layers * self.non_expert_parameters + self.dense_layers * self.dense_layer_parameters
-        return chosen + always + self.head_parameters
+        return chosen + self.shared_parameters - (0 if self.tied_embeddings else self.head_parameters)
 
     @property
     def cache_bytes_per_token(self) -> int:

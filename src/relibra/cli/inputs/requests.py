@@ -24,17 +24,15 @@ def takes(request: type[Request]) -> Callable[[Callable[[Request], None]], Calla
         def command(**values: Any) -> None:
             verb(request(**values))
 
-        command.__doc__ = verb.__doc__
-        command.__annotations__ = get_type_hints(request, include_extras=True)
-        command.__signature__ = _signature(request, command.__annotations__)  # type: ignore[attr-defined]
+        command.__name__, command.__doc__ = verb.__name__, verb.__doc__
+        command.__annotations__ = hints = get_type_hints(request, include_extras=True)
+        parameters = [
+            one.replace(annotation=hints[name]) for name, one in inspect.signature(request).parameters.items()
+        ]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return command
 
     return decorate
-
-
-def _signature(request: type, hints: dict[str, Any]) -> inspect.Signature:
-    parameters = inspect.signature(request).parameters.values()
-    return inspect.Signature([parameter.replace(annotation=hints[parameter.name]) for parameter in parameters])
 
 
 def check_one_balancer(verb: str, balancer: str) -> None:

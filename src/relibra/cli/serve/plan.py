@@ -18,6 +18,7 @@ from relibra.cli.outputs.files import check_outputs, named, writing
 from relibra.cli.outputs.terminal import new_table, print_note, print_text, print_wrapped, progress, stdout_console
 from relibra.cli.serve.picture import draw_deployment
 from relibra.cli.serve.simulated import UNITS, Arrivals, amount, print_runs, simulated_runs, write_timeline
+from relibra.cli.serve.simulated import figures as run_figures
 from relibra.errors import ConfigError
 from relibra.printable import plural
 
@@ -147,7 +148,7 @@ def plan(request: ServePlanRequest) -> None:
         else:
             with writing(request.output):
                 write_deployment(request.output, decision.best)
-    runs = []
+    runs = {}
     if request.simulate and decision.best is None and (request.copies or request.rate):
         print_note("--copies and --rate are not simulated: no deployment with attention and experts apart fits")
     if request.simulate:
@@ -155,7 +156,7 @@ def plan(request: ServePlanRequest) -> None:
             runs = simulated_runs(decision, request.trace, request.copies, arrivals, request.measured)
         write_timeline(request.timeline, runs)
     if request.as_json:
-        typer.echo(json.dumps({**figures(decision), "simulated": [run.figures() for run in runs]}))
+        typer.echo(json.dumps({**figures(decision), "simulated": [run_figures(*run) for run in runs.items()]}))
         return
     print_wrapped(
         f"{model.name}: {plural(model.layers, 'layer')}, {model.top_k} of {plural(model.experts, 'expert')} per token; "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +28,23 @@ SPREAD = 0.8
 """Standard deviation of the logarithm of lengths of prompts and responses; assumed."""
 UNITS = {"price": "tokens/s/price", "watts": "tokens/s/W", "gpus": "tokens/s/GPU"}
 """Unit of a plan's figure, by objective."""
+FIELDS = {"price": "per_price", "watts": "per_watt", "gpus": "per_gpu"}
+"""Field of a result with that figure, by objective."""
+FIGURES = {
+    "iteration_seconds": "mean_seconds",
+    "p99_seconds": "p99_seconds",
+    "tokens_per_second": "tokens_per_second",
+    "tokens_per_second_per_gpu": "per_gpu",
+    "tokens_per_second_per_price": "per_price",
+    "tokens_per_second_per_watt": "per_watt",
+} | {
+    name: name
+    for name in (
+        "attention_busy", "experts_busy", "network_busy", "network_bytes", "bubble", "limit", "queue_seconds",
+        "queue_p99_seconds",
+    )
+}  # fmt: skip
+"""Fields of a result by their names in JSON."""
 
 
 class Arrivals(NamedTuple):
@@ -46,43 +63,18 @@ class Arrivals(NamedTuple):
         return Arrivals(rate, int(found[1]), int(found[2]))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SimulatedRun:
-    """A plan under a name, and its simulated steps."""
-
-    name: str
-    result: ServingResult
-
-    def figures(self) -> dict[str, Any]:
-        """Return the figures as JSON."""
-        one = self.result
-        return {
-            "case": self.name,
-            "label": "simulated",
-            "iteration_seconds": one.mean_seconds,
-            "p99_seconds": one.p99_seconds,
-            "tokens_per_second": one.tokens_per_second,
-            "tokens_per_second_per_gpu": one.per_gpu,
-            "tokens_per_second_per_price": one.per_price,
-            "tokens_per_second_per_watt": one.per_watt,
-            "attention_busy": one.attention_busy,
-            "experts_busy": one.experts_busy,
-            "network_busy": one.network_busy,
-            "network_bytes": one.network_bytes,
-            "bubble": one.bubble,
-            "limit": one.limit,
-            "queue_seconds": one.queue_seconds,
-            "queue_p99_seconds": one.queue_p99_seconds,
-        }
+def figures(name: str, result: ServingResult) -> dict[str, Any]:
+    """Return the figures of a simulated plan as JSON."""
+    return {"case": name, "label": "simulated"} | {key: getattr(result, field) for key, field in FIGURES.items()}
 
 
 def simulated_runs(
     decision: Decision, trace: Path | None, copies: int, arrivals: Arrivals | None, measured: Path | None = None
-) -> list[SimulatedRun]:
-    """Return the best plan apart with two transports, with copies of hot experts if asked for, and the best colocated.
+) -> dict[str, ServingResult]:
+    """Return results by name: the best plan apart with two transports and with what is asked for, the best colocated.
 
     trace      routes of the tokens; None: uniform
-    copies     spare expert slots of a node
+    copies     spare expert slots of a node; 0: no run with copies of hot experts
     arrivals   also run the plan apart with requests that arrive; else every place is always taken
     measured   seconds of the nodes of the plan apart, which then runs alone: the colocated one has no others than those
                of its formulas
@@ -109,13 +101,9 @@ def simulated_runs(
         if arrivals is not None:
             found.append((f"apart, {arrivals.rate:g} requests/s", _arriving(decision.best, routes, arrivals)))
     compute = None if measured is None else read_measured(measured)
-    runs = [
-        SimulatedRun(name=name, result=simulate_serving(decision.pairs[0], replace(scenario, compute=compute)))
-        for name, scenario in found
-    ]
+    runs = {name: simulate_serving(decision.pairs[0], replace(scenario, compute=compute)) for name, scenario in found}
     for plan in decision.colocated[: measured is None]:
-        result = simulate_serving(plan, Scenario(routes=routes))
-        runs.append(SimulatedRun(name=f"colocated, {plan.kind} parallel", result=result))
+        runs[f"colocated, {plan.kind} parallel"] = simulate_serving(plan, Scenario(routes=routes))
     return runs
 
 
@@ -142,29 +130,25 @@ def _arriving(plan: DeploymentPlan, routes: RoutePool, arrivals: Arrivals) -> Sc
     return Scenario(steps=steps, warm_up=arrivals.response, routes=routes, stream=stream)
 
 
-def print_runs(runs: Sequence[SimulatedRun], objective: str, measured: Path | None = None) -> None:
+def print_runs(runs: Mapping[str, ServingResult], objective: str, measured: Path | None = None) -> None:
     """Print a row per run, and with measured times that the verdict is not of these."""
     titles = ("ms/token", "P99", "attention", "experts", "network", "bubble", "MB/NIC", "limit", UNITS[objective])
     table = new_table("simulated", *titles)
-    for run in runs:
-        one = run.result
-        figure = {"price": one.per_price, "watts": one.per_watt, "gpus": one.per_gpu}[objective]
+    for name, one in runs.items():
         table.add_row(
-            run.name,
+            name,
             f"{1e3 * one.mean_seconds:.1f}",
             f"{1e3 * one.p99_seconds:.1f}",
             *(f"{share:.0%}" for share in (one.attention_busy, one.experts_busy, one.network_busy, one.bubble)),
             f"{one.network_bytes / 1e6:,.0f}",
             one.limit,
-            amount(figure),
+            amount(getattr(one, FIELDS[objective])),
         )
     stdout_console().print()
     stdout_console().print(table)
-    for run in (run for run in runs if run.result.finished):
-        print_wrapped(
-            f"{run.name}: a place was free after {run.result.queue_seconds:.3g} s in the mean, "
-            f"{run.result.queue_p99_seconds:.3g} s P99"
-        )
+    for name, one in runs.items():
+        waited = f"{one.queue_seconds:.3g} s in the mean, {one.queue_p99_seconds:.3g} s P99"
+        print_wrapped(f"{name}: a place was free after {waited}" * bool(one.finished))
     print_wrapped("shares of time: computing of the mean node, the busiest NIC; bytes that a GPU sends in a step")
     if measured is not None:
         print_wrapped(
@@ -178,11 +162,11 @@ def amount(figure: float) -> str:
     return f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}"
 
 
-def write_timeline(path: Path | None, runs: Sequence[SimulatedRun]) -> None:
+def write_timeline(path: Path | None, runs: Mapping[str, ServingResult]) -> None:
     """Write four layers of the first run for Perfetto."""
     if path is not None:
         with writing(path):
-            runs[0].result.timeline().save_perfetto(path)
+            next(iter(runs.values())).timeline().save_perfetto(path)
 
 
 def _routes(model: ServedModel, trace: Path | None) -> RoutePool:
