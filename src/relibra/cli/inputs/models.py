@@ -80,8 +80,7 @@ def other_model_in_words(model: ModelShape, routed: ModelShape) -> str:
 
 def model_in_words(model: ModelShape, routed: ModelShape) -> str:
     """Return which model is simulated, and which of its sizes come from the routes."""
-    same = (model.moe_layers, model.experts, model.top_k) == (routed.moe_layers, routed.experts, routed.top_k)
-    if same:
+    if (model.moe_layers, model.experts, model.top_k) == (routed.moe_layers, routed.experts, routed.top_k):
         return f"model {model.name}"
     part = f" ({routed.part_in_words})" if routed.part_in_words else ""
     return (

@@ -8,7 +8,6 @@ import numpy as np
 from jaxtyping import Float64, Shaped
 from numpy import ndarray
 
-from relibra.planning.deployment.colocated import ColocatedPlan
 from relibra.simulation.serving.ping_pong import Events, Work
 from relibra.simulation.serving.requests import Places
 from relibra.simulation.serving.site import Plan, Site
@@ -109,7 +108,7 @@ class Tally:
         self._plan, self._site, self._places = plan, site, places
         self._end_M, self._began = np.zeros(micro_batches), 0.0
         self._tokens, self._steps = 0.0, 0
-        self._attention, self._experts, self._network, self._stalled, self._bytes = 0.0, 0.0, 0.0, 0.0, 0.0
+        self._busy, self._stalled, self._bytes = {"attention": 0.0, "experts": 0.0, "network": 0.0}, 0.0, 0.0
         self._iterations: list[float] = []
         self._hops: list[Float64[ndarray, "L M"]] = []
         self._last: tuple[Work, Events] | None = None
@@ -133,13 +132,13 @@ class Tally:
         self._steps += 1
         self._tokens += float(rows_MX.sum())
         self._iterations += seconds_M[rows_MX.any(axis=1)].tolist()
-        self._attention += float(work.attention_LMX.sum(axis=(0, 1)).mean())
-        self._experts += float(work.experts_LMXY.sum(axis=(0, 1, 2)).mean())
+        self._busy["attention"] += float(work.attention_LMX.sum(axis=(0, 1)).mean())
+        self._busy["experts"] += float(work.experts_LMXY.sum(axis=(0, 1, 2)).mean())
         directions = [work.send_LMXY.sum(axis=(0, 1, 3)), work.take_LMXY.sum(axis=(0, 1, 3))]
         others = [work.receive_LMXY.sum(axis=(0, 1, 2)), work.give_LMXY.sum(axis=(0, 1, 2))]
         if self._site.shared:  # one NIC sends rows to experts and results back
             directions = [directions[0] + others[1], directions[1] + others[0]]
-        self._network += float(max(one.max() for one in (*directions, *others)))
+        self._busy["network"] += float(max(one.max() for one in (*directions, *others)))
         self._stalled += float(events.stalled_X.mean())
         self._bytes += float(bytes_LMXY.sum(axis=(0, 1, 3)).mean()) / self._site.attention_node[1]
         done_LM = (events.attention_LMX + work.attention_LMX).max(axis=2)
@@ -150,14 +149,8 @@ class Tally:
         elapsed = max(float(self._end_M.mean()) - self._began, 1e-12)
         iterations = np.array(self._iterations or [0.0])
         hops = np.concatenate([one.ravel() for one in self._hops]) if self._hops else np.zeros(1)
-        rounds = (
-            self._plan.micro_batches if isinstance(self._plan, ColocatedPlan) and self._plan.kind == "tensor" else 1
-        )
-        busy = {
-            "attention": self._attention / elapsed,
-            "experts": self._experts / elapsed,
-            "network": self._network / elapsed,
-        }
+        rounds = self._plan.micro_batches // len(self._end_M)  # more than 1 where micro-batches are pipeline stages
+        busy = {name: seconds / elapsed for name, seconds in self._busy.items()}
         assert self._last is not None, "at least one step was run"
         waits = self._waits()
         return ServingResult(
