@@ -104,29 +104,10 @@ def plan(request: PlanRequest) -> None:
     _write(made, demand, request)
     if request.html is not None:
         write_page(request.html, made, workload)
-    result = Result(
-        request=request, workload=workload, budget=budget, plan=made, row=row, static=static, written=written
-    )
     if request.as_json:
-        typer.echo(json.dumps(_facts(result)))
+        typer.echo(json.dumps(_facts(request, workload, made, row, static)))
     else:
-        _print_summary(result)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Result:
-    """A plan, its figures, and the static layout of the same workload.
-
-    written    "written", or "overwritten" if there was a plan in this file before
-    """
-
-    request: PlanRequest
-    workload: Workload
-    budget: Budget
-    plan: StepPlan
-    row: ComparisonRow
-    static: StepPlan
-    written: str
+        _print_summary(request, workload, made, row, static, written)
 
 
 def _check_paths(request: PlanRequest, recording: Recording) -> None:
@@ -177,57 +158,59 @@ def _write(made: StepPlan, demand: ScheduledDemand, request: PlanRequest) -> Non
             getattr(exports, EXPORTS[form])(path, made, demand)
 
 
-def _facts(result: Result) -> dict[str, object]:
+def _facts(
+    request: PlanRequest, workload: Workload, plan: StepPlan, row: ComparisonRow, static: StepPlan
+) -> dict[str, object]:
     from relibra.planning.analysis.explanation import slot_memory
     from relibra.planning.analysis.levers import lever_bounds, lever_gaps
 
-    plan, row, demand = result.plan, result.row, result.workload.demand
+    demand = workload.demand
     levers = lever_gaps(plan, demand)
     return {
         **{name: value for name, value in row.figures().items() if name not in ("sees", "message")},
         "dispatch": plan.dispatch,
-        "model": result.workload.model.name,
-        "static_predicted_seconds": _seconds(result.static, result.request.steps),
-        "steps_served": result.request.steps,
+        "model": workload.model.name,
+        "static_predicted_seconds": _seconds(static, request.steps),
+        "steps_served": request.steps,
         "skew_before": levers[0][1],
         "levers": dict(levers),
         "lever_bounds": dict(lever_bounds(plan, demand)),
         "predicted": dict(plan.predicted),
-        "cut": result.workload.cut,
-        "slot_memory": slot_memory(plan, result.workload.model.expert)._asdict(),
+        "cut": workload.cut,
+        "slot_memory": slot_memory(plan, workload.model.expert)._asdict(),
         "digest": plan.digest(),
-        "plan": str(result.request.output),
-        "demand": str(demand_path(result.request.output)),
+        "plan": str(request.output),
+        "demand": str(demand_path(request.output)),
     }
 
 
-def _print_summary(result: Result) -> None:
+def _print_summary(
+    request: PlanRequest, workload: Workload, plan: StepPlan, row: ComparisonRow, static: StepPlan, written: str
+) -> None:
     from relibra.planning.analysis.explanation import slot_memory
     from relibra.planning.analysis.levers import lever_gaps
 
-    plan, row, output = result.plan, result.row, result.request.output
+    steps, output = request.steps, request.output
     assert row.skew is not None, "measured"
     assert row.bytes is not None, "measured"
     across = f", {row.cross_node_copies:,} of them on another node than their home" if row.cross_node_copies else ""
-    default = "" if result.request.model else ", the default: choose with --model"
+    default = "" if request.model else ", the default: choose with --model"
     # From pairs of experts the exchange is a lower bound; `relibra simulate` counts rows.
-    least = {"exchange": "at least " if result.workload.demand.pairs_LEE is not None else ""}
-    steps = result.request.steps
+    least = {"exchange": "at least " if workload.demand.pairs_LEE is not None else ""}
     terms = ", ".join(
         f"{name} {least.get(name, '')}{value / (steps if name == 'relocation' else 1):.3g}"
         for name, value in plan.predicted.items()
         if name != "total"
     )
-    static = result.static.predicted
-    back = " with relocation back to it" if static["relocation"] else ""
-    memory = slot_memory(plan, result.workload.model.expert)
+    back = " with relocation back to it" if static.predicted["relocation"] else ""
+    memory = slot_memory(plan, workload.model.expert)
     once = "; hierarchical dispatch: a token crosses to a node once" * (plan.dispatch == "hierarchical")
     spread = f"; 1/{steps} of the moves" if steps > 1 and (plan.predicted["relocation"] or back) else ""
-    levers = lever_gaps(plan, result.workload.demand)
+    levers = lever_gaps(plan, workload.demand)
     summary = {
         "balancer": plan.balancer,
-        "experts": f"of {result.workload.model.name}{default}",
-        "allowed": describe_budget(result.budget),
+        "experts": f"of {workload.model.name}{default}",
+        "allowed": describe_budget(budget_for(request, workload)),
         "skew": f"{levers[0][1]:.3f} static -> {row.skew:.3f} planned; bound {row.bound:.3f}, gap {row.gap:.2%}",
         "copies": f"{row.copies:,} ({row.copies_per_micro_batch_layer:.1f} per micro-batch and layer){across}",
         "slots": f"{plan.slots} per rank {'in every layer' if plan.resident else 'for all layers'}, {memory}",
@@ -235,17 +218,17 @@ def _print_summary(result: Result) -> None:
         "across nodes": f"{row.cross_node_token_slots:,} token-slots{once}",
         "between nodes": _describe_bytes(row.bytes, "between", least["exchange"]),
         "inside nodes": _describe_bytes(row.bytes, "inside", least["exchange"]),
-        "layers": f"{row.predicted_seconds:.3g} s, static {_seconds(result.static, steps):.3g} s{back} "
+        "layers": f"{row.predicted_seconds:.3g} s, static {_seconds(static, steps):.3g} s{back} "
         f"(model: {terms}{spread})",
         "planned in": f"{plan.plan_seconds:.2f} s",
         "digest": plan.digest()[:16],
-        result.written: f"{printable(str(output))} and {printable(demand_path(output).name)}",
-        **{f"for {form}": printable(str(path)) for form, path in result.request.exports()},
+        written: f"{printable(str(output))} and {printable(demand_path(output).name)}",
+        **{f"for {form}": printable(str(path)) for form, path in request.exports()},
     }
-    print_text("\n".join(workload_in_words(result.workload)))
+    print_text("\n".join(workload_in_words(workload)))
     for name, text in summary.items():
         print_text(f"{name:<13} {text}")
-    _print_levers(plan, result.workload.demand, levers)
+    _print_levers(plan, workload.demand, levers)
 
 
 def _describe_bytes(sent: StepBytes, link: str, least: str) -> str:

@@ -175,8 +175,8 @@ class Simulations:
         key = (point.ranks, point.ranks_per_node, point.micro_batch_tokens)
         if key not in self._workloads:
             self._workloads[key] = open_workload(self._recording, point)
-            _refuse_schedule_of_fewer_ranks(self._workloads[key])
         workload = self._workloads[key]
+        _refuse_schedule_of_fewer_ranks(workload)
         place = (*key, point.pipeline_stages)  # the static layout leaves slots empty, so their number does not matter
         if place not in self._statics:
             self._statics[place] = simulate_balancer(replace(point, balancer="static"), workload)
