@@ -62,7 +62,7 @@ def schedule_mini_batches(
     sizes = np.bincount(made.mini_batch_M)
     if len(sizes) < (request.mini_batches or 0):
         raise ConfigError(f"--mini-batches {request.mini_batches}: the samples of the trace fill at most {len(sizes)}")
-    each = f"{sizes.min()} to " * (sizes.min() < sizes.max()) + plural(int(sizes.max()), "micro-batch")
+    each = f"{sizes.min()} to " * bool(sizes.min() < sizes.max()) + plural(int(sizes.max()), "micro-batch")
     words = (
         f"{plural(len(sizes), 'mini-batch')} of {each}, whole samples in {order}, at most {plural(tokens, 'token')} "
         f"per rank, {fill_in_words(scheduled)}"

@@ -37,13 +37,15 @@ FIGURES = {
     "tokens_per_second_per_gpu": "per_gpu",
     "tokens_per_second_per_price": "per_price",
     "tokens_per_second_per_watt": "per_watt",
-} | {
-    name: name
-    for name in (
-        "attention_busy", "experts_busy", "network_busy", "network_bytes", "bubble", "limit", "queue_seconds",
-        "queue_p99_seconds",
-    )
-}  # fmt: skip
+    "attention_busy": "attention_busy",
+    "experts_busy": "experts_busy",
+    "network_busy": "network_busy",
+    "network_bytes": "network_bytes",
+    "bubble": "bubble",
+    "limit": "limit",
+    "queue_seconds": "queue_seconds",
+    "queue_p99_seconds": "queue_p99_seconds",
+}
 """Fields of a result by their names in JSON."""
 
 
