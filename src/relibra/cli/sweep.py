@@ -16,11 +16,7 @@ from relibra.cli.inputs.recordings import Recording, find_recording
 from relibra.cli.inputs.requests import SimulationRequest, takes
 from relibra.cli.inputs.workload import Workload, budget_for, describe_budget, open_workload
 from relibra.cli.outputs.files import check_outputs, input_files, named, writing
-from relibra.cli.outputs.simulated_step import (
-    SimulatedPlan,
-    moves_in_words,
-    simulate_balancer,
-)
+from relibra.cli.outputs.simulated_step import SimulatedPlan, moves_in_words, simulate_balancer
 from relibra.cli.outputs.terminal import new_table, print_note, print_wrapped, progress, stdout_console
 from relibra.errors import ConfigError, RelibraError
 from relibra.planning.budget import MOST_SLOTS

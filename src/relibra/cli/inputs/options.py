@@ -166,8 +166,7 @@ TakenPart = Annotated[
 ]
 
 Balancer = Annotated[
-    str,
-    typer.Option(metavar="NAME", help="Balancer that makes the plan: a name that relibra compare lists."),
+    str, typer.Option(metavar="NAME", help="Balancer that makes the plan: a name that relibra compare lists.")
 ]
 
 _SIZES = (

@@ -15,12 +15,7 @@ if TYPE_CHECKING:
 
 
 def write_page(
-    path: Path,
-    plan: StepPlan,
-    workload: Workload,
-    rows: Sequence[ComparisonRow] = (),
-    *,
-    name: str = "the plan",
+    path: Path, plan: StepPlan, workload: Workload, rows: Sequence[ComparisonRow] = (), *, name: str = "the plan"
 ) -> None:
     """Write the page of a plan and print its path on stderr.
 

@@ -94,9 +94,7 @@ def execution_of(request: SimulationRequest) -> Execution:
     from relibra.simulation import Execution
 
     return Execution(
-        pipeline_stages=request.pipeline_stages,
-        recompute_activations=request.recompute,
-        live=is_live(request.balancer),
+        pipeline_stages=request.pipeline_stages, recompute_activations=request.recompute, live=is_live(request.balancer)
     )
 
 
