@@ -12,6 +12,12 @@ from relibra.simulation.units import bytes_in_words, seconds_in_words
 _SMALLEST_SHARE = 0.01
 """Parts of the step below this share are left out of the advice."""
 _SENTENCES = {
+    "even compute": "Work: experts take {seconds} even with equal load on all ranks",
+    "uneven compute": "Straggler: {seconds} of experts are waiting for the busiest rank; more even expert load reduces "
+    "it",
+    "even attention": "Work: attention and dense parts take {seconds} even with equal load on all ranks",
+    "uneven attention": "Straggler: {seconds} of attention and dense parts are waiting for the busiest rank; placing "
+    "or packing samples reduces it",
     "host": "Host: launches, host work and live decisions take {seconds}; fewer, larger micro-batches reduce it",
     "exchange": "Traffic: rows between ranks take {seconds}; experts that are picked together on one rank reduce it",
     "gathers": "FSDP: gathers of dense weights take {seconds}, exposed; fewer, larger micro-batches reduce them",
@@ -21,7 +27,7 @@ _SENTENCES = {
     "optimizer": "Optimizer: {seconds}",
     "relocation": "Relocation: experts change homes for {seconds} of the step; later steps move only what changes",
 }
-"""Sentence of each term of a step that does not depend on balance; the time of gates belongs to the exchange."""
+"""Sentence of each part of a step: its terms, those of experts and attention divided; gates belong to the exchange."""
 
 
 def overlap_ratio(expert: ExpertShape, bytes_per_second: float, peak_flops_per_second: float) -> float:
@@ -84,21 +90,14 @@ def advice(step: SimulatedStep, cluster: Cluster, model: ModelShape, memory: Mem
 
 def _parts(step: SimulatedStep) -> list[tuple[str, float, str]]:
     """Return (name, seconds, sentence without its end) of each part."""
-    found = []
-    for term, what, remedy in (
-        ("compute", "experts", "more even expert load"),
-        ("attention", "attention and dense parts", "placing or packing samples"),
-    ):
+    seconds = {**step.terms, "exchange": step.terms["exchange"] + step.terms["gates"]}
+    for term in ("compute", "attention"):
         lost = step.straggler_seconds(term)
-        even = f"Work: {what} take {{seconds}} even with equal load on all ranks"
-        uneven = f"Straggler: {{seconds}} of {what} are waiting for the busiest rank; {remedy} reduces it"
-        found += [(f"even {term}", step.terms[term] - lost, even), (f"uneven {term}", lost, uneven)]
-    for name, sentence in _SENTENCES.items():
-        found.append((name, step.terms[name] + step.terms["gates"] * (name == "exchange"), sentence))
+        seconds |= {f"even {term}": step.terms[term] - lost, f"uneven {term}": lost}
     hidden = seconds_in_words(step.hidden_copy_seconds)
     return [
-        (name, seconds, sentence.format(seconds=seconds_in_words(seconds), hidden=hidden))
-        for name, seconds, sentence in found
+        (name, seconds[name], sentence.format(seconds=seconds_in_words(seconds[name]), hidden=hidden))
+        for name, sentence in _SENTENCES.items()
     ]
 
 
