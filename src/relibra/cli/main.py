@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Callable
 from inspect import getdoc
 from typing import Annotated, NoReturn
 
@@ -25,10 +26,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done; 1 an error, described in one sentence; 2 wrong usage; 130 stopped by Ctrl-C.",
 )
-for _verb in (
+_VERBS: tuple[Callable[..., None], ...] = (
     train.train, export.export, report.report, plan.plan, compare.compare, calibrate.calibrate, explain.explain,
     simulate.simulate, sweep.sweep,
-):  # fmt: skip
+)  # fmt: skip
+for _verb in _VERBS:
     app.command()(_verb)
 app.add_typer(trace.app, name="trace", short_help=trace.app.info.help)
 app.add_typer(serve.app, name="serve", short_help=serve.app.info.help)
