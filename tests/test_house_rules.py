@@ -47,7 +47,16 @@ ABOVE = {
 }
 """Who may import whom; the modules of GROUND stand under everything."""
 
-GROUND = {"errors", "field_checks", "files", "environment", "number_ranges", "printable", "__version__"}
+GROUND = {
+    "errors",
+    "field_checks",
+    "files",
+    "environment",
+    "number_ranges",
+    "printable",
+    "user_function",
+    "__version__",
+}
 LIGHT = ("routing", "cluster", "planning", "simulation", "reporting", "timeline")
 HEAVY = {"torch", "transformers", "accelerate", "tensorboard", "trl", "vllm", "ray", "fastapi", "uvicorn"}
 
@@ -263,7 +272,7 @@ def test_packages_that_need_torch_say_how_to_install_it():
         "relibra.replay.batch": "relibra.replay",
         "relibra.parallel": "relibra.parallel",
         "relibra.parallel.rows.dispatch": "relibra.parallel",
-        "relibra.rl.algorithms.policy_loss": "relibra.rl.algorithms",
+        "relibra.rl.algorithms.terms": "relibra.rl.algorithms",
         "relibra.rl.update.credit": "relibra.rl.update",
     }
     done = subprocess.run([sys.executable, "-c", program, *needing], capture_output=True, text=True, check=True)

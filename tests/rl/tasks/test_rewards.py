@@ -179,7 +179,6 @@ def test_a_reward_is_checked_without_running_its_module(tmp_path, monkeypatch, b
     [
         ("no_such_module_at_all:score", "", "there is no module 'no_such_module_at_all'"),
         ("a_reward_refused:score", "def points(response, row): return 0\n", "has no such function"),
-        ("a_reward_refused:score", "class C:\n    def points(self): score = 1\n", "has no such function"),
         ("a_reward_refused:score", "def score(:\n", "SyntaxError"),
         ("a_reward_refused", "", "as 'module:function'"),
     ],
