@@ -15,7 +15,7 @@ from relibra.planning.costs.copies import slot_bytes
 from relibra.planning.costs.layer_costs import LayerCosts
 from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step
-from relibra.planning.registry import is_live
+from relibra.planning.registry import find_balancer
 from relibra.planning.validation import validate_plan
 from relibra.rl.batch.plan_budget import plan_budget
 from relibra.rl.config.settings import PlanSettings
@@ -121,7 +121,7 @@ def simulate(plan: StepPlan, case: Case, balancer: str) -> tuple[list[StageCosts
     """Check a plan and simulate it; return the costs of every optimizer step, and the step."""
     scheduled = plan.scheduled(case.demand)
     validate_plan(plan, case.cluster.topology, scheduled)
-    scheduled, how = with_mini_batches(scheduled, Execution(live=is_live(balancer)))
+    scheduled, how = with_mini_batches(scheduled, Execution(live=find_balancer(balancer).sees == "live"))
     how = how.on(case.cluster)
     costs = costs_of(plan, scheduled, case.cluster, case.model, how)
     return costs, assemble(plan, [run_group(costs, how)], case.cluster, case.model, how)

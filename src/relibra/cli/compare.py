@@ -50,13 +50,14 @@ def compare(request: CompareRequest) -> None:
 
     Example: relibra compare runs/demo --ranks 4 --micro-batch-tokens 64
     """
-    from relibra.reporting.data.comparison import check_balancer, iterate_comparison
+    from relibra.planning.registry import find_balancer
+    from relibra.reporting.data.comparison import iterate_comparison
 
     recording = find_recording(request.source)
     check_outputs(named("--html", request.html), input_files(recording.trace, request.cluster, request.schedule))
     names = request.balancers()
     for name in names:
-        check_balancer(name)  # an unknown name fails before the trace is read
+        find_balancer(name)  # an unknown name fails before the trace is read
     with progress(f"cutting {recording.trace}"):
         workload = open_workload(recording, request)
     if workload.history_MLE is None:

@@ -75,14 +75,14 @@ def plan(request: PlanRequest) -> None:
     """
     from relibra.planning.plan_files import read_plan
     from relibra.planning.planner import plan_step
-    from relibra.planning.registry import BALANCERS
-    from relibra.reporting.data.comparison import check_balancer, measure
+    from relibra.planning.registry import find_balancer
+    from relibra.reporting.data.comparison import measure
 
     check_one_balancer("plan", request.balancer)
     _refuse_live(request.balancer)
     recording = find_recording(request.source)
     _check_paths(request, recording)
-    check_balancer(request.balancer)
+    entry = find_balancer(request.balancer)
     previous = None if request.previous is None else read_plan(request.previous)
     with progress(f"cutting {recording.trace}"):
         workload = open_workload(recording, request)
@@ -95,7 +95,7 @@ def plan(request: PlanRequest) -> None:
     with progress(f"planning with {request.balancer}"):
         made = plan_step(demand, machine, budget, request.balancer, **given)
         static = plan_step(demand, machine, budget, "static", expert=expert, previous=previous)
-    sees = BALANCERS[request.balancer].sees if made.balancer == request.balancer else ""
+    sees = entry.sees if made.balancer == request.balancer else ""
     row = measure(made, demand, machine, expert, balancer=made.balancer, sees=sees)
     row = row.with_relocation_over(request.steps)
     if not row.valid:

@@ -48,10 +48,10 @@ def simulate(request: SimulateRequest) -> None:
 
     Example: relibra simulate runs/demo --ranks 8 --cluster h100x8 --model qwen3-30b-a3b
     """
-    from relibra.reporting.data.comparison import check_balancer
+    from relibra.planning.registry import find_balancer
 
     check_one_balancer("simulate", request.balancer)
-    check_balancer(request.balancer)  # an unknown name fails before anything is read
+    find_balancer(request.balancer)  # an unknown name fails before anything is read
     recording = find_recording(request.source)
     check_outputs(
         named("--timeline", request.timeline), input_files(recording.trace, request.cluster, request.schedule)

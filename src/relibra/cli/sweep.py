@@ -89,11 +89,11 @@ def sweep(request: SweepRequest) -> None:
 
     Example: relibra sweep runs/demo --ranks 2,4,8 --balancer relibra,eplb
     """
-    from relibra.reporting.data.comparison import check_balancer
+    from relibra.planning.registry import find_balancer
 
     points = request.points()
     for point in points:
-        check_balancer(point.balancer)
+        find_balancer(point.balancer)
     recording = find_recording(request.source)
     check_outputs(named("--plot", request.plot), input_files(recording.trace, request.cluster, request.schedule))
     if request.plot is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -22,9 +23,10 @@ from relibra.planning.costs.prediction import predict
 from relibra.planning.levers.limits import ScheduleLimits
 from relibra.planning.placement import Homes, Placement, static_homes
 from relibra.planning.plan import StepPlan
-from relibra.planning.registry import BALANCERS
+from relibra.planning.registry import BALANCERS, find_balancer
 from relibra.planning.validation import validate_plan
 from relibra.routing.demand import ScheduledDemand
+from relibra.user_function import telling
 
 _STATE_BYTES = 18
 """Per parameter of an expert at home: weights and gradient for computing, fp32 master, moments and gradient sum."""
@@ -54,7 +56,7 @@ def plan_step(
     what was returned.
 
     demand        token-slots under a schedule (`Demand.with_schedule`) over as many ranks as the cluster has
-    balancer      a name of `BALANCERS`
+    balancer      a name of `BALANCERS`, or a function of the user as `module:function`
     expert        sizes of one expert; None: those of Qwen3-30B-A3B, and `StepPlan.assumed_model` names it
     previous      current homes, for example the plan of the last step; None: the static layout
     history_MLE   loads of earlier micro-batches, for balancers that see "history"; None: they plan from even loads
@@ -66,16 +68,14 @@ def plan_step(
     """
     budget, previous = budget or Budget(), residents or previous
     _check(demand, cluster, budget, previous, history_MLE)
-    if balancer not in BALANCERS:
-        raise PlanError(f"balancer {balancer!r} is unknown: allowed are {', '.join(BALANCERS)}")
-    start = time.perf_counter()
-    shape = expert or EXPERT_SHAPES[DEFAULT_MODEL]
-    request = _request(demand, cluster, budget, shape, previous, history_MLE, BALANCERS[balancer])
-    if residents is None or balancer != "relibra" or not lasting.fits(request, residents):
-        plan = _finished_plan(balancer, BALANCERS[balancer].decide(request), request)
-    else:
-        plan = _finished_plan(LASTING, split_over(request, residents), request)
-    if never_worse and balancer != "static" and not BALANCERS[balancer].for_tokens:
+    entry, start = find_balancer(balancer), time.perf_counter()
+    request = _request(demand, cluster, budget, expert or EXPERT_SHAPES[DEFAULT_MODEL], previous, history_MLE, entry)
+    with telling(f"balancer {balancer!r} (request -> Placement)", PlanError) if ":" in balancer else nullcontext():
+        if residents is None or balancer != "relibra" or not lasting.fits(request, residents):
+            plan = _finished_plan(balancer, entry.decide(request), request)
+        else:
+            plan = _finished_plan(LASTING, split_over(request, residents), request)
+    if never_worse and balancer != "static" and not entry.for_tokens:
         plan = _plan_or_bare_homes(plan, request)
     return replace(plan, plan_seconds=time.perf_counter() - start, assumed_model="" if expert else DEFAULT_MODEL)
 
@@ -129,11 +129,7 @@ def _plan_or_bare_homes(plan: StepPlan, request: PlacementRequest) -> StepPlan:
 
 
 def _check(
-    demand: ScheduledDemand,
-    cluster: Cluster,
-    budget: Budget,
-    previous: Homes | None,
-    history_MLE: ndarray | None,
+    demand: ScheduledDemand, cluster: Cluster, budget: Budget, previous: Homes | None, history_MLE: ndarray | None
 ) -> None:
     for value, kind in ((demand, ScheduledDemand), (cluster, Cluster), (budget, Budget)):
         if not isinstance(value, kind):
@@ -188,8 +184,7 @@ def _request(
     entry: Balancer,
 ) -> PlacementRequest:
     """Return the input of a balancer, with the loads that it sees."""
-    L, E = demand.counts_SLE.shape[1:]
-    total_LE = np.ones((L, E))
+    total_LE = np.ones(demand.counts_SLE.shape[1:])
     if entry.sees in ("step totals", "micro-batches"):
         total_LE = demand.load_MLE.sum(axis=0).astype(np.float64)
     elif entry.sees == "history" and history_MLE is not None and len(history_MLE):
@@ -201,7 +196,7 @@ def _request(
         budget=budget,
         expert=expert,
         memory_gib=memory_gib,
-        previous=previous or static_homes(cluster.topology, demand.layer_ids, E),
+        previous=previous or static_homes(cluster.topology, demand.layer_ids, demand.num_experts),
         warm=previous is not None,
         total_LE=total_LE,
         history_MLE=history_MLE if entry.sees == "history" else None,
@@ -210,20 +205,13 @@ def _request(
 
 def _finished_plan(balancer: str, placement: Placement, request: PlacementRequest) -> StepPlan:
     """Return the validated plan of a placement, with bound and predicted seconds."""
-    demand, cluster = request.demand, request.cluster
-    scheduled = demand
+    scheduled, demand, cluster = request.demand, request.demand, request.cluster
     if placement.micro_batch_S is not demand.micro_batch_S or placement.rank_S is not demand.rank_S:
         scheduled = demand.with_schedule(
             placement.micro_batch_S, placement.rank_S, cluster.num_ranks, len(demand.tokens_MLRE)
         )
-    bound_ML = reachable_bound(
-        scheduled.load_MLE,
-        placement.home_LE,
-        cluster.num_ranks,
-        cluster.ranks_per_node,
-        placement.slots,
-        placement.scope,
-    )
+    R, G = cluster.num_ranks, cluster.ranks_per_node
+    bound_ML = reachable_bound(scheduled.load_MLE, placement.home_LE, R, G, placement.slots, placement.scope)
     plan = StepPlan.of_placement(
         placement, request.previous, bound_ML, balancer=balancer, demand_digest=demand.digest()
     )

@@ -7,6 +7,7 @@ micro-batches, by its rule of sharing tokens.
 
 from __future__ import annotations
 
+from relibra.errors import PlanError
 from relibra.planning.balancer import Balancer
 from relibra.planning.balancers import foremoe, relibra, static
 from relibra.planning.baselines import (
@@ -24,6 +25,7 @@ from relibra.planning.baselines import (
     ultraep,
 )
 from relibra.planning.relibra_paper import decision as relibra_paper
+from relibra.user_function import import_function
 
 BALANCERS: dict[str, Balancer] = {
     "static": Balancer(decide=static.decide, sees="nothing", based_on="plain expert parallelism"),
@@ -72,6 +74,11 @@ BALANCERS: dict[str, Balancer] = {
 """Every balancer by name; "after" in `based_on`: there is no public code to compare with."""
 
 
-def is_live(name: str) -> bool:
-    """Return whether a system with this balancer decides after the router of each layer, on the critical path."""
-    return name in BALANCERS and BALANCERS[name].sees == "live"
+def find_balancer(name: str) -> Balancer:
+    """Return the balancer of a name, or that of the user's `module:function`; PlanError, ConfigError: there is none."""
+    if ":" in name:
+        decide = import_function("plan.balancer", name, arguments=("request",))
+        return Balancer(decide=decide, sees="micro-batches", based_on="a function of the user")
+    if name not in BALANCERS:
+        raise PlanError(f"balancer {name!r} is unknown: allowed are {', '.join(BALANCERS)}, or your 'module:function'")
+    return BALANCERS[name]

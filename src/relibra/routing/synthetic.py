@@ -115,9 +115,15 @@ def domain_trace(
 
 
 def demo_demand(
-    num_ranks: int = 16, *, rank_tokens: int = 2048, num_micro_batches: int = 4, num_layers: int = 2, seed: int = 0
+    num_ranks: int = 16,
+    *,
+    rank_tokens: int = 2048,
+    num_micro_batches: int = 4,
+    num_layers: int = 2,
+    num_experts: int = 64,
+    seed: int = 0,
 ) -> ScheduledDemand:
-    """Return a small step of skewed routes, to plan without a recording: 64 experts, 4 choices per token.
+    """Return a small step of skewed routes, to plan without a recording: 4 choices per token.
 
     Routes are those of `domain_trace`; each rank has 4 samples of equal length in each micro-batch.
 
@@ -133,7 +139,8 @@ def demo_demand(
             "each, tokens in multiples of 4"
         )
     rows_per_sample = [rank_tokens // 4] * (4 * num_micro_batches * num_ranks)
-    shape = TraceShape(rows_per_sample=rows_per_sample, num_layers=num_layers, num_experts=64, top_k=4)
+    top_k = min(4, num_experts)
+    shape = TraceShape(rows_per_sample=rows_per_sample, num_layers=num_layers, num_experts=num_experts, top_k=top_k)
     return schedule_samples(domain_trace(shape, np.random.default_rng(seed)), rank_tokens, num_ranks)
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from benchmarks.planner.replication_milp import replicate_milp
 from relibra.planning.baselines.live import TOLERANCE, solve_layer
-from relibra.planning.registry import BALANCERS, is_live
+from relibra.planning.registry import BALANCERS, find_balancer
 from tests.planning.balancers.requests import ask, spread
 from tests.planning.levers.test_replication import layers, rank_load
 
@@ -49,5 +49,5 @@ def test_close_to_the_exact_optimum():
 
 
 def test_its_decisions_are_priced_as_live_ones():
-    assert is_live("live")
-    assert not is_live("relibra")
+    assert find_balancer("live").sees == "live"
+    assert find_balancer("relibra").sees != "live"

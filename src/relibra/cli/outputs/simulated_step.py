@@ -90,11 +90,13 @@ class SimulatedPlan:
 
 def execution_of(request: SimulationRequest) -> Execution:
     """Return how the step is executed."""
-    from relibra.planning.registry import is_live
+    from relibra.planning.registry import find_balancer
     from relibra.simulation import Execution
 
     return Execution(
-        pipeline_stages=request.pipeline_stages, recompute_activations=request.recompute, live=is_live(request.balancer)
+        pipeline_stages=request.pipeline_stages,
+        recompute_activations=request.recompute,
+        live=find_balancer(request.balancer).sees == "live",
     )
 
 

@@ -24,7 +24,7 @@ from relibra.planning.costs.step_bytes import StepBytes
 from relibra.planning.placement import Homes, Scope, step_skew
 from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step
-from relibra.planning.registry import BALANCERS
+from relibra.planning.registry import BALANCERS, find_balancer
 from relibra.planning.validation import validate_plan
 from relibra.routing.demand import ScheduledDemand
 
@@ -95,12 +95,6 @@ class ComparisonRow:
         return {**asdict(self), "bytes": None if self.bytes is None else self.bytes.as_dict()}
 
 
-def check_balancer(name: str) -> None:
-    """Raise PlanError for the name of no balancer."""
-    if name not in BALANCERS:
-        raise PlanError(f"balancer {name!r} is unknown: allowed are {', '.join(BALANCERS)}")
-
-
 def compare(
     demand: ScheduledDemand,
     cluster: Cluster,
@@ -130,15 +124,14 @@ def iterate_comparison(
     Plans are as the balancers made them: only those of relibra are replaced, as in training, where the static layout
     would be faster.
 
-    balancers     names of `BALANCERS`
+    balancers     names of `BALANCERS`, or functions of the user as `module:function`
     history_MLE   what balancers that see "history" may plan from; None: they plan from even loads
     raises        PlanError for an unknown name, before the first plan
     """
     names = list(balancers)
+    entries = {name: find_balancer(name) for name in names}
     for name in names:
-        check_balancer(name)
-    for name in names:
-        sees, given = BALANCERS[name].sees, dict[str, Any](expert=expert, history_MLE=history_MLE)
+        sees, given = entries[name].sees, dict[str, Any](expert=expert, history_MLE=history_MLE)
         try:
             compile_kernels(demand, cluster, budget, name, **given)
             plan = plan_step(demand, cluster, budget, name, never_worse=name == "relibra", **given)
