@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from relibra.rl.config.presets import PRESETS
+from relibra.rl.config.defaults import PRESETS
 from relibra.rl.config.run_config import RunConfig, load_config
 from relibra.rl.config.settings import AlgorithmSettings
 from relibra.rl.tasks.rewards import make_reward
@@ -39,7 +39,7 @@ def _commands(page: str) -> list[list[str]]:
 
 def preset_table() -> list[str]:
     """Return the rows of the guide's table: every setting that a preset sets, where it has an effect."""
-    settings = {name: AlgorithmSettings(preset=name) for name in PRESETS}
+    settings = {name: load_config(None, [f"algorithm.preset={name}"]).algorithm for name in PRESETS}
     rows = []
     for name, field in AlgorithmSettings.model_fields.items():
         if not any(name in of_preset for of_preset in PRESETS.values()):

@@ -27,8 +27,8 @@ from torch import Tensor
 from benchmarks.harness.options import measurement_options
 from benchmarks.harness.provenance import quartiles, write_results
 from relibra.rl.algorithms.advantages import Bootstrap, egae, moments, whiten
-from relibra.rl.algorithms.policy_loss import clipped_surrogate, token_log_probs, token_weights
-from relibra.rl.algorithms.value_loss import clipped_value_loss, value_weights
+from relibra.rl.algorithms.terms import LossTotals, clipped_surrogate, token_log_probs, token_weights
+from relibra.rl.algorithms.value_loss import clipped_value_loss
 
 SLOTS, CAP = 128, 96
 LOWEST, HIGHEST = -4, 40
@@ -210,7 +210,7 @@ class Learner:
         return_X = torch.from_numpy(window.reward_B[finished_F])[:, None].expand(-1, CAP)[mask_FC]  # not discounted
         state_X = torch.from_numpy(slots.states_BC[finished_F])[mask_FC]
         old_X = torch.from_numpy(slots.old_values_BC[finished_F])[mask_FC]
-        weight_X = value_weights(length_F[:, None].expand(-1, CAP)[mask_FC], SLOTS)
+        weight_X = 1 / (length_F[:, None].expand(-1, CAP)[mask_FC].float() * SLOTS)
         for _ in range(PASSES):
             error_X = clipped_value_loss(
                 self.values_S[state_X], old_X, return_X, clip_low=VALUE_CLIP_LOW, clip_high=VALUE_CLIP_HIGH
@@ -225,11 +225,15 @@ class Learner:
         weight_X = token_weights(
             "token_over_step",
             mask_BW.sum(1, keepdim=True).expand_as(mask_BW)[mask_BW],
-            tokens_of_mini_batch=tokens,
-            tokens_of_step=tokens,
-            mini_batches=1,
-            responses_of_mini_batch=SLOTS,
-            max_response=CAP,
+            LossTotals(
+                tokens=tokens,
+                responses=SLOTS,
+                positive_tokens=0,
+                step_tokens=tokens,
+                step_positive_tokens=0,
+                mini_batches=1,
+            ),
+            CAP,
         )
         old_X = None
         for _ in range(PASSES):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from relibra.rl import step, trainer
-from relibra.rl.config.presets import PRESETS
+from relibra.rl.config.defaults import PRESETS
 from relibra.rl.rollout.collect import check_live_responses
 from tests.rl.ranks_at_work import (
     PLAN_COLUMNS,

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from relibra.reporting.data.metrics import read_metrics
-from relibra.rl.config.presets import PRESETS
+from relibra.rl.config.defaults import PRESETS
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
 from relibra.rl.toy.tasks import Arithmetic
 from relibra.routing.trace_files import read_trace

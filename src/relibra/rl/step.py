@@ -14,6 +14,7 @@ from relibra.cluster import Cluster
 from relibra.errors import ConfigError
 from relibra.parallel import relocate
 from relibra.planning.balancers.lasting import with_residents
+from relibra.rl.algorithms.loss import PolicyLoss
 from relibra.rl.algorithms.mismatch import alarms
 from relibra.rl.batch.step_plan import exchange_residents
 from relibra.rl.batch.training_batch import (
@@ -127,6 +128,7 @@ class Learner:
     """Models, engine and task of one rank.
 
     critic      value model of the "gae" algorithms
+    loss        of the policy
     reference   frozen policy of the KL term; None: there is no such term
     cluster     machine that steps are planned for
     canary      on rank 0: compares a server with the policy after each update of its weights; None: there is none
@@ -135,6 +137,7 @@ class Learner:
     policy: Policy
     optimizer: torch.optim.Optimizer
     critic: Trained | None
+    loss: PolicyLoss
     reference: nn.Module | None
     engine: RolloutEngine
     task: Task
@@ -184,7 +187,7 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
     metrics = {
         "step": step,
         **step_metrics.rollout_metrics(rollout.responses, rollout.cost, by_group=config.algorithm.advantage == "group"),
-        **step_metrics.update_metrics(update, referenced=learner.reference is not None),
+        **step_metrics.update_metrics(update, learner.loss.metrics),
         **value_metrics,
         **step_metrics.mismatch_metrics_of_ranks(recomputed),
         **step_metrics.balance_metrics(batch, recomputed, update, learner.policy.shape, clock.skews),
@@ -386,10 +389,8 @@ def _update_policy(
             learner.optimizer,
             batch,
             context,
-            config.algorithm,
+            learner.loss,
             config.update,
-            temperature=config.rollout.temperature,
-            max_response=config.rollout.max_response,
             count=count,
             num_ranks=dist.get_world_size(),
         )

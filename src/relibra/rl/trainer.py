@@ -15,6 +15,8 @@ from torch import nn
 from relibra.calibration.machine import find_cluster
 from relibra.cluster import Cluster
 from relibra.environment import launched_rank
+from relibra.rl.algorithms.loss import PolicyLoss, find_loss
+from relibra.rl.batch.step_plan import try_balancer
 from relibra.rl.config.plan_without_effect import plan_settings_without_effect
 from relibra.rl.config.rollout_settings import RolloutSettings
 from relibra.rl.config.run_config import RunConfig
@@ -72,15 +74,18 @@ def _train(
     servers: ExitStack,
 ) -> bool:
     cluster = _find_cluster(config, device)  # before the warm-up, which may be long
+    loss = find_loss(config)
     task, tokenizer, policy, longest = _build_task_and_policy(config, run, device)
     _tell_plan_without_effect(config, policy, cluster)
+    if policy.balanced and ":" in config.plan.balancer:
+        try_balancer(config.plan, cluster, policy.num_experts)
     begin_stage("start of the rollout engine")
     rollout = servers.enter_context(own_server(config, run, policy.copy, tokenizer))
     engine, canary = _make_engine(config, rollout, policy, task, tokenizer, longest)
     resumed = broadcast_json(has_checkpoint(run) if dist.get_rank() == 0 else None)
     warmed = resumed or _warm_up(config, policy, task, tokenizer, display, stop)
     learner, progress, step = _build_learner(
-        config, run, device, policy, task, tokenizer, cluster, engine, canary, resumed=resumed
+        config, run, device, policy, task, tokenizer, cluster, loss, engine, canary, resumed=resumed
     )
     if resumed:
         display.resumed(step)
@@ -262,6 +267,7 @@ def _build_learner(
     task: Task,
     tokenizer: Tokenizer,
     cluster: Cluster,
+    loss: PolicyLoss,
     engine: RolloutEngine,
     canary: Canary | None,
     *,
@@ -288,6 +294,7 @@ def _build_learner(
         policy=policy,
         optimizer=optimizer,
         critic=critic,
+        loss=loss,
         reference=reference,
         engine=engine,
         task=task,

@@ -9,15 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relibra.rl.algorithms.mismatch import mismatch_metrics, mismatch_sums
-from relibra.rl.algorithms.policy_loss import correction_weights
+from relibra.rl.algorithms.terms import correction_weights
 from relibra.rl.config.run_config import load_config
+from relibra.rl.config.settings import AlgorithmSettings
 
 KINDS = ("off", "tis", "sequence_tis", "icepop", "mis")
 
 
 def weights_of(kind, log_ratio_X, response_X=None, responses=1, low=0.5, high=2.0):
     response_X = torch.zeros(len(log_ratio_X), dtype=torch.int64) if response_X is None else response_X
-    return correction_weights(kind, log_ratio_X, response_X, responses, low=low, high=high)
+    settings = AlgorithmSettings(correction=kind, correction_low=low, correction_high=high)
+    return correction_weights(settings, log_ratio_X, response_X, responses)
 
 
 @given(st.integers(0, 1 << 32), st.integers(1, 5), st.sampled_from(KINDS))

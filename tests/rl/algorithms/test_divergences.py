@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from relibra.rl.algorithms.policy_loss import kl_estimate
+from relibra.rl.algorithms.terms import kl_estimate
 
 REFERENCE_V = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
 LOGITS_V = torch.tensor([0.2, -0.3, 0.1, 0.4], dtype=torch.float64)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relibra.replay.replay import RouterComparison
-from relibra.rl.algorithms.mismatch import alarms, mismatch_metrics, mismatch_sums, no_mismatch, router_metrics
+from relibra.rl.algorithms.mismatch import MismatchSums, alarms, mismatch_metrics, mismatch_sums, router_metrics
 
 
 def metrics_of(trainer, sampler, weights=None):
@@ -41,7 +41,7 @@ def test_equal_policies_are_at_no_distance_and_raise_no_alarm():
     assert got.pop("weight_mean") == 1.0
     assert got == pytest.approx(dict.fromkeys(got, 0.0), abs=1e-7)
     assert alarms({**got, "ess": 1.0 + 1e-12, "weight_mean": 1.0}) == []
-    assert set(mismatch_metrics(no_mismatch()).values()) == {None}
+    assert set(mismatch_metrics(MismatchSums()).values()) == {None}
     assert set(mismatch_metrics(mismatch_sums(torch.zeros(0), torch.zeros(0), torch.zeros(0))).values()) == {None}
 
 
@@ -59,7 +59,7 @@ def test_sums_over_micro_batches_and_ranks_give_the_metrics_of_all_tokens(seed, 
     trainer_X = sampler_X + torch.from_numpy(rng.standard_t(2, size=300) * 0.01)
     weight_X = torch.from_numpy((rng.random(300) < 0.9).astype(float))
     whole = mismatch_sums(trainer_X, sampler_X, weight_X)
-    together = no_mismatch()
+    together = MismatchSums()
     for part in np.array_split(np.arange(300), parts):
         together = together + mismatch_sums(trainer_X[part], sampler_X[part], weight_X[part])
     assert mismatch_metrics(together) == pytest.approx(mismatch_metrics(whole), rel=1e-9)

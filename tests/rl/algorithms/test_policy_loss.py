@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relibra.rl.algorithms.advantages import egae, moments, whiten
-from relibra.rl.algorithms.policy_loss import (
+from relibra.rl.algorithms.terms import (
+    LossTotals,
     clipped_surrogate,
     sequence_log_ratio,
     token_entropy,
@@ -182,15 +183,15 @@ def test_with_a_window_as_long_as_the_response_truncated_ppo_is_ppo_to_the_bit()
 
 
 def weights(aggregate, tokens_of_response_X, *, step, own, mini_batches=1, responses=16, max_response=12):
-    return token_weights(
-        aggregate,
-        tokens_of_response_X,
-        tokens_of_mini_batch=own,
-        tokens_of_step=step,
+    totals = LossTotals(
+        tokens=own,
+        responses=responses,
+        positive_tokens=0,
+        step_tokens=step,
+        step_positive_tokens=0,
         mini_batches=mini_batches,
-        responses_of_mini_batch=responses,
-        max_response=max_response,
     )
+    return token_weights(aggregate, tokens_of_response_X, totals, max_response)
 
 
 @given(st.integers(0, 1 << 32), st.integers(1, 6), st.integers(1, 4))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relibra.rl.algorithms.value_loss import auroc, clipped_value_loss, explained_variance, value_sums, value_weights
+from relibra.rl.algorithms.value_loss import auroc, clipped_value_loss, explained_variance, value_sums
 
 
 @pytest.mark.parametrize(
@@ -34,11 +34,6 @@ def test_the_value_clip_against_a_table_by_hand(value, old, target, loss, slope)
     got_X.sum().backward()
     assert got_X.item() == pytest.approx(loss, rel=1e-12)
     assert value_X.grad.item() == pytest.approx(slope, rel=1e-12)
-
-
-def test_value_weights_are_a_mean_of_means_over_as_many_responses_as_there_should_be():
-    weight_X = value_weights(torch.tensor([2, 2, 4, 4, 4, 4]), 8)
-    assert weight_X.tolist() == [1 / 16, 1 / 16, 1 / 32, 1 / 32, 1 / 32, 1 / 32]
 
 
 @given(st.integers(0, 1 << 32), st.integers(1, 4))

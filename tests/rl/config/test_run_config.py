@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from relibra.errors import ConfigError
-from relibra.rl.config.built_in_model import BUILT_IN_MODEL
-from relibra.rl.config.presets import PRESETS
+from relibra.rl.config.defaults import BUILT_IN_MODEL, PRESETS
 from relibra.rl.config.rollout_settings import RolloutSettings
 from relibra.rl.config.run_config import (
     RunConfig,
@@ -203,7 +202,7 @@ def test_a_preset_sets_what_is_left_out_and_nothing_else(name):
 def test_presets_are_the_published_algorithms():
     of = {name: load_config(None, [f"algorithm.preset={name}"]).algorithm for name in PRESETS}
     assert {name for name, settings in of.items() if settings.advantage == "gae"} == {"ppo", "tppo"}
-    assert {name for name, settings in of.items() if settings.ratio == "sequence"} == {"gspo"}
+    assert {name for name, settings in of.items() if settings.loss == "gspo"} == {"gspo"}
     assert {name for name, settings in of.items() if settings.group_filter == "mixed"} == {"dapo"}
     assert (of["dapo"].clip_low, of["dapo"].clip_high, of["dapo"].aggregate) == (0.2, 0.28, "token")
     assert (of["tppo"].lambda_mode, of["tppo"].bootstrap) == ("length_adaptive", "hold")
@@ -215,9 +214,9 @@ def test_a_preset_of_a_file_yields_to_an_override_and_keeps_explicit_settings(tm
     path = tmp_path / "run.toml"
     path.write_text('[algorithm]\npreset = "gspo"\nclip_high = 0.5\n')
     settings = load_config(path).algorithm
-    assert (settings.ratio, settings.clip_low, settings.clip_high) == ("sequence", 3e-4, 0.5)
+    assert (settings.loss, settings.clip_low, settings.clip_high) == ("gspo", 3e-4, 0.5)
     settings = load_config(path, ["algorithm.preset=grpo"]).algorithm
-    assert (settings.ratio, settings.clip_low, settings.clip_high) == ("token", 0.2, 0.5)
+    assert (settings.loss, settings.clip_low, settings.clip_high) == ("grpo", 0.2, 0.5)
 
 
 def test_a_resolved_configuration_stays_as_it_is():

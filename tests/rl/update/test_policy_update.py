@@ -1,16 +1,18 @@
 """The policy's loss: the same however a mini-batch is cut, by hand for every preset, and silent where it should be."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 
-from relibra.rl.algorithms.policy_loss import LossSums, policy_loss, token_log_probs
+from relibra.rl.algorithms.loss import find_loss
+from relibra.rl.algorithms.terms import token_log_probs
 from relibra.rl.batch.schedule import Schedule
 from relibra.rl.batch.token_batch import make_token_batch
 from relibra.rl.batch.training_batch import TrainingBatch
-from relibra.rl.config.presets import PRESETS
+from relibra.rl.config.defaults import PRESETS
 from relibra.rl.config.run_config import load_config
 from relibra.rl.update.policy_update import loss_totals
 from tests.rl.joined import alone
@@ -63,14 +65,8 @@ class Step:
 
     def loss_and_sums(self, config, chosen, totals, mini_batch=0):
         logits_XV = torch.cat([self.logits_SrV[s] for s in chosen])
-        return policy_loss(
-            logits_XV,
-            self.batch(chosen),
-            totals[mini_batch],
-            config.algorithm,
-            temperature=1.0,
-            max_response=config.rollout.max_response,
-        )
+        loss, sums = find_loss(config)(logits_XV, self.batch(chosen), totals[mini_batch])
+        return loss, Counter(sums)
 
     def loss(self, *arguments, **options):
         return self.loss_and_sums(*arguments, **options)[0]
@@ -79,11 +75,11 @@ class Step:
         """Return the gradient of every logit and the sums, summed over micro-batches."""
         for leaf in self.logits_SrV:
             leaf.grad = None
-        all_sums = LossSums()
+        all_sums = Counter()
         for chosen in cuts:
             loss, sums = self.loss_and_sums(config, chosen, totals)
             loss.backward()
-            all_sums += sums
+            all_sums.update(sums)
         grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone() for leaf in self.logits_SrV]
         return grads, all_sums
 
@@ -158,7 +154,7 @@ def loss_by_hand(step, config):
         log_ratio = logp - targets.log_probs_old_Sr[s]
         log_weight = targets.log_probs_old_Sr[s].astype(np.float64) - targets.sampled_Sr[s]
         for t in places:
-            exponent = log_ratio[places].mean() if settings.ratio == "sequence" else log_ratio[t]
+            exponent = log_ratio[places].mean() if settings.loss == "gspo" else log_ratio[t]
             ratio, advantage = np.exp(exponent), targets.advantage_Sr[s][t]
             clipped = min(max(ratio, 1 - settings.clip_low), 1 + settings.clip_high)
             gain = min(ratio * advantage, clipped * advantage)
@@ -193,8 +189,8 @@ def test_the_loss_of_a_step_by_hand(name):
     step = step_of(reference=name == "regularised")
     loss, sums = step.loss_and_sums(CONFIGS[name], list(range(7)), totals_of(step))
     assert float(loss.detach()) == pytest.approx(loss_by_hand(step, CONFIGS[name]), abs=2e-6)
-    assert sums.loss == pytest.approx(float(loss.detach()))
-    assert sums.tokens == sum(trained.sum() for trained in step.targets.trained_Sr)
+    assert sums["loss"] == pytest.approx(float(loss.detach()))
+    assert sums["tokens"] == sum(trained.sum() for trained in step.targets.trained_Sr)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -208,8 +204,9 @@ def test_cutting_a_mini_batch_into_1_2_or_7_micro_batches_gives_the_same_gradien
     for other in others:
         assert max(float((a - b).abs().max()) for a, b in zip(whole, other, strict=True)) <= 1e-6
     for other in sums[1:]:
-        assert other.loss == pytest.approx(sums[0].loss, abs=1e-6)
-        assert (other.clipped, other.tokens, other.masked) == (sums[0].clipped, sums[0].tokens, sums[0].masked)
+        assert other["loss"] == pytest.approx(sums[0]["loss"], abs=1e-6)
+        for name in ("clip_fraction", "tokens", "masked_fraction"):
+            assert other[name] == sums[0][name]
 
 
 def test_cutting_a_step_into_1_2_or_7_mini_batches_gives_every_token_the_same_weight():
@@ -233,8 +230,8 @@ def test_before_the_first_update_all_ratios_are_1_and_nothing_is_clipped(name):
     step = replace(step, targets=replace(step.targets, sampled_Sr=step.targets.log_probs_old_Sr))
     config = preset_config(name, "algorithm.positive_coefficient=0")
     gradients, sums = step.gradients(config, [[0, 1, 2], [3, 4, 5, 6]], totals_of(step))
-    assert sums.clipped == sums.masked == 0
-    assert sums.tokens > 0
+    assert sums["clip_fraction"] == sums["masked_fraction"] == 0
+    assert sums["tokens"] > 0
     # what is left is the plain policy gradient: minus weight x advantage x gradient of the log-prob
     counts = [int(trained.sum()) for trained in step.targets.trained_Sr]
     for s, one in enumerate(step.responses):
@@ -304,7 +301,7 @@ def test_a_reference_policy_pulls_and_is_measured():
         logp_r = token_log_probs(step.logits_SrV[s].detach(), tokens_r, 1.0).numpy()
         gap_r = (logp_r - step.targets.reference_Sr[s])[step.targets.trained_Sr[s]]
         per_response.append(np.exp(-gap_r) - 1 + gap_r)
-    assert sums.kl == pytest.approx(sum(k3.sum() for k3 in per_response), abs=1e-5)
+    assert sums["reference_kl"] == pytest.approx(sum(k3.sum() for k3 in per_response), abs=1e-5)
     assert difference == pytest.approx(0.5 * np.mean([k3.mean() for k3 in per_response if len(k3)]), abs=1e-6)
 
 
@@ -315,7 +312,7 @@ def test_tokens_that_the_correction_rejects_are_counted_and_have_no_gradient():
     step = replace(step, targets=replace(step.targets, sampled_Sr=sampled_Sr))
     config = preset_config("grpo", "algorithm.correction=icepop")
     gradients, sums = step.gradients(config, [list(range(7))], totals_of(step))
-    assert sums.masked == 1
+    assert sums["masked_fraction"] == 1
     assert gradients[2][3].abs().sum() == 0
     assert gradients[2][2].abs().sum() > 0
 
@@ -323,18 +320,11 @@ def test_tokens_that_the_correction_rejects_are_counted_and_have_no_gradient():
 def test_a_filler_adds_nothing_and_goes_backward():
     step, config = step_of(9), CONFIGS["dapo"]
     logits_1V = torch.randn(1, VOCAB, requires_grad=True)
-    loss, sums = policy_loss(
-        logits_1V,
-        make_token_batch(step.responses, []),
-        totals_of(step)[0],
-        config.algorithm,
-        temperature=1.0,
-        max_response=config.rollout.max_response,
-    )
+    loss, sums = find_loss(config)(logits_1V, make_token_batch(step.responses, []), totals_of(step)[0])
     loss.backward()
     assert float(loss.detach()) == 0
     assert logits_1V.grad.abs().sum() == 0
-    assert sums == LossSums()
+    assert sums == {}
 
 
 def test_a_micro_batch_without_trained_tokens_goes_backward_too():

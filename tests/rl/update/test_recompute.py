@@ -11,8 +11,9 @@ import torch
 from relibra.cluster import cluster_preset
 from relibra.parallel import PlanExecution
 from relibra.replay import record_routing
+from relibra.rl.algorithms.loss import find_loss
 from relibra.rl.algorithms.mismatch import mismatch_metrics
-from relibra.rl.algorithms.policy_loss import LossTotals, policy_loss
+from relibra.rl.algorithms.terms import LossTotals
 from relibra.rl.batch.schedule import make_schedule
 from relibra.rl.batch.token_batch import make_token_batch, with_routes
 from relibra.rl.batch.training_batch import BatchExecution, TrainingBatch, executing, plan_recorded_routes, replaying
@@ -30,6 +31,7 @@ RESPONSES = [
     response_of(3, prompt=1, earlier=1, length=3),
 ]
 CONFIG = load_config(None, ["algorithm.preset=tppo", "algorithm.correction=icepop"])
+LOSS = find_loss(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +196,7 @@ def test_the_first_mini_batch_has_ratio_1_to_the_bit(model, replayed):
         sampled_log_probs_X=found.log_probs,
         advantages_X=ones,
         loss_mask_X=[ones_X > 0 for ones_X in ones],
+        positive_B=[torch.zeros(micro_batch.num_responses, dtype=torch.bool) for micro_batch in batch.micro_batches],
     )
     totals = LossTotals(
         tokens=15, responses=4, positive_tokens=0, step_tokens=30, step_positive_tokens=0, mini_batches=2
@@ -201,13 +204,11 @@ def test_the_first_mini_batch_has_ratio_1_to_the_bit(model, replayed):
     for number, micro_batch in batch.of_mini_batch(0):
         with replaying(model, micro_batch.routes):
             logits_XV = response_logits(model, micro_batch)
-        loss, sums = policy_loss(
-            logits_XV, micro_batch, totals, CONFIG.algorithm, temperature=1.0, max_response=CONFIG.rollout.max_response
-        )
+        loss, sums = LOSS(logits_XV, micro_batch, totals)
         share = len(micro_batch.row_X) * 2 / 30
         assert float(loss.detach()) == pytest.approx(-share, abs=1e-6), f"micro-batch {number}: ratios are not 1"
         assert found.log_probs[number].tolist() == log_probs_of(logits_XV, micro_batch)
-        assert sums.clipped == 0
+        assert sums["clip_fraction"] == 0
 
 
 def log_probs_of(logits_XV, micro_batch):

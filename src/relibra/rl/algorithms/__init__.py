@@ -1,9 +1,5 @@
-"""Losses, advantages and corrections as functions of tensors, each beside its paper.
+"""Algorithms: a file each, with its settings and its loss; advantages, the value loss, mismatch of trainer and sampler.
 
-In: tensors, and for the policy loss a `TokenBatch`. Out: tensors. Start with `policy_loss.py`.
+In: tensors. Out: tensors. Start with `ppo.py`, of which the other losses are variations, and `loss.py`, which calls the
+loss of a run: one of these, or a function of the user. The files of algorithms import no torch, as `config` reads them.
 """
-
-from relibra.errors import missing_packages
-
-with missing_packages(__name__):
-    import torch  # noqa: F401

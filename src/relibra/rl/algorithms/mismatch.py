@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,21 +26,20 @@ _LARGEST_LOG_RATIO = 20.0
 class MismatchSums:
     """Sums that the metrics are computed from; over ranks, `sums` add up and of `largest` the maximum is taken.
 
+    By default over no tokens.
+
     sums      8 totals, then a histogram of abs(log-ratio)
     largest   abs(log-ratio)
     """
 
-    sums: Float64[Tensor, " Z"]
-    largest: float
+    sums: Float64[Tensor, " Z"] = field(
+        default_factory=lambda: torch.zeros(_NUM_TOTALS + _NUM_BINS, dtype=torch.float64)
+    )
+    largest: float = 0.0
 
     def __add__(self, other: MismatchSums) -> MismatchSums:
         """Return the sums over the tokens of both."""
         return MismatchSums(sums=self.sums + other.sums, largest=max(self.largest, other.largest))
-
-
-def no_mismatch() -> MismatchSums:
-    """Return the sums over no tokens."""
-    return MismatchSums(sums=torch.zeros(_NUM_TOTALS + _NUM_BINS, dtype=torch.float64), largest=0.0)
 
 
 def mismatch_sums(
@@ -122,29 +121,20 @@ def router_metrics(comparison: RouterComparison) -> dict[str, float | None]:
     return {name: part / whole if whole else None for name, (part, whole) in shares.items()}
 
 
-@dataclass(frozen=True)
-class _Alarm:
-    """A metric, its harmless range, and the meaning of values outside of it."""
-
-    metric: str
-    low: float
-    high: float
-    meaning: str
-
-
-_ALARMS = (
-    _Alarm("probability_difference", 0.0, 0.01, "trainer and sampler give the same tokens other probabilities"),
-    _Alarm("k3_kl", 0.0, 0.1, "the sampler is another policy than the trainer's"),
-    _Alarm("ess", 0.3, 1.0, "few tokens carry most of the importance weight"),
-    _Alarm("weight_mean", 0.5, 2.0, "importance weights are not 1 on average"),
-    _Alarm("weight_std", 0.0, 1.0, "importance weights scatter"),
-    _Alarm("chi2", -1.0, 1.0, "importance weights scatter in their squares"),
-    _Alarm("ratio_above_2", 0.0, 0.1, "runs have collapsed soon after this"),
-    _Alarm("failed_rewards", 0.0, 0.0, "these rewards raised or were no number, and their responses were left out"),
-    _Alarm("skipped_updates", 0.0, 0.0, "gradients were not finite, and changed nothing"),
-    _Alarm("skipped_value_updates", 0.0, 0.0, "gradients of the value model were not finite, and changed nothing"),
-    _Alarm("ran_at_home", 0.0, 0.0, "micro-batches did not follow the plan and ran without its balance"),
-)
+_ALARMS: dict[str, tuple[float, float, str]] = {
+    "probability_difference": (0.0, 0.01, "trainer and sampler give the same tokens other probabilities"),
+    "k3_kl": (0.0, 0.1, "the sampler is another policy than the trainer's"),
+    "ess": (0.3, 1.0, "few tokens carry most of the importance weight"),
+    "weight_mean": (0.5, 2.0, "importance weights are not 1 on average"),
+    "weight_std": (0.0, 1.0, "importance weights scatter"),
+    "chi2": (-1.0, 1.0, "importance weights scatter in their squares"),
+    "ratio_above_2": (0.0, 0.1, "runs have collapsed soon after this"),
+    "failed_rewards": (0.0, 0.0, "these rewards raised or were no number, and their responses were left out"),
+    "skipped_updates": (0.0, 0.0, "gradients were not finite, and changed nothing"),
+    "skipped_value_updates": (0.0, 0.0, "gradients of the value model were not finite, and changed nothing"),
+    "ran_at_home": (0.0, 0.0, "micro-batches did not follow the plan and ran without its balance"),
+}
+"""Metric -> least and largest harmless value, and the meaning of others."""
 
 
 def alarms(metrics: Mapping[str, Any]) -> list[str]:
@@ -153,20 +143,14 @@ def alarms(metrics: Mapping[str, Any]) -> list[str]:
     The levels are those of verl's documentation of rollout corrections; that of `ratio_above_2` is from arXiv
     2510.11370. A count above 0 of micro-batches that did not follow the plan is always one.
     """
-    sentences = []
-    for alarm in _ALARMS:
-        found = metrics.get(alarm.metric)
-        value = math.nan if found is None else float(found)
-        if found is None or (not math.isnan(value) and _within(value, alarm)):
+    sentences, rounding = [], 1e-6  # an ess of 1 may be computed as slightly more
+    for name, (low, high, meaning) in _ALARMS.items():
+        value = metrics.get(name)
+        if value is None or low - rounding <= float(value) <= high + rounding:
             continue
-        harmless = f"{alarm.low:g}" if alarm.low == alarm.high else f"{alarm.low:g} to {alarm.high:g}"
-        sentences.append(f"{alarm.metric} is {value:.3g}, harmless is {harmless}: {alarm.meaning}")
+        harmless = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        sentences.append(f"{name} is {float(value):.3g}, harmless is {harmless}: {meaning}")
     return sentences
-
-
-def _within(value: float, alarm: _Alarm) -> bool:
-    rounding = 1e-6  # an ess of 1 may be computed as slightly more
-    return alarm.low - rounding <= value <= alarm.high + rounding
 
 
 def _quantile(histogram: Tensor, share: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float64, Int
+from jaxtyping import Bool, Float, Float64
 from numpy import ndarray
 from torch import Tensor
 
@@ -30,14 +30,6 @@ def clipped_value_loss(
     old_value_X = torch.where(old_value_X.isnan(), value_X.detach(), old_value_X)
     clipped_X = torch.minimum(torch.maximum(value_X, old_value_X - clip_low), old_value_X + clip_high)
     return torch.maximum((value_X - return_X).square(), (clipped_X - return_X).square())
-
-
-def value_weights(tokens_of_response_X: Int[Tensor, " X"], responses_of_mini_batch: int) -> Float[Tensor, " X"]:
-    """Return the weight of each token for a mean over the tokens of a response, then over responses.
-
-    responses_of_mini_batch   the number to divide by: with fewer responses, the step is smaller in proportion
-    """
-    return 1 / (tokens_of_response_X.float() * max(1, responses_of_mini_batch))
 
 
 def value_sums(value_X: Float[Tensor, " X"], return_X: Float[Tensor, " X"]) -> Float64[Tensor, " 5"]:

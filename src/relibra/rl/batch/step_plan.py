@@ -31,6 +31,7 @@ from relibra.rl.rollout.response import Response
 from relibra.rl.run.ranks import broadcast_bytes, broadcast_json, gather_arrays, gather_several, sum_over_ranks
 from relibra.routing.demand import Demand, ScheduledDemand, count_token_slots
 from relibra.routing.statistics import count_pairs
+from relibra.routing.synthetic import demo_demand
 
 _log = logging.getLogger(__name__)
 _PAIR_TOKENS = 1 << 14
@@ -193,6 +194,12 @@ def plan_together(
         static_seconds=static_seconds,
         lasting=lasting,
     )
+
+
+def try_balancer(settings: PlanSettings, cluster: Cluster, num_experts: int) -> None:
+    """Plan a made-up step, so that a wrong function of the user ends the run before its first step."""
+    demand = demo_demand(cluster.num_ranks, rank_tokens=64, num_experts=num_experts)
+    plan_step(demand, cluster, plan_budget(settings, 1.0), settings.balancer)
 
 
 def _in_thread(choose: Callable[[], Residents | None]) -> Future[Residents | None]:

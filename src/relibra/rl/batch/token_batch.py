@@ -35,6 +35,7 @@ class TokenBatch:
     response_X            response of each, 0 .. B - 1
     token_X               index of each among all response tokens of the rank, response after response
     in_window_X           sampled in this step
+    versions_X            of the weights that sampled each
     sampled_log_probs_X   under the sampler
     routes                experts to replay; None: the model routes by itself
     old_log_probs_X       under the trained weights before the update (`recompute`)
@@ -55,6 +56,7 @@ class TokenBatch:
     response_X: Int[Tensor, " X"]
     token_X: Int[Tensor, " X"]
     in_window_X: Bool[Tensor, " X"]
+    versions_X: Int[Tensor, " X"]
     sampled_log_probs_X: Float[Tensor, " X"]
     routes: BatchRoutes | None = None
     old_log_probs_X: Float[Tensor, " X"] | None = None
@@ -102,6 +104,7 @@ def make_token_batch(responses: Sequence[Response], chosen: Sequence[int], *, fe
         response_X=torch.from_numpy(np.repeat(np.arange(len(picked)), [one.length for one in picked])),
         token_X=_join([first_token_S[s] + np.arange(lengths_S[s]) for s in chosen], np.int64),
         in_window_X=_join([one.in_window_r for one in picked], np.bool_),
+        versions_X=_join([one.versions_r for one in picked], np.int32),
         sampled_log_probs_X=_join([one.log_probs_r for one in picked], np.float32),
     )
 

@@ -1,5 +1,5 @@
 """Configuration of a run. In: a TOML file and overrides. Out: `RunConfig`, one frozen section per stage.
 
-`settings.py` explains every setting (start there), `presets.py` holds the algorithms, `consistency.py` the rules
-between sections, and `run_config.py` loads. Imports no torch.
+`settings.py` explains every setting (start there), `defaults.py` fills what was not given, and `run_config.py` has the
+rules between sections, and loads. Imports no torch.
 """

@@ -7,9 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
-
-from relibra.rl.config.section import Section
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 MAX_LENGTH = 1 << 20
 """Most tokens of a prompt, and of a response."""
@@ -17,6 +15,12 @@ MOST_SERVERS = 64
 """Most rollout servers of a run."""
 MOST_RESPONSES = 1 << 22
 """Most responses of a step."""
+
+
+class Section(BaseModel):
+    """Base of a section: immutable, and unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class RolloutSettings(Section):

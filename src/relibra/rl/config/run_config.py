@@ -13,21 +13,11 @@ from pydantic import ValidationError, model_validator
 
 from relibra.errors import ConfigError
 from relibra.printable import excerpt
-from relibra.rl.config.built_in_model import BUILT_IN_MODEL, fill_built_in
-from relibra.rl.config.consistency import (
-    check_groups,
-    check_model,
-    check_plan,
-    check_server,
-    check_task,
-    check_windows,
-)
-from relibra.rl.config.context_length import fit_lengths
+from relibra.rl.config.defaults import BUILT_IN_MODEL, FILLS
 from relibra.rl.config.messages import MAX_SHOWN, describe_mistakes
-from relibra.rl.config.presets import choose_tail_drop, choose_value_warmup, choose_window
-from relibra.rl.config.rollout_settings import MAX_LENGTH, RolloutSettings
-from relibra.rl.config.section import Section
+from relibra.rl.config.rollout_settings import RolloutSettings, Section
 from relibra.rl.config.settings import (
+    NO_EXPERTS,
     AlgorithmSettings,
     CheckpointSettings,
     CriticSettings,
@@ -46,8 +36,6 @@ USUAL_RATE = UpdateSettings().learning_rate
 HIGH_RATE = 20 * USUAL_RATE
 """Learning rate above which RL post-training destroys a model in a few steps."""
 MAX_FILE_BYTES = 1 << 20
-LEAST_SERVED_HEAD = 32
-"""Width of heads that vLLM's attention on a CPU needs."""
 MAX_DEPTH = 8
 """Parts of an override's key; settings have two."""
 
@@ -84,23 +72,16 @@ class RunConfig(Section):
         settings = {key: _as_given(section) for key, section in settings.items()}
         if not all(isinstance(settings.get(name, {}), dict) for name in ("model", "rollout", "algorithm", "critic")):
             return settings  # refused when the sections are checked
-        for fill in (_fill_from_model, _widen_heads, _set_window, _warm_up_value_model):
+        for fill in FILLS:
             settings = fill(settings)
         return settings
 
     @model_validator(mode="after")
     def _check_sections(self) -> RunConfig:
         mistakes = []
-        for check in (
-            lambda: check_model(self.model, self.algorithm, self.parallel),
-            lambda: check_task(self.task, self.model),
-            lambda: check_groups(self.rollout, self.algorithm, self.update),
-            lambda: check_windows(self.rollout, self.algorithm, self.parallel),
-            lambda: check_plan(self.plan),
-            lambda: check_server(self.rollout, self.model, self.parallel),
-        ):
+        for check in (_check_model, _check_task, _check_groups, _check_windows, _check_plan, _check_server):
             try:
-                check()
+                check(self)
             except ValueError as error:
                 mistakes.append(str(error))
         if mistakes:
@@ -108,58 +89,130 @@ class RunConfig(Section):
         return self
 
 
-def _fill_from_model(settings: dict[str, Any]) -> dict[str, Any]:
-    """Set the values of the built-in model, or lengths that fit the context of another."""
-    path = settings.get("model", {}).get("path")
-    if not path:
-        return fill_built_in(settings)
-    return {**settings, "rollout": fit_lengths(path, settings.get("rollout", {}))}
+def _check_model(config: RunConfig) -> None:
+    """Check the built-in model; the sizes of others are known only when they are loaded."""
+    model, algorithm, parallel = config.model, config.algorithm, config.parallel
+    if model.path:
+        return
+    if not model.num_experts and algorithm.replay != "off":
+        raise ValueError(
+            f"algorithm.replay {algorithm.replay!r} needs a model with experts, and model.num_experts is 0: set "
+            f"algorithm.replay=off; {NO_EXPERTS}"
+        )
+    if model.num_experts % parallel.ranks:
+        raise ValueError(
+            f"parallel.ranks {parallel.ranks} does not divide model.num_experts {model.num_experts}: every rank needs "
+            "the same number of experts"
+        )
 
 
-def _widen_heads(settings: dict[str, Any]) -> dict[str, Any]:
-    """Set the width of heads of the built-in model where a server samples."""
-    model, engine = settings.get("model", {}), settings.get("rollout", {}).get("engine", "embedded")
-    if model.get("path") or engine in ("embedded", "serve"):
-        return settings
-    try:
-        sizes = ModelSettings.model_validate(model)
-    except ValidationError:  # told when the sections are checked
-        return settings
-    width = max(LEAST_SERVED_HEAD, sizes.hidden_size // sizes.num_heads)
-    return {**settings, "model": {"head_dim": width, **model}}
+def _check_task(config: RunConfig) -> None:
+    """Check that prompts of a file have a file and a model."""
+    task, model = config.task, config.model
+    if task.name != "prompts":
+        return
+    if task.file is None:
+        raise ValueError("task.name 'prompts' needs task.file: a .jsonl or .parquet file with one prompt per row")
+    if not model.path:
+        raise ValueError("task.name 'prompts' needs model.path: the built-in model knows only the built-in tasks")
 
 
-def _set_window(settings: dict[str, Any]) -> dict[str, Any]:
-    """Set the window of preset tppo, and the tokens at its end that do not train."""
-    algorithm, rollout = settings.get("algorithm", {}), settings.get("rollout", {})
-    longest = rollout.get("max_response", 0)
-    window = rollout.get("window", choose_window(longest) if _is_length(longest) else None)
-    if algorithm.get("preset") != "tppo" or not _is_length(window, may_be_0=True):
-        return settings  # what is out of range is refused later, with its name
-    drop = {"tail_drop": choose_tail_drop(window)} if window else {}
-    return {**settings, "rollout": {**rollout, "window": window}, "algorithm": {**drop, **algorithm}}
+def _check_groups(config: RunConfig) -> None:
+    """Check that every mini-batch has responses, and whole groups if advantages compare a group."""
+    rollout, algorithm, update = config.rollout, config.algorithm, config.update
+    if algorithm.advantage == "gae":
+        if update.mini_batches > rollout.responses_per_step:
+            raise ValueError(
+                f"update.mini_batches {update.mini_batches} exceeds the {rollout.responses_per_step} responses of a "
+                "step (rollout.prompts_per_step x rollout.responses_per_prompt)"
+            )
+        return
+    if rollout.responses_per_prompt < 2:
+        raise ValueError(
+            "rollout.responses_per_prompt 1 does not work with algorithm.advantage 'group', which compares responses "
+            "to the same prompt: set 2 or more, or use preset 'ppo'"
+        )
+    if update.mini_batches > rollout.prompts_per_step:
+        raise ValueError(
+            f"update.mini_batches {update.mini_batches} exceeds rollout.prompts_per_step {rollout.prompts_per_step}: a "
+            "mini-batch holds at least one whole group"
+        )
 
 
-def _warm_up_value_model(settings: dict[str, Any]) -> dict[str, Any]:
-    """Set the warm-up of the value model of presets ppo and tppo."""
-    if settings.get("algorithm", {}).get("preset") not in ("ppo", "tppo"):
-        return settings
-    try:
-        rollout = RolloutSettings.model_validate(settings.get("rollout", {}))
-    except ValidationError:  # told when the sections are checked
-        return settings
-    warm_up = choose_value_warmup(rollout.max_windows, rollout.responses_per_step)
-    return {**settings, "critic": {**warm_up, **settings.get("critic", {})}}
+def _check_windows(config: RunConfig) -> None:
+    """Check what depends on windows: responses that end in a later step than they begin."""
+    rollout, algorithm, parallel = config.rollout, config.algorithm, config.parallel
+    window, longest = rollout.window_tokens, rollout.max_response
+    if window < longest and algorithm.advantage == "group":
+        raise ValueError(
+            f"rollout.window {window} is below rollout.max_response {longest}, which does not work with "
+            "algorithm.advantage 'group': unfinished responses have no reward; use preset 'tppo', or window 0"
+        )
+    if window < longest and algorithm.group_filter != "off":
+        raise ValueError(
+            f"algorithm.group_filter {algorithm.group_filter!r} compares the responses of a group, and with "
+            f"rollout.window {window} below rollout.max_response {longest} they end in different steps: set "
+            "algorithm.group_filter=off"
+        )
+    if rollout.refill and window == longest:
+        raise ValueError(
+            f"rollout.refill needs rollout.window below rollout.max_response {longest}: without windows a step ends "
+            "when all its responses end; set a window, or rollout.refill=false"
+        )
+    of_rank = -(-rollout.responses_per_step // parallel.ranks)
+    if rollout.refill and of_rank > rollout.max_batch:
+        raise ValueError(
+            f"rollout.max_batch {rollout.max_batch} is below the {of_rank} responses of a rank "
+            "(rollout.prompts_per_step x rollout.responses_per_prompt / parallel.ranks), and rollout.refill decodes "
+            "all of them at once: increase it, or set rollout.refill=false"
+        )
+    if window < longest and algorithm.tail_drop >= window:
+        raise ValueError(
+            f"algorithm.tail_drop {algorithm.tail_drop} leaves nothing of rollout.window {window}: set a smaller one"
+        )
+    if algorithm.overlong_buffer > longest:
+        raise ValueError(
+            f"algorithm.overlong_buffer {algorithm.overlong_buffer} exceeds rollout.max_response {longest}"
+        )
+
+
+def _check_server(config: RunConfig) -> None:
+    """Check that there are servers where they sample, and that the folder of new weights is not that of the model."""
+    rollout, model, parallel = config.rollout, config.model, config.parallel
+    on_ray = parallel.launcher == "ray"
+    if rollout.engine in ("sglang", "vllm") and not rollout.url and not (on_ray and rollout.starts_servers):
+        alone = "; with parallel.launcher=ray a run starts vLLM itself" if rollout.engine == "vllm" else ""
+        raise ValueError(
+            f"rollout.engine {rollout.engine!r} needs rollout.url (the server) and rollout.server_weights (a folder "
+            f"that both see){alone}"
+        )
+    if rollout.servers > 1 and not (on_ray and rollout.starts_servers):
+        raise ValueError(
+            f"rollout.servers {rollout.servers} are started on Ray only, with rollout.engine=serve, or vllm without "
+            "rollout.url: set parallel.launcher=ray, or leave it out"
+        )
+    if rollout.engine == "embedded" or not model.path or rollout.server_weights is None:
+        return
+    if rollout.server_weights.expanduser().resolve() == Path(model.source).resolve():
+        raise ValueError(
+            f"rollout.server_weights {str(rollout.server_weights)!r} is the folder of model.path: set it to a folder "
+            "of its own, in which new weights are written"
+        )
+
+
+def _check_plan(config: RunConfig) -> None:
+    """Check the name of the balancer."""
+    name = config.plan.balancer
+    if name in ("relibra", "static", "live") or ":" in name:
+        return  # importing the others loads numba, and of the user's runs his code: `find_balancer` checks that
+    from relibra.planning.registry import find_balancer
+
+    find_balancer(name)
 
 
 def _as_given(section: Any) -> Any:
     """Return what was given of a section that is an object already, so that the rest is filled like that of a file."""
     return section.model_dump(exclude_unset=True) if isinstance(section, Section) else section
-
-
-def _is_length(value: Any, *, may_be_0: bool = False) -> bool:
-    """Return whether a setting is a number of tokens that responses may have."""
-    return type(value) is int and 1 - may_be_0 <= value <= MAX_LENGTH
 
 
 def describe_training(config: RunConfig) -> list[str]:
@@ -219,17 +272,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), *, base: dict[
 
 
 _MAY_CHANGE = (
-    "run.steps",
-    "run.name",
-    "run.folder",
-    "update.",
-    "critic.",
-    "plan.",
-    "parallel.",
-    "checkpoint.",
-    "trace.",
-)
-_MAY_CHANGE_TOO = (
+    *("run.steps", "run.name", "run.folder", "update.", "critic.", "plan.", "parallel.", "checkpoint.", "trace."),
     *("evaluation.stop_at", "task.max_failed_rewards"),
     *("rollout.max_batch", "rollout.url", "rollout.servers", "rollout.server_weights", "rollout.server_options"),
     *("rollout.server_cpus", "rollout.server_gpus", "rollout.server_python"),
@@ -246,11 +289,11 @@ def check_resumable(before: RunConfig, after: RunConfig) -> None:
     for section, settings in new.items():
         for key, value in settings.items():
             name = f"{section}.{key}"
-            if value != old[section][key] and not name.startswith((*_MAY_CHANGE, *_MAY_CHANGE_TOO)):
+            if value != old[section][key] and not name.startswith(_MAY_CHANGE):
                 raise ConfigError(
                     f"{name} was {old[section][key]!r} and cannot change to {value!r} in a resumed run: start a new "
                     "run, from its policy if you like (model.path=RUN/policy); these settings may change: "
-                    f"{', '.join(part.rstrip('.') for part in (*_MAY_CHANGE, *_MAY_CHANGE_TOO))}"
+                    f"{', '.join(part.rstrip('.') for part in _MAY_CHANGE)}"
                 )
 
 

@@ -1,21 +1,23 @@
-"""Settings of a run by section; defaults are for a model of your own, `built_in_model.py` has those of the built-in."""
+"""Settings of a run by section; defaults are for a model of your own, `defaults.py` has those of the built-in."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from relibra.cluster import Cluster, Dispatch
 from relibra.planning.budget import MOST_SLOTS, MOST_TOLERANCE, PEER_SLOTS, Budget
 from relibra.planning.costs.expert_shape import GradientWire
-from relibra.rl.config.presets import PRESETS
-from relibra.rl.config.rollout_settings import MAX_LENGTH
-from relibra.rl.config.section import Section
+from relibra.rl.config.rollout_settings import MAX_LENGTH, Section
 
+Preset = Literal["ppo", "tppo", "grpo", "dapo", "gspo"]
+PRESET_NAMES: tuple[str, ...] = get_args(Preset)
 LONGEST = 1 << 24
 """Most steps of anything."""
+NO_EXPERTS = "a model without experts has nothing to balance, so plan.* has no effect"
+"""Ends the refusals of a dense model that is told to replay."""
 LARGE = 1e9
 """Where a limit of the algorithm is as good as none."""
 
@@ -123,7 +125,7 @@ class WarmupSettings(Section):
 class AlgorithmSettings(Section):
     """Advantages, probability ratios, clips and corrections. The preset gives the values that you do not set."""
 
-    preset: Literal["ppo", "tppo", "grpo", "dapo", "gspo"] = "dapo"
+    preset: Preset = "dapo"
     """Published algorithm whose values are the defaults of this section; table in docs/training.md."""
     advantage: Literal["gae", "group"] = "group"
     """"gae": generalized advantage estimation with a value model; "group": reward minus the mean of its group."""
@@ -150,8 +152,9 @@ class AlgorithmSettings(Section):
     """"mixed": train only on groups whose finished responses differ in reward (DAPO)."""
     overlong_buffer: int = Field(0, ge=0, le=MAX_LENGTH)
     """Tokens before max_response over which the reward falls linearly, by 1 at max_response (DAPO); 0: off."""
-    ratio: Literal["token", "sequence"] = "token"
-    """Probability ratio per token, or one per response (GSPO)."""
+    loss: str = "dapo"
+    """Policy loss: that of a preset (a probability ratio per token; gspo: one per response), or your own
+    `module:function`, called as function(inputs) (docs/extending.md)."""
     aggregate: Literal["token", "token_over_step", "response", "constant"] = "token"
     """Mean of token losses in a mini-batch: over its tokens; over the step's mean number of tokens per mini-batch; mean
     over responses of their means; or over responses of their sums / max_response (Dr. GRPO)."""
@@ -168,7 +171,7 @@ class AlgorithmSettings(Section):
     entropy_coefficient: float = Field(0.0, ge=0, le=1e3)
     """Weight of the entropy bonus."""
     positive_coefficient: float = Field(0.0, ge=0, le=1e3)
-    """Weight of the language-model loss on finished responses with positive reward (VAPO)."""
+    """tppo: weight of the language-model loss on finished responses with positive reward (VAPO)."""
     replay: Literal["off", "R2", "R3"] = "R3"
     """Experts in training: the router's; of the recompute pass (R2); of the rollout (R3, arXiv 2510.11370)."""
     correction: Literal["off", "tis", "sequence_tis", "icepop", "mis"] = "off"
@@ -182,19 +185,31 @@ class AlgorithmSettings(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_from_preset(cls, settings: Any) -> Any:
-        """Add the values of the preset that were not given."""
-        if not isinstance(settings, dict):
+    def _read_removed(cls, settings: Any) -> Any:
+        """Leave out `ratio`, which earlier runs hold, where the loss has it; refuse another one."""
+        if not isinstance(settings, dict) or "ratio" not in settings:
             return settings
-        name = settings.get("preset", "dapo")
-        preset = PRESETS.get(name, {}) if isinstance(name, str) else {}
-        bounds = {"correction_high": 5.0} if settings.get("correction") == "icepop" else {}
-        return {**preset, **bounds, **settings}
+        if settings["ratio"] != ("sequence" if settings.get("loss") == "gspo" else "token"):
+            raise ValueError(
+                "algorithm.ratio went: set algorithm.loss to 'gspo' for one ratio per response, or to 'grpo' for one "
+                "per token"
+            )
+        return {name: value for name, value in settings.items() if name != "ratio"}
 
     @model_validator(mode="after")
     def _parts_fit(self) -> AlgorithmSettings:
         if 0 < self.dual_clip <= 1:
             raise ValueError(f"dual_clip {self.dual_clip} must be above 1, or 0 for none")
+        if ":" not in self.loss and self.loss not in PRESET_NAMES:
+            raise ValueError(
+                f"loss {self.loss!r} is unknown: allowed are {', '.join(PRESET_NAMES)}, or a function of yours as "
+                "'module:function'"
+            )
+        if self.positive_coefficient and self.loss != "tppo" and self.loss in PRESET_NAMES:
+            raise ValueError(
+                f"positive_coefficient {self.positive_coefficient:g} is a term of loss 'tppo', and loss is "
+                f"{self.loss!r}: set loss to 'tppo', or positive_coefficient to 0"
+            )
         return self
 
 
@@ -256,7 +271,8 @@ class PlanSettings(Section):
 
     balancer: str = "relibra"
     """Balancer: a name from `relibra compare`, or "static": plain all-to-all, no expert moves. "live": replicas are
-    decided in each layer from the routes of its micro-batch, without a plan; the only one without replay."""
+    decided in each layer from the routes of its micro-batch, without a plan; the only one without replay. Or your own
+    `module:function`, called as function(request) (docs/extending.md)."""
     cluster: str = "auto"
     """Machine that plans are priced for: a preset (`relibra plan --help`), a file of `relibra calibrate` (.toml),
     "measure" (a short calibration, kept per machine), or "auto": the preset of this GPU, and "laptop" on a CPU."""

@@ -19,8 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from relibra.errors import ConfigError, EngineError
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.replay import find_routers
-from relibra.rl.config.consistency import NO_EXPERTS
-from relibra.rl.config.settings import ModelSettings
+from relibra.rl.config.settings import NO_EXPERTS, ModelSettings
 from relibra.rl.model.packed_sequences import (
     can_attend_packed,
     mixes_sequences,

@@ -28,6 +28,7 @@ from relibra.rl.run.run_folder import latest_checkpoint, locked_run_folder, open
 from relibra.rl.run.stderr_writer import lenient_stderr
 from relibra.rl.run.worker import run_launched
 from relibra.rl.tasks.make import check_task
+from relibra.user_function import check_function
 
 MAX_RESTARTS = 3
 """Restarts of a supervised run without a newer checkpoint; with one they are counted anew."""
@@ -70,6 +71,9 @@ def launch(config: RunConfig, resume: Path | None = None, *, supervise: bool = F
     if config.model.path:
         check_expert_ranks(config.model.path, config.parallel.ranks)
     check_task(config.task, config.evaluation.prompts if config.evaluation.every else 0)
+    for setting, name in (("algorithm.loss", config.algorithm.loss), ("plan.balancer", config.plan.balancer)):
+        if ":" in name:
+            check_function(setting, name)
     if config.follows_plans:
         _prepare_cluster(config)
     with connected_ray() if on_ray else nullcontext():

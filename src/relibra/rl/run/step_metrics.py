@@ -93,19 +93,25 @@ def mismatch_metrics_of_ranks(recomputed: Recomputed) -> dict[str, Any]:
     return {**found, "entropy": entropy / tokens if tokens else None}
 
 
-def update_metrics(update: PolicyUpdate, *, referenced: bool) -> dict[str, Any]:
-    """Return the metrics of the update over all ranks; `referenced`: there is a reference policy. Collective."""
-    sums, norms = sum_over_ranks(torch.tensor(astuple(update.sums), dtype=torch.float64)), update.grad_norms
-    loss, clipped, masked, tokens, kl, kl_limited = sums.tolist()
+_OF_LOSSES = ("clip_fraction", "masked_fraction", "reference_kl", "reference_kl_limited")
+"""Sums that the losses of presets return, by the names of their means per trained token."""
+
+
+def update_metrics(update: PolicyUpdate, names: Sequence[str]) -> dict[str, Any]:
+    """Return the metrics of the update over all ranks; collective.
+
+    names   of the sums that the loss returns
+    """
+    own, norms = [update.sums.get(name, 0.0) for name in ("loss", "tokens", *names)], update.grad_norms
+    loss, tokens, *sums = sum_over_ranks(torch.tensor(own, dtype=torch.float64)).tolist()
+    means = {name: total / tokens if tokens else None for name, total in zip(names, sums, strict=True)}
     return {
         "loss": loss / len(norms) if norms else None,
         "grad_norm": float(np.mean(norms)) if norms else None,
         "skipped_updates": update.skipped,
         "trained_tokens": int(tokens),
-        "clip_fraction": clipped / tokens if tokens else None,
-        "masked_fraction": masked / tokens if tokens else None,
-        "reference_kl": kl / tokens if tokens and referenced else None,
-        "reference_kl_limited": kl_limited / tokens if tokens and referenced else None,
+        **{name: means.pop(name, None) for name in _OF_LOSSES},
+        "loss_metrics": means or None,
     }
 
 

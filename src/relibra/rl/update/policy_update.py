@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from relibra.rl.algorithms.policy_loss import LossSums, LossTotals, policy_loss
+from relibra.rl.algorithms.loss import PolicyLoss
+from relibra.rl.algorithms.terms import LossTotals
 from relibra.rl.batch.token_batch import TokenBatch
 from relibra.rl.batch.training_batch import MicroBatchContext, TrainingBatch
-from relibra.rl.config.settings import AlgorithmSettings, UpdateSettings
+from relibra.rl.config.settings import UpdateSettings
 from relibra.rl.model.optimizer import StepCount, step_or_skip
 from relibra.rl.run.ranks import sum_over_ranks
 from relibra.rl.update.recompute import response_logits
@@ -22,14 +24,14 @@ from relibra.rl.update.recompute import response_logits
 class PolicyUpdate:
     """Result of a policy update on this rank.
 
-    sums         over the trained tokens of this rank
+    sums         over the trained tokens of this rank, by name (`PolicyLoss`)
     grad_norms   of each optimizer step, the same on all ranks
     count        optimizer steps of the policy after it
     skipped      mini-batches whose gradient was not finite; they are in no sum
     ran_at_home  micro-batches that did not follow the plan, on all ranks alike
     """
 
-    sums: LossSums = field(default_factory=LossSums)
+    sums: Mapping[str, float] = field(default_factory=dict)
     grad_norms: Sequence[float] = ()
     count: StepCount = field(default_factory=StepCount)
     skipped: int = 0
@@ -41,11 +43,9 @@ def update_policy(
     optimizer: torch.optim.Optimizer,
     batch: TrainingBatch,
     context: MicroBatchContext,
-    settings: AlgorithmSettings,
+    loss: PolicyLoss,
     update: UpdateSettings,
     *,
-    temperature: float,
-    max_response: int,
     count: StepCount,
     num_ranks: int,
 ) -> PolicyUpdate:
@@ -59,32 +59,30 @@ def update_policy(
     """
     device = next(model.parameters()).device
     all_totals = loss_totals(batch)
-    sums, norms, skipped = LossSums(), list[float](), 0
+    sums, norms, skipped = defaultdict[str, float](float), list[float](), 0
     for mini_batch, totals in list(enumerate(all_totals)) * update.epochs:
-        if not totals.tokens and not totals.positive_tokens:
+        if not totals.tokens and (not totals.positive_tokens or ":" in loss.config.algorithm.loss):
             continue
-        numbered, found = batch.of_mini_batch(mini_batch), LossSums()
+        numbered, found = batch.of_mini_batch(mini_batch), defaultdict[str, float](float)
         for i, (number, micro_batch) in enumerate(numbered):
             if isinstance(model, FSDPModule):  # gradients are reduced once, after the last micro-batch
                 model.set_requires_gradient_sync(i == len(numbered) - 1)
             with context(number):
-                loss, own_sums = policy_loss(
-                    response_logits(model, micro_batch),
-                    micro_batch.to(device),
-                    totals,
-                    settings,
-                    temperature=temperature,
-                    max_response=max_response,
-                )
-                (loss * num_ranks).backward()
-            found += own_sums
+                total, own_sums = loss(response_logits(model, micro_batch), micro_batch.to(device), totals)
+                (total * num_ranks).backward()
+            _add(found, own_sums)
         count, norm = step_or_skip(model, optimizer, count, update, learning_rate=update.learning_rate, name="policy")
         if norm is None:
             skipped += 1
             continue
-        sums += found
+        _add(sums, found)
         norms.append(norm)
     return PolicyUpdate(sums=sums, grad_norms=norms, count=count, skipped=skipped)
+
+
+def _add(sums: dict[str, float], others: Mapping[str, float]) -> None:
+    for name, value in others.items():
+        sums[name] += value
 
 
 def loss_totals(batch: TrainingBatch) -> list[LossTotals]:

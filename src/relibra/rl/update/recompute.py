@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from relibra.parallel import LiveBalancing
 from relibra.replay import record_routing
 from relibra.replay.replay import RouterComparison
-from relibra.rl.algorithms.mismatch import MismatchSums, mismatch_sums, no_mismatch
-from relibra.rl.algorithms.policy_loss import correction_weights, token_entropy, token_log_probs
+from relibra.rl.algorithms.mismatch import MismatchSums, mismatch_sums
+from relibra.rl.algorithms.terms import correction_weights, token_entropy, token_log_probs
 from relibra.rl.batch.token_batch import TokenBatch
 from relibra.rl.batch.training_batch import MicroBatchContext, TrainingBatch
 from relibra.rl.config.settings import AlgorithmSettings
@@ -58,7 +58,7 @@ def recompute(
     record   keep the routes of this pass, to be replayed in the update (R2, arXiv 2507.18071)
     """
     log_probs, routes, entropy, tokens = list[Tensor](), list[Tensor](), 0.0, 0
-    mismatch, routers = no_mismatch(), RouterComparison()
+    mismatch, routers = MismatchSums(), RouterComparison()
     with record_routing(model) if record else nullcontext() as recorder:
         for number, micro_batch in enumerate(batch.micro_batches):
             with context(number) as replay:
@@ -69,9 +69,10 @@ def recompute(
                 routes += [experts_TLK.cpu() for experts_TLK in recorder.take()]
             log_probs.append(logp_X.float())
             window_X = micro_batch.in_window_X
-            mismatch += _compare_with_sampler(
-                logp_X[window_X], micro_batch.sampled_log_probs_X[window_X], micro_batch.response_X[window_X], settings
-            )
+            logp_Y, sampled_Y = logp_X[window_X], micro_batch.sampled_log_probs_X[window_X]  # Y: the window's of X
+            response_Y, num_responses = micro_batch.response_X[window_X], micro_batch.num_responses
+            weight_Y = correction_weights(settings, logp_Y - sampled_Y, response_Y, num_responses)
+            mismatch += mismatch_sums(logp_Y, sampled_Y, weight_Y)
             entropy += float(entropy_X[window_X].sum())
             tokens += int(window_X.sum())
     return Recomputed(
@@ -108,17 +109,3 @@ def log_probs_and_entropy(
     logits_XV = response_logits(model, batch)[: len(batch.row_X)]
     targets_X = batch.target_X.to(logits_XV.device)
     return token_log_probs(logits_XV, targets_X, temperature).cpu(), token_entropy(logits_XV, temperature).cpu()
-
-
-def _compare_with_sampler(
-    logp_Y: Tensor, sampled_Y: Tensor, response_Y: Tensor, settings: AlgorithmSettings
-) -> MismatchSums:
-    weight_Y = correction_weights(
-        settings.correction,
-        logp_Y - sampled_Y,
-        response_Y,
-        int(response_Y.max()) + 1 if len(response_Y) else 0,
-        low=settings.correction_low,
-        high=settings.correction_high,
-    )
-    return mismatch_sums(logp_Y, sampled_Y, weight_Y)

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from relibra.rl.algorithms.value_loss import clipped_value_loss, value_weights
+from relibra.rl.algorithms.value_loss import clipped_value_loss
 from relibra.rl.batch.step_plan import own_mini_batches
 from relibra.rl.batch.token_batch import TokenBatch
 from relibra.rl.config.settings import CriticSettings, UpdateSettings
@@ -94,4 +94,4 @@ def _value_loss(critic: nn.Module, batch: TokenBatch, settings: CriticSettings, 
         clip_high=settings.clip_high,
     )
     tokens_X = torch.bincount(batch.response_X, minlength=batch.num_responses)[batch.response_X]
-    return (value_weights(tokens_X, responses) * loss_X).sum()
+    return (1 / (tokens_X.float() * max(1, responses)) * loss_X).sum()  # means of responses

@@ -1,21 +1,23 @@
-"""The policy loss: log-probs, ratios, the clipped surrogate, corrections, divergence, weights of tokens."""
+"""Inputs and terms of policy losses: log-probs, ratios, the clipped surrogate, corrections, divergence, weights."""
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
-import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
 
-from relibra.rl.batch.token_batch import TokenBatch
+from relibra.errors import missing_packages
 from relibra.rl.config.settings import AlgorithmSettings
+
+with missing_packages("relibra.rl.algorithms"):
+    import torch
+    from torch import Tensor
 
 Aggregate = Literal["token", "token_over_step", "response", "constant"]
 """How a mini-batch's loss is averaged over tokens; see `token_weights`."""
-Correction = Literal["off", "tis", "sequence_tis", "icepop", "mis"]
-"""See `correction_weights`."""
 Estimator = Literal["k1", "k2", "k3", "k3+"]
 """See `kl_estimate`."""
 
@@ -43,98 +45,50 @@ class LossTotals:
     mini_batches: int
 
 
-@dataclass(frozen=True)
-class LossSums:
-    """Sums over trained tokens; they add up over micro-batches and ranks.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossInputs:
+    """Input of a policy loss: the X response tokens of a micro-batch, and what their loss is divided by.
 
-    clipped   tokens whose ratio was clipped
-    masked    tokens that the correction gave weight 0
-    kl        divergence from the reference policy
-    kl_limited   tokens at whose log-ratio the estimate of it has reached its limit (`kl_estimate`)
+    logits_XV             of the policy, that predict the tokens
+    log_probs_X           of the tokens, with gradients
+    old_log_probs_X       under the trained weights before the update, which sampled
+    sampled_log_probs_X   as the sampler computed them
+    ref_log_probs_X       under the reference policy; None: `kl_coefficient` is 0
+    advantages_X          0 where not in the mask
+    mask_X                tokens to train on
+    versions_X            of the weights that sampled them
+    response_X            response of each, 0 .. num_responses - 1
+    positive_X            tokens of finished responses with a task reward above 0
+    totals                counts over all micro-batches and ranks
+    temperature           of the policy
+    max_response          most tokens of a response
     """
 
-    loss: float = 0.0
-    clipped: float = 0.0
-    masked: float = 0.0
-    tokens: float = 0.0
-    kl: float = 0.0
-    kl_limited: float = 0.0
+    logits_XV: Float[Tensor, "X V"]
+    log_probs_X: Float[Tensor, " X"]
+    old_log_probs_X: Float[Tensor, " X"]
+    sampled_log_probs_X: Float[Tensor, " X"]
+    ref_log_probs_X: Float[Tensor, " X"] | None
+    advantages_X: Float[Tensor, " X"]
+    mask_X: Bool[Tensor, " X"]
+    versions_X: Int[Tensor, " X"]
+    response_X: Int[Tensor, " X"]
+    positive_X: Bool[Tensor, " X"]
+    num_responses: int
+    totals: LossTotals
+    settings: AlgorithmSettings
+    temperature: float
+    max_response: int
 
-    def __add__(self, other: LossSums) -> LossSums:
-        """Return the sums over the tokens of both."""
-        return LossSums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    @cached_property
+    def entropy_X(self) -> Float[Tensor, " X"]:
+        """Return the entropy of the policy at each token, in nats, with gradients; computed at first use."""
+        return token_entropy(self.logits_XV, self.temperature)
 
 
-def policy_loss(
-    logits_XV: Float[Tensor, "X V"],
-    batch: TokenBatch,
-    totals: LossTotals,
-    settings: AlgorithmSettings,
-    *,
-    temperature: float,
-    max_response: int,
-) -> tuple[Float[Tensor, ""], LossSums]:
-    """Return a micro-batch's part of the loss of its mini-batch, and its sums; parts of all ranks add up to the loss.
-
-    loss = - sum over trained tokens of w (c min(r A, clip(r, 1 - low, 1 + high) A) - k KL + e H)
-           - p mini_batches / step_positive_tokens x sum over tokens of positive responses of log pi
-
-    with weight w (`token_weights`), correction c (`correction_weights`), ratio r = pi / pi_old of the token or its
-    response (`sequence_log_ratio`), advantage A, divergence KL from the reference (`kl_estimate`), entropy H, and the
-    coefficients k, e and p of the settings.
-
-    logits_XV   that predict the response tokens; for filler one row, whose backward pass keeps collectives aligned
-    """
-    if not batch.num_responses:
-        return logits_XV.sum() * 0.0, LossSums()
-    assert batch.loss_mask_X is not None, "loss_mask_X is filled before the update"
-    assert batch.old_log_probs_X is not None, "old_log_probs_X is filled before the update"
-    assert batch.advantages_X is not None, "advantages_X is filled before the update"
-    mask_X = batch.loss_mask_X
-    logp_X = token_log_probs(logits_XV, batch.target_X, temperature)
-    response_Y, old_Y = batch.response_X[mask_X], batch.old_log_probs_X[mask_X]  # Y: the trained ones of X
-    correction_Y = correction_weights(
-        settings.correction,
-        old_Y - batch.sampled_log_probs_X[mask_X],
-        response_Y,
-        batch.num_responses,
-        low=settings.correction_low,
-        high=settings.correction_high,
-    )
-    log_ratio_Y = logp_X[mask_X] - old_Y
-    if settings.ratio == "sequence":
-        log_ratio_Y = sequence_log_ratio(log_ratio_Y, response_Y, batch.num_responses)
-    surrogate_Y, clipped_Y = clipped_surrogate(
-        log_ratio_Y,
-        batch.advantages_X[mask_X],
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-        dual_clip=settings.dual_clip,
-    )
-    weight_Y = token_weights(
-        settings.aggregate,
-        torch.bincount(response_Y, minlength=batch.num_responses)[response_Y],
-        tokens_of_mini_batch=totals.tokens,
-        tokens_of_step=totals.step_tokens,
-        mini_batches=totals.mini_batches,
-        responses_of_mini_batch=totals.responses,
-        max_response=max_response,
-    )
-    gain_Y, kl, limited = correction_Y * surrogate_Y, 0.0, 0.0
-    if batch.ref_log_probs_X is not None:
-        kl_Y, limited_Y = kl_estimate(settings.kl_estimator, logp_X[mask_X], batch.ref_log_probs_X[mask_X])
-        gain_Y = gain_Y - settings.kl_coefficient * kl_Y
-        kl, limited = float(kl_Y.detach().sum()), float(limited_Y.sum())
-    if settings.entropy_coefficient:
-        gain_Y = gain_Y + settings.entropy_coefficient * token_entropy(logits_XV[mask_X], temperature)
-    loss = -(weight_Y * gain_Y).sum()
-    if settings.positive_coefficient and totals.step_positive_tokens:
-        assert batch.positive_B is not None, "positive_B is filled before the update"
-        share = totals.mini_batches / totals.step_positive_tokens
-        positive_X = batch.positive_B[batch.response_X]
-        loss = loss - settings.positive_coefficient * share * (logp_X * positive_X).sum()
-    masked = float((correction_Y == 0).sum())
-    return loss, LossSums(float(loss.detach()), float(clipped_Y.sum()), masked, float(len(response_Y)), kl, limited)
+LossResult = tuple[Float[Tensor, ""], Mapping[str, Tensor | float]]
+"""A micro-batch's part of the loss of its mini-batch, to which all parts add up; and sums over trained tokens by name,
+whose means per trained token are logged."""
 
 
 def token_log_probs(
@@ -196,14 +150,7 @@ def clipped_surrogate(
 
 
 def token_weights(
-    aggregate: Aggregate,
-    tokens_of_response_X: Int[Tensor, " X"],
-    *,
-    tokens_of_mini_batch: int,
-    tokens_of_step: int,
-    mini_batches: int,
-    responses_of_mini_batch: int,
-    max_response: int,
+    aggregate: Aggregate, tokens_of_response_X: Int[Tensor, " X"], totals: LossTotals, max_response: int
 ) -> Float[Tensor, " X"]:
     """Return the weight of each token: the loss of a mini-batch is minus the sum of weight x surrogate.
 
@@ -214,14 +161,13 @@ def token_weights(
     constant          mean over responses of their sums / max_response: Dr. GRPO, arXiv 2503.20783
 
     tokens_of_response_X   trained tokens of the response that each token belongs to
-    All counts are of trained tokens, and of responses that have some, over all ranks.
     """
     if aggregate == "response":
-        return 1 / (tokens_of_response_X.float() * max(1, responses_of_mini_batch))
+        return 1 / (tokens_of_response_X.float() * max(1, totals.responses))
     weight = {
-        "token": 1 / max(1, tokens_of_mini_batch),
-        "token_over_step": mini_batches / max(1, tokens_of_step),
-        "constant": 1 / (max_response * max(1, responses_of_mini_batch)),
+        "token": 1 / max(1, totals.tokens),
+        "token_over_step": totals.mini_batches / max(1, totals.step_tokens),
+        "constant": 1 / (max_response * max(1, totals.responses)),
     }[aggregate]
     return torch.full(tokens_of_response_X.shape, weight, device=tokens_of_response_X.device)
 
@@ -232,13 +178,7 @@ def _tempered(logits_XV: Tensor, temperature: float) -> Tensor:
 
 
 def correction_weights(
-    kind: Correction,
-    log_ratio_X: Float[Tensor, " X"],
-    response_X: Int[Tensor, " X"],
-    num_responses: int,
-    *,
-    low: float,
-    high: float,
+    settings: AlgorithmSettings, log_ratio_X: Float[Tensor, " X"], response_X: Int[Tensor, " X"], num_responses: int
 ) -> Float[Tensor, " X"]:
     """Return a weight for the surrogate of each token, without gradient; k = probability by trainer / by sampler.
 
@@ -251,7 +191,8 @@ def correction_weights(
     log_ratio_X    log-probs by the trainer, at the parameters that sampled, minus those by the sampler
     response_X     index of each token's response, 0 .. num_responses - 1
     """
-    log_ratio_X = log_ratio_X.detach()
+    log_ratio_X, kind = log_ratio_X.detach(), settings.correction
+    low, high = settings.correction_low, settings.correction_high
     if kind == "off":
         return torch.ones_like(log_ratio_X)
     if kind == "sequence_tis":

@@ -1,0 +1,20 @@
+"""GRPO, arXiv 2402.03300: PPO's loss with advantages within groups, and a mean over responses; no value model.
+
+With `kl_coefficient` the loss has the divergence from the reference of its eq. 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relibra.rl.algorithms.ppo import loss as loss
+
+SETTINGS: dict[str, Any] = {
+    "advantage": "group",
+    "divide_by_std": True,
+    "loss": "grpo",
+    "aggregate": "response",
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "correction": "tis",
+}

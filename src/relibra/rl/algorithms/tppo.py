@@ -1,0 +1,43 @@
+"""T-PPO, arXiv 2506.15050: PPO on windows. Lambda, clips and the loss on positive examples are VAPO's, 2504.05118."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from relibra.rl.algorithms import ppo
+
+if TYPE_CHECKING:
+    from relibra.rl.algorithms.terms import LossInputs, LossResult
+
+SETTINGS: dict[str, Any] = {
+    **ppo.SETTINGS,
+    "lambda_mode": "length_adaptive",
+    "bootstrap": "hold",
+    "loss": "tppo",
+    "clip_high": 0.28,
+    "dual_clip": 10.0,
+    "positive_coefficient": 0.1,
+}
+
+
+def choose_window(max_response: int) -> int | None:
+    """Return a window for T-PPO: the divisor of `max_response` nearest to a quarter of it; None: it has none.
+
+    At least two tokens and at most half of a response; ties: the smaller one.
+    """
+    divisors = [window for window in range(2, max_response // 2 + 1) if max_response % window == 0]
+    return min(divisors, key=lambda window: (abs(4 * window - max_response), window), default=None)
+
+
+def loss(inputs: LossInputs) -> LossResult:
+    """Return PPO's loss - p mini_batches / step_positive_tokens x sum over tokens of positive responses of log pi.
+
+    p is `positive_coefficient`.
+    """
+    total, metrics = ppo.loss(inputs)
+    settings, totals = inputs.settings, inputs.totals
+    if settings.positive_coefficient and totals.step_positive_tokens:
+        share = totals.mini_batches / totals.step_positive_tokens
+        positive = (inputs.log_probs_X * inputs.positive_X).sum()
+        total = total - settings.positive_coefficient * share * positive
+    return total, metrics
