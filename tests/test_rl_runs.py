@@ -155,31 +155,45 @@ def test_balancers_are_held_against_static_with_the_same_sums(capsys):
         row = {"reward": reward, "response_length": 9.0, "loss": 0.1, "rank_skew": 1.5, "moved_experts": 1, "pushes": 4}
         return [[{**row, "planned_skew": planned, "seconds": stages} for _ in range(3)]]
 
-    def case(balancer, sums, turns):
-        return rl.Case(balancer=balancer, sums=sums, turns=turns, expert_seconds=0.6)
+    def case(balancer, kind, turns):
+        return rl.Case(balancer=balancer, kind=kind, turns=turns, expert_seconds=0.6)
+
+    def of_values(turns, seconds):
+        stages = {"values": seconds / 4, "update values": 3 * seconds / 4}
+        skews = {"pass_skews": {"update values": [1.5, 1.2]}}
+        return [[{**row, **skews, "seconds": {**row["seconds"], **stages}} for row in rows] for rows in turns]
 
     rows = rl.result_rows(
         [
-            case("static", "fast", run(2.0, None)),
-            case(rl.EXECUTOR, "fast", run(2.0, None)),
-            case("relibra", "fast", run(1.0, 1.1, reward=0.6)),
-            case("static", "canonical", run(3.0, 1.5)),
-            case(rl.EXECUTOR, "canonical", run(3.0, 1.5)),
-            case("relibra", "canonical", run(2.0, 1.1)),
+            case("static", "fast sums", run(2.0, None)),
+            case(rl.EXECUTOR, "fast sums", run(2.0, None)),
+            case("relibra", "fast sums", run(1.0, 1.1, reward=0.6)),
+            case("static", "canonical sums", run(3.0, 1.5)),
+            case(rl.EXECUTOR, "canonical sums", run(3.0, 1.5)),
+            case("relibra", "canonical sums", run(2.0, 1.1)),
+            case("static", "PPO", of_values(run(2.0, None), 3.0)),
+            case(rl.EXECUTOR, "PPO", of_values(run(2.0, None), 3.0)),
+            case("relibra", "PPO", of_values(run(1.0, 1.1), 2.0)),
         ]
     )
-    assert [row["ratio_train"] for row in rows] == [1, 1, 2, 1, 1, 1.5]
+    *rows, static, _, balanced = rows
+    assert static["ratio_values"] == 1
+    assert balanced["ratio_values"] == pytest.approx(1.5)
+    assert (balanced["values_skew"], balanced["values_skew_balanced"]) == (1.5, 1.2)
+    rows.append(balanced)
+    assert [row["ratio_train"] for row in rows[:6]] == [1, 1, 2, 1, 1, 1.5]
     assert rows[0]["expert_share"] == pytest.approx(0.6)
-    assert [row["ratio_to_static"] for row in rows] == [1, 1, 2, 1, 1, 1.5]
-    assert [row["planned_skew"] for row in rows] == [1.5, 1.5, 1.1, 1.5, 1.5, 1.1]
-    assert [row["same_as_static"] for row in rows] == [True, True, False, True, True, True]
+    assert [row["ratio_to_static"] for row in rows[:6]] == [1, 1, 2, 1, 1, 1.5]
+    assert [row["planned_skew"] for row in rows[:6]] == [1.5, 1.5, 1.1, 1.5, 1.5, 1.1]
+    assert [row["same_as_static"] for row in rows[:6]] == [True, True, False, True, True, True]
     assert rows[2]["plan_share"] == pytest.approx(0.01)
     lines = rl.summary(rows)
     assert "60%" in lines[0]
     assert lines[1].endswith("reached")
     assert lines[3].endswith("reached")
-    assert "1.0%" in lines[4]
-    assert lines[6].endswith("are the same")
+    assert lines[4].endswith("reached")
+    assert "1.0%" in lines[5]
+    assert lines[7].endswith("are the same")
     rl.print_rows(rows)
     assert "relibra, fast sums" in capsys.readouterr().out
 
@@ -196,7 +210,7 @@ def test_shares_of_executor_and_balance_multiply_to_the_whole():
 
     updates = {"static": (2.5, 2.9), rl.EXECUTOR: (1.9, 2.1), "relibra": (1.3, 1.7)}
     cases = [
-        rl.Case(balancer=name, sums="fast", turns=[steps(update) for update in of_turns], expert_seconds=1.0)
+        rl.Case(balancer=name, kind="fast sums", turns=[steps(update) for update in of_turns], expert_seconds=1.0)
         for name, of_turns in updates.items()
     ]
     native, executed, planned = rl.result_rows(cases)

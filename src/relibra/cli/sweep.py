@@ -217,6 +217,7 @@ def _row(point: SimulationRequest, workload: Workload, one: SimulatedPlan, stati
         **_settings(point),
         **one.figures(static),
         "micro_batch_tokens": workload.rank_tokens,
+        "ranks": point.ranks,
         "ranks_per_node": min(workload.machine.ranks_per_node, workload.machine.num_ranks),
         "all_ranks": step.layout.num_ranks,
         "relocation_share": step.terms["relocation"] / step.seconds,
