@@ -37,7 +37,7 @@ def check_function(setting: str, name: str, *, known: str = "") -> None:
             spec.loader.get_code(module_name)  # compiles it
             text = spec.loader.get_source(module_name)
     except (ImportError, SyntaxError, ValueError, OSError, RecursionError) as error:
-        raise ConfigError(f"{where}: reading {module_name!r} raised {in_a_line(error)}") from error
+        raise ConfigError(f"{where}: reading {module_name!r} raised {whole_message(error)}") from error
     if spec is None:
         raise ConfigError(f"{where}: there is no module {module_name!r} in {Path.cwd()} and where Python finds modules")
     if text is not None and not re.search(rf"{_MAKE_NAMES}|\b{re.escape(function_name)}\b", text):
@@ -57,8 +57,8 @@ def import_function(setting: str, name: str, *, known: str = "", arguments: Sequ
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # importing runs the user's code
         raise ConfigError(
-            f"{where}: importing {module_name!r} raised {in_a_line(error)}; looked in {Path.cwd()} and where Python "
-            "finds modules"
+            f"{where}: importing {module_name!r} raised {whole_message(error)}; looked in {Path.cwd()} and where "
+            "Python finds modules"
         ) from error
     function: Callable[..., Any] | None = getattr(module, function_name, None)
     if not callable(function):
@@ -76,14 +76,14 @@ def import_function(setting: str, name: str, *, known: str = "", arguments: Sequ
 
 
 @contextmanager
-def telling(what: str, error: type[RelibraError]) -> Iterator[None]:
+def user_errors(what: str, error: type[RelibraError]) -> Iterator[None]:
     """Raise what a user's function raises as an error of relibra, in one sentence that begins with `what`."""
     try:
         yield
     except RelibraError as failure:
         raise type(failure)(f"{what}: {failure}") from failure
     except Exception as failure:
-        raise error(f"{what} raised {in_a_line(failure)}") from failure
+        raise error(f"{what} raised {whole_message(failure)}") from failure
 
 
 def _module_and_function(setting: str, name: str, known: str) -> tuple[str, str]:
@@ -98,7 +98,7 @@ def _module_and_function(setting: str, name: str, known: str) -> tuple[str, str]
     return module, function
 
 
-def in_a_line(error: BaseException) -> str:
+def whole_message(error: BaseException) -> str:
     """Return the type and the message of an error, without line breaks."""
     try:
         text = " ".join(str(error).split())

@@ -26,13 +26,14 @@ from relibra.planning.plan import StepPlan
 from relibra.planning.registry import BALANCERS, find_balancer
 from relibra.planning.validation import validate_plan
 from relibra.routing.demand import ScheduledDemand
-from relibra.user_function import telling
+from relibra.user_function import user_errors
 
 _STATE_BYTES = 18
 """Per parameter of an expert at home: weights and gradient for computing, fp32 master, moments and gradient sum."""
 LASTING = "lasting residents"
 """Balancer of a plan over residents."""
 _WORTH_PLANNING = 0.05
+"""Share of the seconds that a step planned whole must save, beside one over residents."""
 _FOR_SLOTS = 0.5
 """Share of the memory beside experts at home that slots may take where nothing is known of the rest of the model."""
 
@@ -70,7 +71,7 @@ def plan_step(
     _check(demand, cluster, budget, previous, history_MLE)
     entry, start = find_balancer(balancer), time.perf_counter()
     request = _request(demand, cluster, budget, expert or EXPERT_SHAPES[DEFAULT_MODEL], previous, history_MLE, entry)
-    with telling(f"balancer {balancer!r} (request -> Placement)", PlanError) if ":" in balancer else nullcontext():
+    with user_errors(f"balancer {balancer!r} (request -> Placement)", PlanError) if ":" in balancer else nullcontext():
         if residents is None or balancer != "relibra" or not lasting.fits(request, residents):
             plan = _finished_plan(balancer, entry.decide(request), request)
         else:
@@ -86,7 +87,7 @@ def choose_residents(
     """Return replicas for later steps, chosen from the step of a plan, under its homes; for `plan_step(residents=...)`.
 
     None for a plan without slots of layers, and where replicas that lasted no longer suit: the step planned whole would
-    take `_WORTH_PLANNING` of the seconds less.
+    take clearly less.
 
     demand   that the plan was made for
     """

@@ -19,7 +19,7 @@ from relibra.rl.algorithms.terms import LossInputs, LossResult, LossTotals, toke
 from relibra.rl.batch.token_batch import TokenBatch, make_token_batch
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.rollout.response import Window, new_response
-from relibra.user_function import import_function, telling
+from relibra.user_function import import_function, user_errors
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class PolicyLoss:
 
     def _checked(self, inputs: LossInputs) -> tuple[Tensor, Mapping[str, Any]]:
         """Return what the user's function returns; ConfigError if it fails, or that is no loss."""
-        with telling(f"algorithm.loss {inputs.settings.loss!r}", ConfigError):
+        with user_errors(f"algorithm.loss {inputs.settings.loss!r}", ConfigError):
             found = self.function(inputs)
             if not _is_result(found, self.metrics):
                 got, tokens = " ".join(excerpt(found, 200).split()), int(inputs.mask_X.sum())

@@ -14,7 +14,7 @@ from relibra.printable import excerpt
 from relibra.rl.tasks.maths import MathsJudge
 from relibra.rl.tasks.rows import column
 from relibra.rl.tasks.task import Prompt, RewardError
-from relibra.user_function import check_function, import_function, in_a_line
+from relibra.user_function import check_function, import_function, whole_message
 
 NEEDS_ANSWER = ("exact", "maths")
 """Rewards that compare with the correct answer of the row."""
@@ -48,7 +48,7 @@ class Reward:
             raise
         except BaseException as error:  # any error of the user's code is reported, also asyncio.CancelledError
             raise RewardError(
-                f"{where}: raised {in_a_line(error)}; a reward returns a number for every response"
+                f"{where}: raised {whole_message(error)}; a reward returns a number for every response"
             ) from error
         if number is None:
             raise RewardError(
