@@ -13,6 +13,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -43,13 +44,27 @@ def limit_memory():
 REFUSED, READ = "refused", "read"
 
 
-def run_case(reader, seed, folder):
-    """Return REFUSED, READ, or what is wrong with a case."""
-    rng = np.random.default_rng([seed, sorted(READERS).index(reader)])
+@contextmanager
+def limited_time():
+    """Raise `TooSlowError` in the block after SECONDS of the processor or WAITING_SECONDS of the clock.
+
+    Only where `main` has set the handlers: elsewhere the signals would end the process.
+    """
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     signal.setitimer(signal.ITIMER_REAL, WAITING_SECONDS)
     try:
-        READERS[reader](rng, folder)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def run_case(reader, seed, folder, limits=nullcontext):
+    """Return REFUSED, READ, or what is wrong with a case."""
+    rng = np.random.default_rng([seed, sorted(READERS).index(reader)])
+    try:
+        with limits():
+            READERS[reader](rng, folder)
     except RelibraError as error:
         text = str(error)
         if len(text) > LONGEST_MESSAGE:
@@ -59,9 +74,6 @@ def run_case(reader, seed, folder):
         return f"took over {SECONDS} s of the processor, or {WAITING_SECONDS} s: {traceback.format_exc()[-600:]}"
     except BaseException:  # noqa: BLE001 - whatever a reader lets through is the finding
         return traceback.format_exc()[-1500:]
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
     return READ
 
 
@@ -80,13 +92,13 @@ def main():
         folders = {reader: Path(folder) / reader for reader in readers}
         for reader in readers:
             folders[reader].mkdir()
-            run_case(reader, 1 << 40, folders[reader])  # imports, compiled loops
+            run_case(reader, 1 << 40, folders[reader], limited_time)  # imports, compiled loops
         limit_memory()
         for reader in readers:
             began = time.perf_counter()
             outcomes = Counter()
             for seed in range(first, first + count):
-                outcome = run_case(reader, seed, folders[reader])
+                outcome = run_case(reader, seed, folders[reader], limited_time)
                 outcomes[outcome if outcome in (READ, REFUSED) else "found"] += 1
                 if outcome not in (READ, REFUSED):
                     print(json.dumps({"reader": reader, "seed": seed, "problem": outcome}), flush=True)
