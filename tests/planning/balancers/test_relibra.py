@@ -93,6 +93,17 @@ def test_one_choice_that_fits_the_memory_is_chosen(name):
         assert chosen.seconds == pytest.approx(seconds_of(plan, Budget()), rel=0.02)
 
 
+@pytest.mark.parametrize("name", ["two nodes, flat", "copies not hidden"])
+def test_layers_of_one_group_follow_their_cheapest_choice(name):
+    demand, cluster, expert = SETTINGS[name]
+    plan = plan_step(demand, cluster, Budget(move_homes=False), expert=expert)
+    assert plan.resident
+    seconds_CL = np.array([row.seconds_L for row in plan.considered_layers])
+    followed_CL = np.array([row.micro_batches_L for row in plan.considered_layers])
+    assert (followed_CL.sum(axis=0) == len(plan.bound_ML)).all()
+    assert np.where(followed_CL, seconds_CL, 0).sum(axis=0) == pytest.approx(seconds_CL.min(axis=0))
+
+
 def test_the_same_plan_on_any_number_of_threads(monkeypatch):
     demand, cluster, expert = SETTINGS["mini-batches"]
     digests = set()

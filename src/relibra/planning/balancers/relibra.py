@@ -144,8 +144,9 @@ def _followed(plans: dict[LayerChoice, LayerPlans], layers: LayerPlans) -> dict[
     """Return where a combination follows each choice; where several made the same plan, the first one."""
     left_ML, found = np.ones(layers.seconds_ML.shape, dtype=bool), {}
     for choice, plan in plans.items():
-        same_L = (plan.home_LE == layers.home_LE).all(axis=1)
-        found[choice] = left_ML & same_L & (plan.replica_MLRB == layers.replica_MLRB).all(axis=(2, 3))
+        same_ML = (plan.replica_MLRB == layers.replica_MLRB).all(axis=(2, 3))
+        same_ML &= (plan.quota_MLRB == layers.quota_MLRB).all(axis=(2, 3))
+        found[choice] = left_ML & same_ML & (plan.home_LE == layers.home_LE).all(axis=1)
         left_ML = left_ML & ~found[choice]
     return found
 
