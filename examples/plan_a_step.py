@@ -16,7 +16,8 @@ plan = plan_step(demand, cluster, Budget(slots=1), "relibra_paper_tokens")  # wi
 validate_plan(plan, cluster.topology, demand)
 for lever, skew in lever_gaps(plan, demand):
     print(f"{lever:<17} {skew:.3f}")
-print("\n".join(explain_plan(plan, demand, layer=1).splitlines()[2:4]))
+for replica in explain_plan(plan, demand, layer=1).replicas[:2]:
+    print(replica)
 
 # Output:
 # static            1.279
@@ -25,5 +26,5 @@ print("\n".join(explain_plan(plan, demand, layer=1).splitlines()[2:4]))
 # replicas          1.013
 # cross-node copies 1.013
 # bound             1.004
-# expert 23 (278 token-slots) gets a copy: 66 on rank 1, because its home, rank 3, is at 1.14 x mean
-# expert 28 (158 token-slots) gets a copy: 32 on rank 0, because its home, rank 2, is at 1.07 x mean
+# expert 23: 66 of 278 token-slots on rank 1; home rank 3 at 1.14 x mean
+# expert 28: 32 of 158 token-slots on rank 0; home rank 2 at 1.07 x mean

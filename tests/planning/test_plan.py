@@ -161,20 +161,21 @@ def test_maps_keep_experts_that_stay_in_their_slots(seed, ranks, per_rank):
         assert (slot_before[stays[layer]] == slot_after[stays[layer]]).all()
 
 
-def test_explanations_name_experts_ranks_and_reasons(plan):
+def test_explanations_have_each_replica_with_its_home(plan):
     m, layer, r, _ = _first_replica(plan)
-    words = explain_plan(plan, DEMAND, int(plan.layer_ids[layer]), m)
-    assert f"layer {layer}: " in words
-    assert "experts get a new home before the step" in words
-    assert f"micro-batch {m}: " in words
+    explained = explain_plan(plan, DEMAND, int(plan.layer_ids[layer]), m)
+    assert (explained.layer, explained.micro_batch) == (int(plan.layer_ids[layer]), m)
+    assert explained.moved_homes == (plan.previous.home_LE[layer] != plan.home_LE[layer]).sum()
+    assert explained.busiest_load_with_replicas == plan.rank_load(plan.scheduled(DEMAND))[m, layer].max()
     e = int(plan.replica_MLRB[m, layer, r][0])
-    assert f"expert {e} (" in words
-    assert f"on rank {r}" in words
-    assert "because its home, rank" in words
-    assert explain_plan(plan, DEMAND, 0)
-    with pytest.raises(PlanError, match=r"layer 9 is not in the plan: it has layers \[0, 1, 2\]"):
+    replica = next(one for one in explained.replicas if (one.expert, one.rank) == (e, r))
+    assert replica.quota == plan.quota_MLRB[m, layer, r][0] <= replica.token_slots
+    assert replica.home_rank == plan.home_LE[layer, e]
+    quotas = [replica.quota for replica in explained.replicas]
+    assert quotas == sorted(quotas, reverse=True)
+    with pytest.raises(PlanError, match=r"layer 9 .*\[0, 1, 2\]"):
         explain_plan(plan, DEMAND, 9)
-    with pytest.raises(PlanError, match=r"micro-batch 4 is not in the plan: it has 0\.\.3"):
+    with pytest.raises(PlanError, match=r"micro-batch 4 .* 4, counted from 0"):
         explain_plan(plan, DEMAND, 0, 4)
 
 

@@ -13,7 +13,7 @@ import typer
 
 from relibra.cli.inputs import options
 from relibra.cli.outputs.files import find_demand
-from relibra.cli.outputs.terminal import new_table, print_text, stdout_console
+from relibra.cli.outputs.terminal import new_table, print_text, print_wrapped, stdout_console
 from relibra.errors import ConfigError
 from relibra.number_ranges import ranges_in_words
 
@@ -57,16 +57,23 @@ def explain(
         _print_considered(plan, made, as_json=as_json)
         return
     of_plan = read_demand(find_demand(plan, demand))
-    text = explain_plan(made, of_plan, layer, micro_batch)
+    explained = asdict(explain_plan(made, of_plan, layer, micro_batch))
+    replicas = [replica._asdict() for replica in explained.pop("replicas")]
+    moved = [
+        asdict(move) for move in moved_experts(made, made.scheduled(of_plan), made.layer_ids.tolist().index(layer))
+    ]
     choices = _layer_choices(made, made.layer_ids == layer)
-    moved = [asdict(one) for one in moved_experts(made, made.scheduled(of_plan), made.layer_ids.tolist().index(layer))]
     if as_json:
-        facts = {"layer": layer, "explanation": text.splitlines(), "moved": moved, "considered": choices}
-        print_text(json.dumps(facts))
+        print_text(json.dumps({**explained, "moved": moved, "replicas": replicas, "considered": choices}))
         return
-    print_text(text)
-    _print_rows(moved)
-    _print_rows(choices)
+    print_text("\n".join(f"{name:<26}  {_cell(value)}" for name, value in explained.items()))
+    _print_rows(moved, "moves, all made together; loads of ranks from homes alone, in means; local: share of the "
+                       "expert's token-slots from its home's node")  # fmt: skip
+    _print_rows(replicas, "replicas; home_load of the home's rank, in means: above 1 the replica takes load off it, "
+                          "else it keeps token-slots from travelling or makes room at the home")  # fmt: skip
+    _print_rows(
+        choices, "choices priced for this layer; seconds are predicted (label model), micro_batches of the plan"
+    )
 
 
 def _print_considered(path: Path, plan: StepPlan, *, as_json: bool) -> None:
@@ -100,10 +107,13 @@ def _layer_choices(plan: StepPlan, chosen_L: ndarray) -> list[dict[str, Any]]:
     ]
 
 
-def _print_rows(rows: Sequence[Mapping[str, object]]) -> None:
-    """Print a table with a column for each field."""
+def _print_rows(rows: Sequence[Mapping[str, object]], title: str | None = None) -> None:
+    """Print a table with a column for each field, below its title."""
     if not rows:
         return
+    if title is not None:
+        print_text("")
+        print_wrapped(title)
     table = new_table()
     for name, value in rows[0].items():
         table.add_column(name, justify="left" if isinstance(value, str) else "right", no_wrap=True)

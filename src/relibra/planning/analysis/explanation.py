@@ -1,4 +1,4 @@
-"""Plans in words: the decisions in a layer with their reasons, and the difference of two plans."""
+"""A plan's decisions in a layer, its memory, and the difference of two plans."""
 
 from __future__ import annotations
 
@@ -15,37 +15,94 @@ from relibra.planning.plan import StepPlan
 from relibra.routing.demand import Demand
 
 
-def explain_plan(plan: StepPlan, demand: Demand, layer: int, micro_batch: int | None = None) -> str:
-    """Return sentences about the plan of a layer, in one micro-batch or in the one that gains most.
+class Replica(NamedTuple):
+    """A replica in a micro-batch: it computes `quota` of the `token_slots` of its expert.
+
+    home_load    of the home's rank without replicas, over the mean rank's: above 1 the replica takes load off it; else
+                 it keeps token-slots from travelling, or makes room at the home
+    other_node   than the home's
+    """
+
+    expert: int
+    token_slots: int
+    rank: int
+    quota: int
+    home_rank: int
+    home_load: float
+    other_node: bool
+
+    def __str__(self) -> str:
+        """Return one line."""
+        return (
+            f"expert {self.expert}: {self.quota:,} of {self.token_slots:,} token-slots on rank {self.rank}; home rank "
+            f"{self.home_rank} at {self.home_load:.2f} x mean" + ", on another node" * self.other_node
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerExplanation:
+    """A plan's decisions in a layer and a micro-batch.
+
+    moved_homes      experts that get a new home before the step
+    token_slots      of the micro-batch, as all loads; busiest_rank: without replicas
+    bound            the lowest load of the busiest rank that replicas could reach
+    replicas         by quota, the largest first
+    """
+
+    layer: int
+    micro_batch: int
+    moved_homes: int
+    token_slots: int
+    mean_load: float
+    busiest_rank: int
+    busiest_load: int
+    busiest_load_with_replicas: int
+    bound: int
+    replicas: tuple[Replica, ...]
+
+
+def explain_plan(plan: StepPlan, demand: Demand, layer: int, micro_batch: int | None = None) -> LayerExplanation:
+    """Return the decisions of a plan in a layer, in one micro-batch or in the one that gains most.
 
     layer    decoder layer id, as in `plan.layer_ids`
     raises   PlanError for an unknown layer or micro-batch
     """
-    index = _index(plan, layer)
+    layers = plan.layer_ids.tolist()
+    if layer not in layers:
+        raise PlanError(f"layer {layer} is not in the plan: it has layers {layers}")
+    index = layers.index(layer)
     scheduled = plan.scheduled(demand)
-    load_ME = scheduled.load_MLE[:, index]
-    home_E = plan.home_LE[index]
+    load_ME, home_E = scheduled.load_MLE[:, index], plan.home_LE[index].astype(int)
     before_MR = home_rank_load(load_ME[:, None], home_E[None], plan.num_ranks)[:, 0]
     after_MR = plan.rank_load(scheduled)[:, index]
-    if len(load_ME) == 0:
-        return f"layer {layer}: the step has no micro-batch"
-    if micro_batch is None:
+    if micro_batch is None and len(load_ME):
         micro_batch = int(np.argmax(before_MR.max(axis=1) - after_MR.max(axis=1)))
-    if not 0 <= micro_batch < len(load_ME):
-        raise PlanError(f"micro-batch {micro_batch} is not in the plan: it has 0..{len(load_ME) - 1}")
-    before_R, after_R, load_E = before_MR[micro_batch], after_MR[micro_batch], load_ME[micro_batch]
-    lines = [_homes_sentence(plan, index, layer)]
-    mean = load_E.sum() / plan.num_ranks
-    if mean == 0:
-        return "\n".join([*lines, f"micro-batch {micro_batch}: no token is routed here"])
-    lines.append(
-        f"micro-batch {micro_batch}: {load_E.sum():,} token-slots, {mean:,.0f} per rank if even; busiest rank "
-        f"{int(np.argmax(before_R))} would compute {before_R.max():,} ({before_R.max() / mean:.2f} x mean) from homes "
-        f"alone, with replicas the busiest computes {after_R.max():,} ({after_R.max() / mean:.3f}); "
-        f"lowest reachable {plan.bound_ML[micro_batch, index]:,}"
+    if micro_batch is None or not 0 <= micro_batch < len(load_ME):
+        raise PlanError(f"micro-batch {micro_batch} is not in the plan: it has {len(load_ME)}, counted from 0")
+    before_R, load_E = before_MR[micro_batch], load_ME[micro_batch]
+    mean = float(load_E.sum() / plan.num_ranks)
+    rank_X, slot_X = np.nonzero(plan.replica_MLRB[micro_batch, index] >= 0)
+    expert_X = plan.replica_MLRB[micro_batch, index, rank_X, slot_X]
+    quota_X = plan.quota_MLRB[micro_batch, index, rank_X, slot_X]
+
+    def replica(e: int, rank: int, quota: int) -> Replica:
+        home, G = int(home_E[e]), plan.ranks_per_node
+        return Replica(e, int(load_E[e]), rank, quota, home, float(before_R[home] / mean), home // G != rank // G)
+
+    order = np.lexsort((rank_X, expert_X, -quota_X.astype(int)))
+    held = np.stack((expert_X, rank_X, quota_X), axis=1, dtype=int)[order].tolist()
+    return LayerExplanation(
+        layer=layer,
+        micro_batch=micro_batch,
+        moved_homes=int((plan.previous.home_LE[index] != home_E).sum()),
+        token_slots=int(load_E.sum()),
+        mean_load=mean,
+        busiest_rank=int(before_R.argmax()),
+        busiest_load=int(before_R.max()),
+        busiest_load_with_replicas=int(after_MR[micro_batch].max()),
+        bound=int(plan.bound_ML[micro_batch, index]),
+        replicas=tuple(replica(*one) for one in held),
     )
-    lines += _replica_sentences(plan, index, micro_batch, load_E, before_R, mean)
-    return "\n".join(lines)
 
 
 class SlotMemory(NamedTuple):
@@ -76,60 +133,6 @@ def slot_memory(plan: StepPlan, expert: ExpertShape) -> SlotMemory:
         return SlotMemory(gib)
     found = min(larger, key=lambda choice: choice.memory_gib)
     return SlotMemory(gib, found.memory_gib, 1 - found.seconds / same[0].seconds)
-
-
-def _index(plan: StepPlan, layer: int) -> int:
-    found = np.flatnonzero(plan.layer_ids == layer)
-    if not len(found):
-        raise PlanError(f"layer {layer} is not in the plan: it has layers {plan.layer_ids.tolist()}")
-    return int(found[0])
-
-
-def _homes_sentence(plan: StepPlan, index: int, layer: int) -> str:
-    moved_E = plan.previous.home_LE[index] != plan.home_LE[index]
-    if not moved_E.any():
-        return f"layer {layer}: every expert stays at home"
-    return f"layer {layer}: {moved_E.sum()} of {len(moved_E)} experts get a new home before the step"
-
-
-def _replica_sentences(
-    plan: StepPlan, index: int, micro_batch: int, load_E: np.ndarray, before_R: np.ndarray, mean: float
-) -> list[str]:
-    """Return one sentence per expert with replicas, the largest quota first."""
-    held_RB, quota_RB = plan.replica_MLRB[micro_batch, index], plan.quota_MLRB[micro_batch, index]
-    experts = np.unique(held_RB[held_RB >= 0])
-    if not len(experts):
-        return [_why_none(plan, index, micro_batch, int(before_R.max()))]
-    taken = {int(e): int(quota_RB[held_RB == e].sum()) for e in experts}
-    sentences = []
-    for e in sorted(taken, key=lambda e: (-taken[e], e)):
-        ranks = np.flatnonzero((held_RB == e).any(axis=1))
-        home = int(plan.home_LE[index, e])
-        parts = " and ".join(f"{int(quota_RB[r][held_RB[r] == e].sum()):,} on rank {r}" for r in ranks)
-        away = [int(r) for r in ranks if r // plan.ranks_per_node != home // plan.ranks_per_node]
-        if before_R[home] > mean:
-            why = f"its home, rank {home}, is at {before_R[home] / mean:.2f} x mean"
-        elif any(choice.traffic_slots and choice.micro_batches_L[index] for choice in plan.considered_layers):
-            why = "token-slots of that rank or node then need not travel to its home, or its home makes room for others"
-        else:
-            why = f"its home, rank {home}, makes room for load of busier ranks"
-        network = f"; rank {', '.join(map(str, away))} on another node than its home" if away else ""
-        word = "a copy" if len(ranks) == 1 else "copies"
-        sentences.append(f"expert {e} ({load_E[e]:,} token-slots) gets {word}: {parts}, because {why}{network}")
-    return sentences
-
-
-def _why_none(plan: StepPlan, index: int, micro_batch: int, busiest: int) -> str:
-    bound = int(plan.bound_ML[micro_batch, index])
-    if " (instead of " in plan.balancer:
-        return "no replicas: the plan with them would take more seconds"
-    if plan.slots == 0:
-        return "no replicas: the plan has no spare slots"
-    if bound >= busiest:
-        return "no replicas: nothing would lower the busiest rank"
-    if plan.considered:
-        return f"no replicas: {bound:,} could be reached, but in the model the copies cost more than they save"
-    return f"no replicas: {plan.balancer} found none that lower the busiest rank ({bound:,} is the bound)"
 
 
 @dataclass(frozen=True, kw_only=True)
