@@ -36,7 +36,10 @@ _STEP: tuple[Column, ...] = (
     "skew",
     ("GB of rows, weights, gradients, moves", lambda row: ", ".join(f"{row[kind] / 1e9:,.1f}" for kind in _STEP_BYTES)),
     ("exposed s", lambda row: row["exposed_seconds"]),
-    ("slots, resident, GiB", lambda row: f"{row['slots']}, {row['resident_slots']}, {row['slot_gib']:.1f}"),
+    (
+        "slots, of a layer, GiB",
+        lambda row: f"{row['slots']}, {'yes' if row['resident'] else 'no'}, {row['slot_gib']:.1f}",
+    ),
     "moved",
     ("plan s", lambda row: row["plan_seconds"]),
     "configuration",
