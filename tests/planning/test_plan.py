@@ -179,6 +179,14 @@ def test_explanations_have_each_replica_with_its_home(plan):
         explain_plan(plan, DEMAND, 0, 4)
 
 
+def test_replicas_without_tokens_are_explained(plan):
+    m, layer, _, _ = _first_replica(plan)
+    empty = replace(DEMAND, counts_SLE=0 * DEMAND.counts_SLE)
+    unused = replace(plan, quota_MLRB=0 * plan.quota_MLRB, demand_digest=empty.digest())
+    explained = explain_plan(unused, empty, int(plan.layer_ids[layer]), m)
+    assert {(one.quota, one.home_load) for one in explained.replicas} == {(0, 0.0)}
+
+
 def test_differences_count_homes_samples_and_copies(plan):
     static = plan_step(DEMAND, MACHINE, Budget(slots=2), "static")
     same = diff(plan, plan)

@@ -86,8 +86,8 @@ def explain_plan(plan: StepPlan, demand: Demand, layer: int, micro_batch: int | 
     quota_X = plan.quota_MLRB[micro_batch, index, rank_X, slot_X]
 
     def replica(e: int, rank: int, quota: int) -> Replica:
-        home, G = int(home_E[e]), plan.ranks_per_node
-        return Replica(e, int(load_E[e]), rank, quota, home, float(before_R[home] / mean), home // G != rank // G)
+        home, G, over = int(home_E[e]), plan.ranks_per_node, mean or 1.0
+        return Replica(e, int(load_E[e]), rank, quota, home, float(before_R[home] / over), home // G != rank // G)
 
     order = np.lexsort((rank_X, expert_X, -quota_X.astype(int)))
     held = np.stack((expert_X, rank_X, quota_X), axis=1, dtype=int)[order].tolist()
