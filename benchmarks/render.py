@@ -3,7 +3,8 @@
 Run: relibra bench render [--check] [--json]
 --check writes nothing and exits with 1 when a page differs from the result files.
 
-    <!-- results: NAME -->                   a table up to the next <!-- end -->
+    <!-- results: FILE -->                   a table of all rows of FILE.json up to the next <!-- end -->
+    <!-- results: FILE/VIEW @ key=value; ... --> a table of the rows with these values; table_columns.py has the views
     <!-- figure: NAME KEY -->                a figure up to the next <!-- end -->, which is the same in all rows
     <!-- figure: NAME KEY @ CASE -->         the same, of the rows of one case
     <!-- figure: NAME KEY @ key=value; ... --> the same, of the rows with these values
@@ -23,7 +24,7 @@ from benchmarks.harness.provenance import RESULTS, ROOT
 from benchmarks.harness.results_files import Row, read_results
 from benchmarks.load_picture import draw_skew
 from benchmarks.programs import BY_NAME, recorded_program
-from benchmarks.table_columns import COLUMNS, Column, shown
+from benchmarks.table_columns import COLUMNS, Column, Grouped, shown
 from relibra.errors import ConfigError
 from relibra.files import write_text
 
@@ -35,8 +36,6 @@ PAGES: tuple[Path, ...] = (
 )
 """Every page with markers."""
 
-SPLIT = ("papers_", "reliability_", "deployment_", "acceptance_", "step_")
-"""How names of tables begin of which several come from one file: FILE_TABLE."""
 PICTURE = ROOT / "docs" / "skew.svg"
 
 _AGGREGATES: dict[str, Callable[[Iterable[Any]], Any]] = {"least": min, "most": max}
@@ -80,7 +79,10 @@ def _written_anew() -> list[tuple[Path, str]]:
 def rendered(page: str) -> str:
     """Return a page with everything between a marker and its `<!-- end -->` made from the result files."""
     page = re.sub(
-        r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", lambda m: m[1] + table(m[2]) + m[3], page, flags=re.DOTALL
+        r"(<!-- results: ([\w/]+)(?: @ (.+?))? -->\n).*?(<!-- end -->)",
+        lambda m: m[1] + table(m[2], m[3]) + m[4],
+        page,
+        flags=re.DOTALL,
     )
     page = re.sub(
         r"(<!-- answer: ([\w-]+) -->).*?(<!-- end -->)", lambda m: m[1] + answer(m[2]) + m[3], page, flags=re.DOTALL
@@ -147,33 +149,86 @@ def _names_keys_of(rows: Sequence[Row], key: str, of: str | None) -> bool:
     return all(any(name in row for row in rows) for name in keys)
 
 
-def table(name: str) -> str:
-    """Return the rows of one result file as Markdown, with their common provenance underneath.
+def table(name: str, of: str | None = None) -> str:
+    """Return rows of one result file as Markdown, with where they come from underneath.
 
-    "papers_TABLE" takes the rows of one table of papers.json, as for other files of SPLIT. Without the file, the text
-    says that there are no rows.
+    Columns that are empty in all rows are left out; those that are the same in all rows stand underneath. Without the
+    file, or without such rows, the text says so.
 
+    name      FILE or FILE/VIEW, a key of COLUMNS
+    of        a case, or `key=value` pairs with "; " between them; None: all rows
     raises    ConfigError as `read_results`, or when a row lacks a key that the table shows
     """
-    file, _, part = name.partition("_") if name.startswith(SPLIT) else (name, "", "")
-    columns, path = COLUMNS[name], RESULTS / f"{file}.json"
+    path = RESULTS / f"{name.partition('/')[0]}.json"
+    file = f"`benchmarks/results/{path.name}`"
     if not path.exists():
-        return f"*Not measured yet: there is no `benchmarks/results/{file}.json`.*\n"
-    rows = [row for row in read_results(path) if not part or row.get("table") == part]
+        return f"*Not measured yet: there is no {file}.*\n"
+    rows = [row for row in read_results(path) if _is_of(row, of)]
     if not rows:
-        return f"*Not measured yet: `benchmarks/results/{file}.json` has no rows of {part}.*\n"
-    titles = [column.replace("_", " ") if isinstance(column, str) else column[0] for column in columns]
-    cells = [_cells(row, columns, path.name) for row in rows]
-    filled = [n for n, title in enumerate(titles) if title != "quartiles" or any(row[n] for row in cells)]
-    lines = [" | ".join(["", *(row[n] for n in filled), ""]).strip() for row in (titles, *cells)]
-    lines.insert(1, "|" + "---|" * len(filled))
-    return "\n".join([*lines, "", _provenance(rows, columns), ""])
+        return f"*{file} has no rows with {of}.*\n"
+    columns = COLUMNS[name]
+    if isinstance(columns, Grouped):
+        titles, lines = _grouped(rows, columns, path.name)
+    else:
+        titles, lines = _titles(columns), [_cells(row, columns, path.name) for row in rows]
+    kept, shared = _differing(titles, lines)
+    if isinstance(columns, Grouped) and columns.over and len(columns.figures) == 1:
+        shared.insert(0, f"cells: {_titles(columns.figures)[0]}")
+    written = [" | ".join(["", *(line[n] for n in kept), ""]).strip() for line in (titles, *lines)]
+    written.insert(1, "|" + "---|" * len(kept))
+    return "\n".join([*written, "", _provenance(rows, titles, shared, file), ""])
+
+
+def _differing(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> tuple[list[int], list[str]]:
+    """Return the columns that differ between lines, and the others in words; the first column and single lines stay."""
+    values = [list(dict.fromkeys(column)) for column in zip(*lines, strict=True)]
+    kept = [n for n, found in enumerate(values) if n == 0 or len(found) > 1 or (len(lines) == 1 and found[0])]
+    return kept, [f"{titles[n]} {found[0]}" for n, found in enumerate(values) if n not in kept and found[0]]
+
+
+def _grouped(rows: Sequence[Row], of: Grouped, file: str) -> tuple[list[str], list[list[str]]]:
+    """Return titles and cells of a table with one line per group of rows."""
+    over = list(dict.fromkeys(_value_of(row, of.over) for row in rows))
+    figures = _titles(of.figures)
+    titles = [
+        f"{value}: {title}" if value and len(figures) > 1 else value or title for value in over for title in figures
+    ]
+    values: dict[tuple[str, ...], dict[tuple[str, int], list[Any]]] = {}
+    for row in rows:
+        group = values.setdefault(tuple(_cells(row, of.by, file)), {})
+        for n, figure_of in enumerate(_values(row, of.figures, file)):
+            group.setdefault((_value_of(row, of.over), n), []).append(figure_of)
+    lines = [
+        [*by, *(_range(group.get((value, n), [])) for value in over for n in range(len(figures)))]
+        for by, group in values.items()
+    ]
+    return [*_titles(of.by), *titles], lines
+
+
+def _value_of(row: Row, key: str | None) -> str:
+    """Return what heads the columns of a row; a number needs its key to be understood."""
+    return "" if key is None else row[key] if isinstance(row[key], str) else f"{row[key]} {key}"
+
+
+def _titles(columns: Sequence[Column]) -> list[str]:
+    return [column.replace("_", " ") if isinstance(column, str) else column[0] for column in columns]
+
+
+def _range(values: Sequence[Any]) -> str:
+    """Return the smallest and the largest of some figures as one cell, or the first of some words."""
+    numbers = [value for value in values if isinstance(value, int | float)]
+    ends = (min(numbers), max(numbers)) if len(numbers) == len(values) > 0 else values[:1]
+    return " to ".join(dict.fromkeys(map(shown, ends)))
 
 
 def _cells(row: Row, columns: Sequence[Column], file: str) -> list[str]:
+    return [shown(value) for value in _values(row, columns, file)]
+
+
+def _values(row: Row, columns: Sequence[Column], file: str) -> list[Any]:
     needed: tuple[Column, ...] = ("repetitions", "dirty", *columns)  # `_provenance` reads the first two
     try:
-        return [shown(row[key] if isinstance(key, str) else key[1](row)) for key in needed][2:]
+        return [row[key] if isinstance(key, str) else key[1](row) for key in needed][2:]
     except KeyError as error:
         raise ConfigError(
             f"{file}: the row of case {row['case']!r} lacks {error}, which its table shows: measure it again with "
@@ -181,19 +236,22 @@ def _cells(row: Row, columns: Sequence[Column], file: str) -> list[str]:
         ) from error
 
 
-def _provenance(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """Return the line under a table: the rows' label, units, program, commit, machine and versions, as recorded."""
+def _provenance(rows: Sequence[Row], titles: Sequence[str], shared: Sequence[str], file: str) -> str:
+    """Return the line under a table: label, units, what all rows share, program, commit, machine and file."""
     first = rows[0]
-    versions = ", ".join(f"{package} {number}" for package, number in first["versions"].items())
     dirty = " (uncommitted changes)" if first["dirty"] else ""
-    units = [row["unit"] for row in rows if "unit" in row and "unit" not in columns]
+    units = [row["unit"] for row in rows if "unit" in row and "unit" not in titles]
     counts = sorted({row["repetitions"] for row in rows})
     repetitions = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
-    return (
-        f"*{first['label']}: {'; '.join(dict.fromkeys(units)) or 'see each row'}; {repetitions} repetition(s); "
-        f"{_command_in_words(first['command'])} at commit {first['commit'][:12]}{dirty} with {versions}; "
-        f"{first['machine']}.*"
-    )
+    facts = [
+        "; ".join(dict.fromkeys(units)) or "see each row",
+        *shared,
+        f"{repetitions} repetition(s)",
+        f"{_command_in_words(first['command'])} at commit {first['commit'][:12]}{dirty}",
+        first["machine"],
+        f"versions and all rows: {file}",
+    ]
+    return f"*{', '.join(dict.fromkeys(row['label'] for row in rows))}: {'; '.join(facts)}.*"
 
 
 def _command_in_words(recorded: str) -> str:

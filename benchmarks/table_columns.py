@@ -2,194 +2,134 @@
 
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from benchmarks.harness.provenance import quartiles
 
 Column = str | tuple[str, Callable[[dict], object]]
 """A key of the rows, or a title and a function of a row."""
 
-_OF_RANKS: tuple[Column, ...] = (
-    "ep",
-    "balancer",
-    "sees",
-    "token_skew",
-    "straggler",
-    "straggler / token skew",
-    "busiest ms",
-    ("quartiles", lambda row: between(row, "busiest ms")),
-    "time / static",
-    "time / equal",
-    "configuration",
-)
-_VALUES: tuple[Column, ...] = ("case", ("simulated", lambda row: row["value"]), "cited")
-_MODELLED: tuple[Column, ...] = ("case", ("model", lambda row: row["value"]), "cited")
-_STEP_BYTES = ("row_bytes", "weight_bytes", "gradient_bytes", "move_bytes")
+
+@dataclass(frozen=True, kw_only=True)
+class Grouped:
+    """A table with a line per group of rows.
+
+    by        what the rows of a group share
+    figures   one column each; a cell shows the smallest and the largest value of its group
+    over      key whose values become columns, each with every figure; None: one column per figure
+    """
+
+    by: tuple[Column, ...]
+    figures: tuple[Column, ...]
+    over: str | None = None
+
+
+def _of(key: str, title: str = "") -> Column:
+    """Return a column that is empty where a row lacks the key."""
+    return title or key.replace("_", " "), lambda row: row.get(key, "")
+
+
+_IN_TURN: tuple[Column, ...] = ("dispatch", ("routes and ranks", lambda row: ", ".join(row["case"].split(", ")[:2])))
 _STEP: tuple[Column, ...] = (
-    "case",
-    "seconds",
-    ("with all moves", lambda row: row["seconds_in_full"]),
     ("static / it", lambda row: row["ratio_to_static"]),
     ("best peer / it", lambda row: row["ratio_to_best_peer"]),
     ("best own setting / it", lambda row: row["ratio_to_best_own_setting"]),
-    ("exchange hidden: static / it", lambda row: row["hidden_ratio_to_static"]),
-    ("best peer / it", lambda row: row["hidden_ratio_to_best_peer"]),
-    "skew",
-    ("GB of rows, weights, gradients, moves", lambda row: ", ".join(f"{row[kind] / 1e9:,.1f}" for kind in _STEP_BYTES)),
-    ("exposed s", lambda row: row["exposed_seconds"]),
-    (
-        "slots, of a layer, GiB",
-        lambda row: f"{row['slots']}, {'yes' if row['resident'] else 'no'}, {row['slot_gib']:.1f}",
-    ),
-    "moved",
-    ("plan s", lambda row: row["plan_seconds"]),
-    "configuration",
+    ("exchange hidden (model): static / it", lambda row: row["hidden_ratio_to_static"]),
+    ("exchange hidden (model): best peer / it", lambda row: row["hidden_ratio_to_best_peer"]),
+    ("slots", lambda row: row["slots"]),
 )
 _SHARES: tuple[Column, ...] = (
     ("executor", lambda row: row["executor_ratio"]),
     ("balance", lambda row: row["balance_ratio"]),
 )
-COLUMNS: dict[str, tuple[Column, ...]] = {
+_BALANCERS: tuple[Column, ...] = (
+    "balancer",
+    "sees",
+    "slots",
+    "8 ranks",
+    "16 ranks",
+    "32 ranks",
+    "copies",
+    "across nodes",
+    "plan ms",
+)
+_RUNTIME: tuple[Column, ...] = (
+    "case",
+    "skew",
+    "planned_skew",
+    ("tokens/s", lambda row: f"{row['tokens_per_second']:,.0f}"),
+    ("quartiles", lambda row: tokens_between(row)),
+    ("/ all_to_all", lambda row: row["ratio_to_all_to_all"]),
+    *_SHARES,
+    ("/ balanced", lambda row: row["ratio_to_balanced"]),
+    ("peak MiB", lambda row: f"{row['peak_bytes'] / 2**20:,.0f}"),
+    ("pushes", lambda row: f"{row['pushes']:.2f}" if "pushes" in row else "-"),
+    ("sizes", lambda row: sizes(row["sizes"])),
+)
+_GOALS: tuple[Column, ...] = ("case", "label", "value", "goal", "unit", "cited", "configuration")
+_EMULATED = Grouped(
+    by=("balancer", "sees"),
+    over="ep",
+    figures=(("in slots, in time", lambda row: f"{row['token_skew']:.2f}, {row['straggler']:.2f}"),),
+)
+COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
     "recordings": ("case", "ranks", "mean", "median", "p95", "configuration"),
-    "streaming": (
-        "case",
-        "million_rows",
-        "seconds",
-        ("quartiles", lambda row: between(row, "seconds")),
-        "gb_per_second",
-        "peak_mib",
-        "configuration",
-    ),
-    "route_import": (
-        "case",
-        "gigabytes",
-        "gb_per_second",
-        ("quartiles", lambda row: between(row, "gb_per_second")),
-        "target",
-        "peak_mib",
-        "configuration",
-    ),
-    "routing": ("case", "median", "min", "max", "configuration"),
-    "route_memory": ("case", "peak_gib", "target", "seconds", "gigabytes", "configuration"),
-    "serving": (
-        "case",
-        "ratio",
-        ("ratio of p99", lambda row: row.get("ratio_p99", "")),
-        ("target", lambda row: row["target"] or ""),
-        ("p50 ms", lambda row: row["p50_ms"]),
-        ("p99 ms", lambda row: row["p99_ms"]),
-        ("tokens per second", lambda row: row.get("tokens_per_second", "")),
-        ("baseline", lambda row: row.get("baseline_p50_ms", row.get("baseline_tokens_per_second", ""))),
-        "configuration",
-    ),
-    "route_path": ("case", "us_per_token", ("quartiles", lambda row: between(row, "us_per_token")), "configuration"),
-    "balancers_gpt_oss": (
-        _BALANCERS := (
-            "balancer",
-            "sees",
-            "slots",
-            "8 ranks",
-            "16 ranks",
-            "32 ranks",
-            "copies",
-            "across nodes",
-            "plan ms",
-            ("quartiles", lambda row: between(row, "plan ms")),
-        )
-    ),
+    "routing": ("case", ("million per second", lambda row: row["median"]), "configuration"),
+    "route_path": ("case", "us_per_token", "configuration"),
+    "route_memory": ("case", "peak_gib", "target", "seconds", "configuration"),
+    "route_import": ("case", "gb_per_second", ("goal", lambda row: row["target"] or ""), "peak_mib", "configuration"),
+    "streaming": ("case", "seconds", "gb_per_second", "peak_mib", "configuration"),
+    "balancers_gpt_oss": _BALANCERS,
     "balancers_v2_lite": _BALANCERS,
-    "planner": (
+    "planner": ("case", "ranks", "reached", "target", "bound", "unit", "configuration"),
+    "planner/skew": Grouped(by=("case",), over="ranks", figures=("reached",)),
+    "planner_whole_step": (
         "case",
-        "ranks",
-        "reached",
-        ("quartiles", lambda row: between(row, "reached")),
-        "target",
-        "ok",
-        "bound",
-        "copies",
-        "unit",
-        "configuration",
+        ("s", lambda row: row["seconds"]),
+        ("peak MiB", lambda row: f"{row['peak_mib']:,}"),
+        ("experts that move", lambda row: f"{row['moved']:.0%}"),
+        "ranks_and_experts",
     ),
-    "trainer_schedules": (
-        "case",
-        "trainer",
-        "skew",
-        "planned_skew",
-        ("no schedule below", lambda row: row["lowest_skew"]),
-        ("skew / planned", lambda row: row["ratio"]),
-        "attention_skew",
-        "planned_attention_skew",
-        ("fullest rank", lambda row: f"{row['max_rank_tokens']:,} of {row['token_limit']:,}"),
-        "seconds",
-        "configuration",
+    "trainer_schedules": Grouped(
+        by=("case",),
+        over="trainer",
+        figures=(("skew, planned", lambda row: f"{row['skew']:.3f}, {row['planned_skew']:.3f}"),),
     ),
-    "planner_model": ("case", "ranks", "static", "plan", "ratio", "configuration"),
-    "planner_growth": (
-        "layers",
-        "micro_batches",
-        "ranks",
-        "experts",
-        "seconds",
-        ("quartiles", lambda row: between(row, "seconds")),
-        "ms_each",
-        "configuration",
+    "step/default": Grouped(by=_IN_TURN, figures=_STEP),
+    "step/unseen": Grouped(by=_IN_TURN, figures=_STEP),
+    "step/lost": ("case", *_STEP),
+    "step/ahead": Grouped(by=("dispatch", "plan"), figures=(("default / it - 1", lambda row: row["ahead"]),)),
+    "step/order": ("case", "share", "target", "pairs"),
+    "lasting": Grouped(
+        by=(("routes", lambda row: row["case"].split(", ")[0]),),
+        figures=(
+            ("median of a cell", lambda row: row["ratio_median"]),
+            ("worst of a cell", lambda row: row["ratio_worst"]),
+            ("static / lasting", lambda row: row["ratio_to_static"]),
+        ),
     ),
-    **dict.fromkeys(("step_default", "step_lost", "step_unseen"), _STEP),
-    "step_ahead": ("case", "plan", "seconds", ("default / it - 1", lambda row: f"{row['ahead']:.1%}"), *_STEP[-6:]),
-    "step_order": ("case", "share", "target", "pairs", "configuration"),
-    "runtime": (
-        "case",
-        "balancer",
-        "skew",
-        "planned_skew",
-        ("tokens/s", lambda row: f"{row['tokens_per_second']:,.0f}"),
-        ("quartiles", lambda row: tokens_between(row)),
-        ("/ all_to_all", lambda row: row["ratio_to_all_to_all"]),
-        *_SHARES,
-        ("/ balanced", lambda row: row["ratio_to_balanced"]),
-        ("exposed %", lambda row: f"{100 * row['exposed_share']:.1f}"),
-        ("peak MiB", lambda row: f"{row['peak_bytes'] / 2**20:,.0f}"),
-        ("slot MiB", lambda row: f"{row['slot_bytes'] / 2**20:,.1f}"),
-        ("pushes", lambda row: f"{row['pushes']:.2f}" if "pushes" in row else "-"),
-        ("pushed MiB", lambda row: f"{row['bytes_pushed'] / 2**20:,.1f}" if "bytes_pushed" in row else "-"),
-        ("relocation s", lambda row: row["relocation_seconds"]),
-        ("configuration", lambda row: sizes(row["sizes"])),
+    "runtime": _RUNTIME,
+    "runtime/peers": Grouped(
+        by=("case", ("skew", lambda row: row["case_skew"])), over="balancer", figures=("ratio_to_all_to_all",)
     ),
     "runtime_targets": (
         "case",
         "what",
         "reached",
         ("target", lambda row: f"{'<=' if row['at_most'] else '>='} {shown(row['target'])}"),
-        ("ok", lambda row: "yes" if row["ok"] else "NO"),
     ),
-    "emulated_ranks": _OF_RANKS,
-    "preparation": (
-        "case",
-        "value",
-        ("quartiles", lambda row: between(row, "value")),
-        "unit",
-        ("target", lambda row: row.get("target", "")),
-        ("ok", lambda row: row.get("ok", "")),
-        "configuration",
-    ),
+    "runtime_ranks": ("balancer", "ep", *_RUNTIME),
+    "preparation": ("case", "value", "unit", _of("target"), "configuration"),
     "dispatch": (
         ("dispatch", lambda row: row["case"]),
         ("MiB between nodes, planned", lambda row: f"{row['planned_bytes'] / 2**20:.3f}"),
         ("sent", lambda row: f"{row['sent_bytes'] / 2**20:.3f}"),
-        ("as planned", lambda row: "yes" if row["ok"] else "NO"),
         "seconds",
-        ("quartiles", lambda row: between(row, "seconds")),
         "configuration",
     ),
-    "gpu": _OF_RANKS,
-    "gpu_overlap": (
-        "case",
-        "copy ms",
-        "compute ms",
-        "together ms",
-        ("quartiles", lambda row: between(row, "together ms")),
-        "hidden",
-        "configuration",
-    ),
+    "emulated_ranks": _EMULATED,
+    "gpu": _EMULATED,
+    "gpu_overlap": ("case", "copy ms", "compute ms", "together ms", "hidden", "configuration"),
     "gpu_executor": (
         "case",
         "token_skew",
@@ -198,42 +138,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("target", lambda row: f"<= {row['target']:.0%}"),
         ("ok", lambda row: "yes" if row["ok"] else "NO"),
         *("prepare ms", "gather ms", "product ms", "one product ms", "join ms", "combine ms", "layer ms"),
-        ("quartiles", lambda row: between(row, "layer ms")),
         *("push ms", "exposed ms", "layer / static", "configuration"),
-    ),
-    "runtime_ranks": (
-        "case",
-        "balancer",
-        "ep",
-        "skew",
-        "planned_skew",
-        ("tokens/s", lambda row: f"{row['tokens_per_second']:,.0f}"),
-        ("quartiles", lambda row: tokens_between(row)),
-        ("/ all_to_all", lambda row: row["ratio_to_all_to_all"]),
-        *_SHARES,
-        ("/ balanced", lambda row: row["ratio_to_balanced"]),
-        ("peak MiB", lambda row: f"{row['peak_bytes'] / 2**20:,.0f}"),
-        ("pushes", lambda row: f"{row['pushes']:.2f}"),
-        ("sizes", lambda row: sizes(row["sizes"])),
-        "configuration",
-    ),
-    "planner_whole_step": (
-        "ranks_and_experts",
-        "case",
-        ("s", lambda row: row["seconds"]),
-        ("CPU s", lambda row: row["cpu_seconds"]),
-        ("ms per layer and micro-batch", lambda row: row["ms_each"]),
-        ("peak MiB", lambda row: f"{row['peak_mib']:,}"),
-        ("moved", lambda row: f"{row['moved']:.0%}"),
-        "resident_slots",
-    ),
-    "lasting": (
-        "case",
-        ("median ratio", lambda row: row["ratio_median"]),
-        ("worst ratio", lambda row: row["ratio_worst"]),
-        ("static / lasting", lambda row: row["ratio_to_static"]),
-        ("slots", lambda row: row.get("slots", "-")),
-        "configuration",
     ),
     "rl": (
         "case",
@@ -245,48 +150,43 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("value model / static", lambda row: row["ratio_values"] or "-"),
         *_SHARES,
         ("expert share", lambda row: f"{row['expert_share']:.0%}"),
-        ("rollout s", lambda row: row["seconds_per_stage"]["rollout"]),
-        ("recompute s", lambda row: row["seconds_per_stage"]["recompute"]),
-        ("update s", lambda row: row["seconds_per_stage"]["update"]),
-        ("relocate s", lambda row: row["seconds_per_stage"].get("relocate", 0.0)),
         ("plan %", lambda row: f"{100 * row['plan_share']:.1f}"),
         ("skew", lambda row: row["rank_skew"]),
         "planned_skew",
-        "reward_first",
-        "reward_last",
+        ("reward", lambda row: f"{row['reward_first']:.3f}, {row['reward_last']:.3f}"),
         "configuration",
     ),
-    "tppo": (
-        "algorithm",
+    "demo": (
+        "case",
         "seed",
-        ("updates", lambda row: or_never(row["updates"])),
-        ("decode steps", lambda row: or_never(row["decode_steps"])),
-        ("passes", lambda row: or_never(row.get("passes", "-"))),
-        ("seconds", lambda row: or_never(row["wall_seconds"])),
-        ("PPO / updates", lambda row: or_never(row["updates_ratio"])),
-        ("PPO / decode steps", lambda row: or_never(row["decode_ratio"])),
-        ("PPO / passes", lambda row: or_never(row.get("passes_ratio", "-"))),
-        ("PPO / seconds", lambda row: or_never(row["wall_ratio"])),
-        ("idle", lambda row: row["idle_share"]),
-        ("unfinished", lambda row: row["unfinished_share"]),
-        ("fed again", lambda row: row["fed_again"]),
-        ("rollout us / token", lambda row: row["rollout_us"]),
-        ("other us / token", lambda row: row["training_us"]),
-        "first_reward",
-        "final_reward",
-        ("to reach", lambda row: row["target"]),
+        "reward_first",
+        "reward_last",
+        "seconds",
+        "rl_seconds_per_step",
+        "k3_max",
         "configuration",
+    ),
+    "tppo": Grouped(
+        by=("algorithm",),
+        figures=(
+            "updates",
+            "decode_steps",
+            ("seconds", lambda row: row["wall_seconds"]),
+            ("PPO / decode steps", lambda row: row["decode_ratio"]),
+            ("PPO / seconds", lambda row: row["wall_ratio"]),
+            ("idle", lambda row: row["idle_share"]),
+            "fed_again",
+            "final_reward",
+        ),
     ),
     "tppo_toy": (
         "targets",
         "setting",
         "updates",
-        ("quartiles", lambda row: between(row, "updates")),
         ("/ sync", lambda row: row["updates / sync"]),
         "decode_steps",
         ("/ sync", lambda row: row["decode_steps / sync"]),
         "idle",
-        "continued",
         ("solved", lambda row: f"{row['solved']} of {row['repetitions']}"),
         "configuration",
     ),
@@ -297,119 +197,63 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("idle, sync", lambda row: row["idle sync"]),
         ("idle, window", lambda row: row["idle window"]),
         "rate, b = 0",
-        ("rate, b = 1/512", lambda row: row["rate, b = 1/512"]),
-        "continued",
+        "rate, b = 1/512",
         "fed again",
         "configuration",
     ),
-    "papers_throughput": (
+    "papers/throughput": Grouped(
+        by=("model", "ranks", "load"),
+        over="balancer",
+        figures=(("simulated / static", lambda row: row["ratio_to_static"]),),
+    ),
+    "papers/missed": (
         "model",
         "ranks",
         "load",
         "balancer",
         ("simulated / static", lambda row: row["ratio_to_static"]),
-        ("seeds", lambda row: between(row, "ratio_to_static")),
         ("simulated / Balanced", lambda row: row["ratio_to_balanced"]),
-        ("simulated relibra / it", lambda row: row["relibra_over_it"]),
-        ("skew", lambda row: row["skew"]),
-        "cited",
-        ("goal", lambda row: row["ok"]),
         "why",
     ),
-    "papers_ablation": (
-        *(
-            _RATIOS := (
-                "case",
-                ("simulated / static", lambda row: row["ratio_to_static"]),
-                ("simulated / Balanced", lambda row: row["ratio_to_balanced"]),
-                "skew",
-            )
-        ),
+    "papers/ablation": (
+        ("simulated", lambda row: row["case"]),
+        ("/ static", lambda row: row["ratio_to_static"]),
+        ("/ Balanced", lambda row: row["ratio_to_balanced"]),
+        "skew",
         "cited",
-        "why",
     ),
-    "papers_skew": ("case", "skew", "cited", "why"),
-    "papers_cost": (*_VALUES, "unit", "why"),
-    "papers_memory": (*_MODELLED, "unit", "why"),
-    "papers_planner": ("case", "skew", *_MODELLED[1:], "unit", "why"),
-    "papers_training": (*_RATIOS, "cited", "load", "why"),
-    "papers_straggler": (*_MODELLED, "skew", "unit", "why"),
-    "papers_iteration": (
-        *_RATIOS,
+    "papers/skew": ("case", ("model", lambda row: row["skew"]), "cited"),
+    "papers/planner": ("case", ("skew, model", lambda row: row["skew"]), ("copies", lambda row: row["value"]), "cited"),
+    "papers/training": Grouped(
+        by=("balancer",), over="model", figures=(("simulated / static", lambda row: row["ratio_to_static"]), "cited")
+    ),
+    "papers/straggler": ("case", ("model", lambda row: row["value"]), "cited"),
+    "papers/iteration": (
+        ("simulated", lambda row: row["case"]),
         "recompute",
         "update",
         "end_to_end",
-        ("rollout share of static", lambda row: row["rollout_share"]),
+        ("/ Balanced", lambda row: row["ratio_to_balanced"]),
         "cited",
-        "why",
     ),
-    "papers_needed": (*_MODELLED, "end_to_end", "unit"),
-    "papers_windows": (
+    "serving": (
         "case",
-        ("b = 0", lambda row: row["value"]),
-        ("b = 1/512", lambda row: row["slow_decoder"]),
-        "fed_again",
-        "cited",
-        "why",
+        "ratio",
+        _of("ratio_p99", "ratio of p99"),
+        ("target", lambda row: row["target"] or ""),
+        ("p50 ms", lambda row: row["p50_ms"]),
+        ("p99 ms", lambda row: row["p99_ms"]),
+        _of("tokens_per_second"),
     ),
-    "acceptance_tests": (
-        "test",
+    "acceptance": _GOALS,
+    "deployment": _GOALS,
+    "deployment/gain": Grouped(by=("case",), over="per", figures=(("simulated, per", lambda row: row["value"]),)),
+    "deployment/pairs": (
         "case",
-        ("measured", lambda row: row["value"]),
-        "goal",
-        "ok",
-        "unit",
-        "cited",
-        "configuration",
-    ),
-    "acceptance_exchange": (
-        "case",
-        ("gloo / channels", lambda row: row["value"]),
-        ("of p99", lambda row: row["ratio_p99"]),
-        "p50_ms",
-        "p99_ms",
-        "gb_per_second",
-        ("calls", lambda row: row["repetitions"]),
-    ),
-    "deployment_acceptance": (
-        "test",
-        "case",
-        ("simulated", lambda row: row["value"]),
-        "goal",
-        "ok",
-        "cited",
-        "configuration",
-    ),
-    "deployment_searched": (
-        "test",
-        "case",
-        ("model", lambda row: row["value"]),
-        "goal",
-        "ok",
-        "cited",
-        "configuration",
-    ),
-    "deployment_measured": ("test", "case", ("measured", lambda row: row["value"]), "goal", "ok", "unit"),
-    "deployment_colocated": (
-        "case",
-        ("simulated ratio", lambda row: row["value"]),
-        ("first", lambda row: row["apart"]),
-        ("second", lambda row: row["colocated"]),
-        ("GPUs", lambda row: f"{row['apart_gpus']} / {row['colocated_gpus']}"),
-        "cited",
-        "configuration",
-    ),
-    "deployment_gain": ("case", "per", ("simulated", lambda row: row["value"]), "advice", "configuration"),
-    "deployment_pairs": (
-        "case",
-        "rank",
         ("model: tokens/s per price", lambda row: round(row["value"])),
         ("per GPU", lambda row: round(row["per_gpu"])),
         "nodes",
-        ("m", lambda row: row["micro_batches"]),
-        ("requests", lambda row: row["rows"]),
-        ("rows per expert", lambda row: row["expert_rows"]),
-        ("us attention / experts / hop", lambda row: _micros(row)),
+        ("micro-batches", lambda row: row["micro_batches"]),
         ("ms per token", lambda row: round(row["ms"], 1)),
         "gpus",
         "limit",
@@ -418,13 +262,12 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("skew", lambda row: row["case_skew"]),
         "balancer",
         ("measured s", lambda row: row["measured_seconds"]),
-        ("quartiles", lambda row: between(row, "measured_seconds")),
         ("simulated s", lambda row: row["simulated_seconds"]),
         ("error %", lambda row: f"{100 * row['error']:+.1f}"),
-        ("without rest %", lambda row: f"{100 * row['error_without_rest']:+.1f}"),
         "ranking",
     ),
-    "reliability_signals": (
+    "simulation": ("case", "seconds", "target", "peak_mib", "configuration"),
+    "reliability/signals": (
         "case",
         "points",
         ("while it starts", lambda row: row["starting"]),
@@ -433,26 +276,18 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("named", lambda row: f"{row['named']} of {row['hit one rank']}"),
         ("failed", lambda row: row["neither"]),
         ("s until told", lambda row: or_never(row["told seconds"])),
-        ("most s until told", lambda row: or_never(row["told max"])),
-        ("s until the end", lambda row: or_never(row["ended seconds"])),
         ("most s until the end", lambda row: or_never(row["ended max"])),
         "configuration",
     ),
-    "reliability_disks": (
+    "reliability/disks": (
         *("disks", "went on"),
         ("without routes or TensorBoard", lambda row: row["warned"]),
         "stopped",
         ("with a sentence", lambda row: row["sentence"]),
-        "anew",
-        ("torn logs", lambda row: row["torn"]),
-        *("equal", ("failed", lambda row: row["neither"]), "configuration"),
-    ),
-    "reliability_damage": (("reader", lambda row: row["case"]), "cases", "refused", "read", "found", "ms"),
-    "simulation": ("case", "layers", "seconds", "target", "ok", "peak_mib", "added_mib", "configuration"),
-    "demo": (
-        *("case", "seed", "reward_first", "reward_last", "seconds", "rl_seconds_per_step", "k3_max", "configuration"),
+        *("anew", "equal", ("failed", lambda row: row["neither"]), "configuration"),
     ),
 }
+"""Columns per table: FILE, or FILE/VIEW where a file has several views."""
 
 
 def sizes(of: dict) -> str:
@@ -479,11 +314,6 @@ def tokens_between(row: dict) -> str:
 def or_never(value: float | None) -> object:
     """Return "never" in place of None."""
     return "never" if value is None else value
-
-
-def _micros(row: dict) -> str:
-    """Seconds of attention, experts and a hop, as in a plan."""
-    return " / ".join(f"{row[key]:.0f}" for key in ("attention_us", "expert_us", "hop_us"))
 
 
 def shown(value: object) -> str:
