@@ -36,7 +36,7 @@ EXAMPLES = [
 
 
 def test_the_guide_to_fine_tuning_shows_lines_of_its_example():
-    guide = (ROOT / "docs" / "guides" / "sft.md").read_text()
+    guide = (ROOT / "docs" / "guides" / "trainers.md").read_text().split("\n## SFT")[1]
     lines = {line.strip() for line in (ROOT / "examples" / "balance_live.py").read_text().splitlines()}
     blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     assert len(blocks) == 3

@@ -1,8 +1,8 @@
 """Acceptance of the running server: answers, lost workers, computing times, overlap and exchange, against their goals.
 
 Run: relibra bench acceptance [--quick] [--json] [--output FOLDER]. A quarter of an hour on two cores that do nothing
-else. Column test has the number of the acceptance test (docs/results/serving.md). Rows go to
-results/acceptance.json. --quick takes fewer cases and writes no rows.
+else. Key test has the number of the acceptance test. Rows go to results/acceptance.json. --quick takes fewer cases and
+writes no rows.
 """
 
 from __future__ import annotations

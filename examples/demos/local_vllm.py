@@ -18,7 +18,7 @@ from relibra.environment import server_environment
 from relibra.errors import EngineError
 
 FLAGS = ("--dtype", "float32", "--enable-return-routed-experts", "--logprobs-mode", "processed_logprobs")
-"""What training in float32 needs of a server (docs/guides/vllm.md)."""
+"""What training in float32 needs of a server (docs/guides/servers.md)."""
 _SMALL = ("--kv-cache-memory-bytes", "256M")
 """A cache that leaves memory to the trainer."""
 _LAST_LINES = 15

@@ -1,7 +1,7 @@
 """The schedule of slime, miles and vime: invariants of upstream hold, loads get even; without routes nothing changes.
 
 They are not installed: packages with functions of the same names and arguments stand in for them. What the
-real functions did is in docs/guides/slime.md.
+real functions did is in docs/guides/trainers.md.
 """
 
 import logging

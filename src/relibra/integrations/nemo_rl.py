@@ -1,7 +1,7 @@
 """Plug-in of NeMo-RL: samples go into micro-batches, and on ranks, so that loads of experts are even.
 
 `python -m relibra.integrations.nemo_rl examples/run_grpo.py ...` calls `install`, and then runs the script
-(docs/guides/nemo-rl.md). NeMo-RL cuts a batch in its driver, which holds the routes of router replay: `Policy` asks
+(docs/guides/trainers.md). NeMo-RL cuts a batch in its driver, which holds the routes of router replay: `Policy` asks
 `shard_by_batch_size`, and that asks a packer for bins, of which every data-parallel rank takes each n-th. The installed
 packer calls that of NeMo-RL and exchanges samples between its bins. Where routes are missing, or no schedule can help,
 the bins are returned as they are; the log says why, once for each reason.

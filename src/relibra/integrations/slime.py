@@ -1,7 +1,7 @@
 """Plug-in of slime, miles and vime: samples go into micro-batches, and on ranks, so that loads of experts are even.
 
 Ray calls `install` in every process of a job whose runtime environment says
-`"worker_process_setup_hook": "relibra.integrations.slime.install"` (docs/guides/slime.md). These trainers make the
+`"worker_process_setup_hook": "relibra.integrations.slime.install"` (docs/guides/trainers.md). These trainers make the
 schedule of a rollout in one function, `build_dp_schedule`, in the process that holds all samples with their routes. The
 installed one calls it, and then exchanges samples of its result: `repack_partitions`. Where routes are missing, or no
 schedule can help, the result is returned as it is; the log says why, once for each reason.
@@ -127,7 +127,7 @@ def _replace(
         got = "it is missing" if stock is None else f"it takes {tuple(inspect.signature(stock).parameters)}"
         raise EngineError(
             f"{where} is not the function that relibra was written for, {tuple(parameters)}: {got}; "
-            "this plug-in fits the versions that docs/guides/slime.md names"
+            "this plug-in fits the versions that docs/guides/trainers.md names"
         )
     if hasattr(stock, "relibra_stock"):
         return

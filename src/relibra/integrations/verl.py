@@ -1,7 +1,7 @@
 """Plug-in of verl: samples go into micro-batches so that loads of experts are even.
 
 `actor_rollout_ref.model.external_lib=relibra.integrations.verl` imports this file in every worker, and the import calls
-`install` (docs/guides/verl.md). verl gives each data-parallel rank its samples, and cuts them into micro-batches in
+`install` (docs/guides/trainers.md). verl gives each data-parallel rank its samples, and cuts them into micro-batches in
 `prepare_micro_batches`, where the routes of rollout routing replay are at hand. The installed function calls that of
 verl, gathers the loads of all samples, lets rank 0 exchange samples between micro-batches of their rank, and cuts
 again. Where routes are missing, or no schedule can help, verl's micro-batches are used; the log says why, once for each

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed: see docs/guides/megatron.md")
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: see docs/guides/trainers.md")
 
 from relibra.errors import RelibraError
 from tests.integrations.megatron.ranks_at_work import EXPERTS, LAYERS, RANKS, build, make_plan, on_ranks, routes

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed: see docs/guides/megatron.md")
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: see docs/guides/trainers.md")
 
 from relibra.errors import EngineError
 from tests.integrations.megatron.ranks_at_work import (

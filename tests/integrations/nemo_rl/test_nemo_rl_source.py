@@ -1,7 +1,7 @@
 """NeMo-RL itself: its policy cuts batches of its own in the driver, with relibra and without; workers are not started.
 
 Needs a checkout of NeMo-RL, which NEMO_RL_SOURCE names, and an interpreter with what its driver imports, NEMO_RL_PYTHON
-(docs/guides/nemo-rl.md).
+(docs/guides/trainers.md).
 """
 
 import json
@@ -17,14 +17,14 @@ from relibra.environment import server_environment
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = Path(os.environ.get("NEMO_RL_SOURCE", "no checkout"))
 PYTHON = Path(os.environ.get("NEMO_RL_PYTHON", ROOT / ".venv-nemo-rl" / "bin" / "python"))
-GUIDE = ROOT / "docs" / "guides" / "nemo-rl.md"
+GUIDE = ROOT / "docs" / "guides" / "trainers.md"
 TIMEOUT_S = 600
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         not ((SOURCE / "nemo_rl").is_dir() and PYTHON.exists()),
-        reason=f"no NeMo-RL at {SOURCE} or no {PYTHON}: set NEMO_RL_SOURCE and NEMO_RL_PYTHON (docs/guides/nemo-rl.md)",
+        reason=f"no NeMo-RL at {SOURCE} or no {PYTHON}: set NEMO_RL_SOURCE, NEMO_RL_PYTHON (docs/guides/trainers.md)",
     ),
 ]
 

@@ -16,7 +16,7 @@ from tests.integrations.verl.passes_at_work import CASES
 
 ROOT = Path(__file__).resolve().parents[3]
 PYTHON = Path(os.environ.get("VERL_PYTHON", ROOT / ".venv-verl" / "bin" / "python"))
-GUIDE = ROOT / "docs" / "guides" / "verl.md"
+GUIDE = ROOT / "docs" / "guides" / "trainers.md"
 PLANNED = ("four ranks", "tensor parallel", "two stages")
 TIMEOUT_S = 900
 

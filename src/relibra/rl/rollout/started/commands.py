@@ -41,7 +41,7 @@ def serve_command(
 
 
 def vllm_command(config: RunConfig, model: str, *, host: str, port: int) -> list[str]:
-    """Return the words that start vLLM with what training needs of it (docs/guides/vllm.md).
+    """Return the words that start vLLM with what training needs of it (docs/guides/servers.md).
 
     It reads VLLM_API_KEY and VLLM_SERVER_DEV_MODE from its environment, and does not end with its standard input.
     """
