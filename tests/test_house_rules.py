@@ -88,6 +88,25 @@ def test_import_arrows_point_down(file):
         assert parts[1] in ABOVE[own] | GROUND | {own}, f"{file} may not import {module}"
 
 
+def test_picture_of_the_packages_shows_the_imports():
+    """Each arrow of the README is an import, and each import between packages follows from arrows."""
+    picture = (ROOT / "README.md").read_text().split("```mermaid")[1].split("```")[0]
+    drawn = {
+        (above, below)
+        for line in re.findall(r"^ +\w+ --> .*$", picture, flags=re.MULTILINE)
+        for above, below in itertools.product([line.split()[0]], line.split(" --> ")[1].split(" & "))
+    }
+    arrows = {name: {below for above, below in drawn if above == name} for name in ABOVE}
+    imports = {name: set() for name in ABOVE}
+    for file in FILES:
+        parts = [module.split(".") for module in _imports(file)]
+        targets = {names[1] for names in parts if names[0] == "relibra" and len(names) > 1} & ABOVE.keys()
+        imports.setdefault(_package(file), set()).update(targets - {_package(file)})
+    for name in ABOVE:
+        assert arrows[name] <= imports[name], f"the README draws arrows that are no import of {name}"
+        assert imports[name] <= _reached(name, arrows), f"the README lacks an arrow of {name}"
+
+
 def _module(file):
     """Return the dotted name of a source file; a package's is that of its __init__.py."""
     return ".".join(file.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
