@@ -28,11 +28,11 @@ def check_failed_rewards(errors: Sequence[str], rated: int, *, limit: float, whe
     if not failed:
         return 0
     first = next(rank["first"] for rank in counts_R if rank["first"])
-    told = f"{where}: {failed} of {total} rewards failed"
+    counted = f"{where}: {failed} of {total} rewards failed"
     if failed > allowed_failures(total, limit):
-        raise ConfigError(f"{told}, more than task.max_failed_rewards {limit:g} allows; the first: {first}")
+        raise ConfigError(f"{counted}, more than task.max_failed_rewards {limit:g} allows; the first: {first}")
     if dist.get_rank() == 0:
-        _log.warning("%s, these responses are left out; the first: %s", told, first)
+        _log.warning("%s, these responses are left out; the first: %s", counted, first)
     return failed
 
 

@@ -60,7 +60,7 @@ class ServedRoutes:
 
 @dataclass
 class PublishedVersion:
-    """Version of the weights that servers were told to load last, and their folder; None: none yet."""
+    """Version of the weights that servers were asked to load last, and their folder; None: none yet."""
 
     version: int | None = None
     folder: Path | None = None
@@ -76,7 +76,7 @@ class ServerClient:
     vocab_size        of the model; a server that sends other tokens is refused
     timeout_seconds   of one request for up to FULL_LENGTH tokens; `request_seconds` scales it
     key               that the server asks for; empty: none
-    published         weights that servers were told to load last; the clients of a run share it
+    published         weights that servers were asked to load last; the clients of a run share it
 
     Log-probs have to be those of the tempered policy: vLLM needs `--logprobs-mode processed_logprobs`.
     """
@@ -174,8 +174,8 @@ class ServerClient:
         try:
             await self.check_health(client)
         except RequestFailed as failure:
-            said = self.address.hide_key(str(failure))
-            why = f"{self.url}{self.health_path} failed: {said}; start it, or look at its log"
+            text = self.address.hide_key(str(failure))
+            why = f"{self.url}{self.health_path} failed: {text}; start it, or look at its log"
             if failure.may_pass:
                 raise ServerLost(why, timed_out=False) from failure
             raise EngineError(why) from failure

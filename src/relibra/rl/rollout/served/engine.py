@@ -37,7 +37,7 @@ class ServerEngine:
 
     @property
     def published(self) -> PublishedVersion:
-        """Weights that the servers were told to load last."""
+        """Weights that the servers were asked to load last."""
         return self.servers[0].published
 
     @property

@@ -64,8 +64,8 @@ async def _load_into_sglang(call: Call, url: str, folder: Path, version: int) ->
             raise
         answer = await call("/update_weights_from_disk", {**body, "abort_all_requests": True})
     if not isinstance(answer, dict) or answer.get("success") is not True:
-        said = answer.get("message") if isinstance(answer, dict) else answer
-        raise EngineError(f"{url} did not load {folder}: {shown(said, 300)}")
+        reply = answer.get("message") if isinstance(answer, dict) else answer
+        raise EngineError(f"{url} did not load {folder}: {shown(reply, 300)}")
 
 
 async def read_version(call: Call, dialect: Dialect) -> str | None:

@@ -38,7 +38,7 @@ class PooledServer:
     failures     requests in a row that it lost, counted once per loss
     losses       how often it was lost
     seen         when it last answered with the weights of the run
-    is_told      that it does not answer was logged, and it has not answered a request since
+    is_logged    that it does not answer was logged, and it has not answered a request since
     why          it cannot be asked; empty: it was not tried yet
     is_given_up  it did not answer for as long as it is waited for; it is tried on
     """
@@ -51,7 +51,7 @@ class PooledServer:
     failures: int = 0
     losses: int = 0
     seen: float = -math.inf
-    is_told: bool = False
+    is_logged: bool = False
     why: str = ""
     is_given_up: bool = False
     down: asyncio.Event = field(default_factory=asyncio.Event)
@@ -111,7 +111,7 @@ class ServerPool:
                     raise EngineError(f"{lost}{number}") from lost.__cause__
             else:
                 if server.losses == losses:  # not lost since: an answer on its way says nothing of what came after
-                    server.on_trial, server.is_told, server.failures, server.seen = False, False, 0, time.monotonic()
+                    server.on_trial, server.is_logged, server.failures, server.seen = False, False, 0, time.monotonic()
                 return answer
             finally:
                 server.under_way -= 1
@@ -156,9 +156,9 @@ class ServerPool:
 
     def _tell(self, server: PooledServer, lost: ServerLost) -> None:
         """Log once that a server does not answer, and what becomes of its requests."""
-        if server.is_told:
+        if server.is_logged:
             return
-        server.is_told = True
+        server.is_logged = True
         waiting = f"waiting up to {self.retry_seconds:g} s for it"
         _log.warning("%s; %s", lost, "its requests go to the others" if len(self.servers) > 1 else waiting)
 

@@ -84,7 +84,7 @@ async def _wait_for_start(server: ServerClient, client: httpx.AsyncClient, start
 
     raises    EngineError when the time is up
     """
-    deadline, told = time.monotonic() + start_seconds, False
+    deadline, logged = time.monotonic() + start_seconds, False
     while True:
         try:
             return await server.check_health(client)
@@ -97,9 +97,9 @@ async def _wait_for_start(server: ServerClient, client: httpx.AsyncClient, start
                     f"{server.url} did not answer within {start_seconds:g} s (rollout.start_seconds): {why}; start it, "
                     "or look at its log"
                 ) from failure
-            if not told:
+            if not logged:
                 _log.warning("waiting up to %g s (rollout.start_seconds) for %s: %s", start_seconds, server.url, why)
-                told = True
+                logged = True
             await asyncio.sleep(POLL_SECONDS)
 
 

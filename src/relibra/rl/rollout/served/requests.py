@@ -158,8 +158,8 @@ async def _exchange(client: httpx.AsyncClient, path: str, body: Mapping[str, Any
                 may_pass=False,
             )
         if answer.status_code != 200:
-            said = (await _read(answer, _SHOWN_BYTES))[:_SHOWN_BYTES].decode(errors="replace")
-            why = f"status {answer.status_code}, {said!r}"
+            text = (await _read(answer, _SHOWN_BYTES))[:_SHOWN_BYTES].decode(errors="replace")
+            why = f"status {answer.status_code}, {text!r}"
             raise RequestFailed(why, may_pass=answer.status_code in BUSY, status=answer.status_code)
         declared = answer.headers.get("Content-Length", "0")
         data = bytearray() if int(declared) > max_bytes else await _read(answer, max_bytes)

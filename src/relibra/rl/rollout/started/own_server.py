@@ -46,20 +46,20 @@ def own_server(config: RunConfig, run: Path, model: Any, tokenizer: Tokenizer) -
             "relibra serve --updates where all ranks reach it, and set rollout.engine=vllm and rollout.url; or place "
             "the run on Ray (parallel.launcher=ray)"
         )
-    server, told = None, None
+    server, outcome = None, None
     if dist.get_rank() == 0:
         try:
             server = _start(config, run / "server", model, tokenizer)
             url = server.wait_for_address(rollout.start_seconds)
             late = f"the rollout server did not start within {rollout.start_seconds:g} s (rollout.start_seconds)"
-            told = {"url": url} if url else {"error": f"{late}; {server.end_of_log()}"}
+            outcome = {"url": url} if url else {"error": f"{late}; {server.end_of_log()}"}
         except EngineError as error:
-            told = {"error": str(error)}
+            outcome = {"error": str(error)}
     try:
-        told = broadcast_json(told)
-        if "error" in told:
-            raise EngineError(told["error"])
-        found = {**weights, "url": (told["url"],)}
+        outcome = broadcast_json(outcome)
+        if "error" in outcome:
+            raise EngineError(outcome["error"])
+        found = {**weights, "url": (outcome["url"],)}
         yield rollout.model_copy(update={**found, "retry_seconds": 0.0})  # nobody else starts it again
     finally:
         if server is not None:
