@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from jaxtyping import Float64
 from numpy import ndarray
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3MoeConfig
 
-from relibra.serving.control import ControlSocket
-from relibra.serving.engine.request import SamplingParameters
+from relibra.engine.sequence import SamplingParameters
 from relibra.serving.launch import RunningWorkers
+from relibra.serving.messages import Generate
 
 PROMPT, ANSWER = 32, 64
 VOCAB = 2048
@@ -89,9 +89,9 @@ class Driver:
     """Sends batches to the attention workers of a deployment, without HTTP."""
 
     def __init__(self, workers: RunningWorkers) -> None:
-        """Use the control sockets of a deployment with one attention worker."""
+        """Use the connections of a deployment with one attention worker."""
         self.workers, self._number = workers, 0
-        self._control = ControlSocket(workers.attention_workers[0].control)
+        self._control = workers.attention_workers[0].control
 
     def seconds_of_layer(self, requests: int, layers: int) -> tuple[float, float]:
         """Return the seconds of one layer of a decode step in attention and in experts, without prompts and waits."""
@@ -112,9 +112,8 @@ class Driver:
         first, last, result = self._number, {}, Round(texts=[[] for _ in batch])
         began = time.perf_counter()
         for tokens in batch:
-            sampling = asdict(SamplingParameters(limit=answer, temperature=0.0))
-            body = {"numbers": [self._number], "tokens": list(tokens), "sampling": sampling}
-            self._control.send({"generate": body})
+            sampling = SamplingParameters(limit=answer, temperature=0.0)
+            self._control.send({"generate": Generate(number=self._number, tokens=tuple(tokens), sampling=sampling)})
             self._number += 1
         left = len(batch)
         while left:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from relibra.serving.control import ControlSocket
-from relibra.serving.engine.request import SamplingParameters
+from relibra.engine.sequence import SamplingParameters
 from relibra.serving.launch import RunningWorkers
 from relibra.serving.layout import WorkerLayout
+from relibra.serving.messages import Generate
 
 VOCAB = 64
 Prompt = Sequence[int]
@@ -74,11 +74,11 @@ def whole_answer(model: Any, prompt: Prompt, limit: int) -> Answer:
 
 def served_answers(workers: RunningWorkers, batch: Sequence[Prompt], limit: int) -> list[Answer]:
     """Return the answers of a deployment; requests go to its attention workers in turn."""
-    controls = [ControlSocket(worker.control) for worker in workers.attention_workers]
-    sampling = asdict(SamplingParameters(limit=limit, temperature=0.0, top_log_probs=VOCAB))
+    controls = [worker.control for worker in workers.attention_workers]
+    sampling = SamplingParameters(limit=limit, temperature=0.0, top_log_probs=VOCAB)
     for number, prompt in enumerate(batch):
-        body = {"numbers": [number], "tokens": list(prompt), "sampling": sampling}
-        controls[number % len(controls)].send({"generate": body})
+        request = Generate(number=number, tokens=tuple(prompt), sampling=sampling)
+        controls[number % len(controls)].send({"generate": request})
     steps: list[list[dict]] = [[] for _ in batch]
     for first, control in enumerate(controls):
         left = len(range(first, len(batch), len(controls)))
@@ -105,9 +105,9 @@ def largest_difference(model: Any, folder: Path, layout: WorkerLayout, lengths: 
 
 def seconds_to_end_after(workers: RunningWorkers, harm: Callable[[], None], limit: int) -> tuple[float, str]:
     """Return the seconds from harm to the end of a request under way, and its sentence; empty: it was answered."""
-    control = ControlSocket(workers.attention_workers[0].control)
-    sampling = asdict(SamplingParameters(limit=limit, temperature=0.0))
-    control.send({"generate": {"numbers": [0], "tokens": [5, 6, 7], "sampling": sampling}})
+    control = workers.attention_workers[0].control
+    sampling = SamplingParameters(limit=limit, temperature=0.0)
+    control.send({"generate": Generate(number=0, tokens=(5, 6, 7), sampling=sampling)})
     control.receive()
     harm()
     began = time.perf_counter()

@@ -16,7 +16,7 @@ def test_answers_equal_the_whole_model(experts, micro_batches, tmp_path):
     options = ("--device", "cuda", "--experts", str(experts), "--micro-batches", str(micro_batches))
     with relibra_serve(tmp_path, *options) as (url, _):
         for request in [greedy_request(number, length, 24) for number, length in enumerate((5, 9, 20))]:
-            body = {"prompt": list(request.tokens), "max_tokens": 24, "temperature": 0, "return_token_ids": True}
+            body = {"prompt": list(request.prompt), "max_tokens": 24, "temperature": 0, "return_token_ids": True}
             response = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
             assert response.status_code == 200, response.text
-            assert response.json()["choices"][0]["token_ids"] == greedy_answer(model, request.tokens, 24).tokens
+            assert response.json()["choices"][0]["token_ids"] == greedy_answer(model, request.prompt, 24).tokens

@@ -5,12 +5,12 @@ from __future__ import annotations
 import secrets
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from relibra.serving.engine.request import GenerateRequest, Progress
+from relibra.engine.sequence import Sequence
 from relibra.serving.exchange.addresses import listen, worker_address
 from relibra.serving.exchange.counters import ExchangeCounters
 from relibra.serving.exchange.expert_channel import ExpertShape
@@ -31,27 +31,22 @@ class Served:
 
     attention: list[AttentionWorker]
     experts: list[ExpertWorker]
-    answers: dict[int, list[Progress]] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def told(self, progress: list[Progress]) -> None:
+    def notify(self, _sequences: list[Sequence]) -> None:
         with self.changed:
-            for one in progress:
-                self.answers.setdefault(one.number, []).append(one)
             self.changed.notify_all()
 
-    def generate(self, requests: list[GenerateRequest]) -> list[list[Progress]]:
+    def generate(self, sequences: list[Sequence]) -> list[Sequence]:
         """Submit requests to the attention workers in turn, and wait for all answers."""
-        for n, request in enumerate(requests):
-            self.attention[n % len(self.attention)].submit(request)
-        numbers = [request.number for request in requests]
+        for n, sequence in enumerate(sequences):
+            self.attention[n % len(self.attention)].submit(sequence)
+        self.wait_for(lambda: all(sequence.finish for sequence in sequences))
+        return sequences
 
-        def ended(number: int) -> bool:
-            return bool(self.answers.get(number)) and self.answers[number][-1].finish is not None
-
+    def wait_for(self, condition: Callable[[], bool]) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: all(map(ended, numbers)), WAIT_SECONDS), "no answer in time"
-        return [self.answers[number] for number in numbers]
+            assert self.changed.wait_for(condition, WAIT_SECONDS), "no answer in time"
 
 
 @contextmanager
@@ -98,5 +93,5 @@ def served_in_process(folder: Path, layout: WorkerLayout) -> Iterator[Served]:
         served = Served(attention, experts)
         for worker in attention:
             stack.callback(worker.close)
-            worker.connect(addresses, secret, served.told)
+            worker.connect(addresses, secret, served.notify)
         yield served

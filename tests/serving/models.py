@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from relibra.engine.sequence import SamplingParameters, Sequence
 from relibra.replay import record_routing
 from relibra.replay.forward_cache import CACHE_NAME
-from relibra.serving.engine.request import GenerateRequest, Progress, SamplingParameters
 from tests.replay.model_zoo import CAUSAL_MODELS, tiny_causal_model
 
 SPLIT_MODELS = tuple(name for name in CAUSAL_MODELS if name != "LongcatFlashForCausalLM")
@@ -52,19 +52,18 @@ def greedy_answer(model: nn.Module, prompt: tuple[int, ...], limit: int) -> Answ
     return Answer(tokens, np.array(log_probs), routes)
 
 
-def greedy_request(number: int, length: int, limit: int) -> GenerateRequest:
+def greedy_request(number: int, length: int, limit: int) -> Sequence:
     """Return a request whose prompt follows from its number."""
     tokens = tuple((7 * number + 3 * n) % 57 + 3 for n in range(length))
     sampling = SamplingParameters(limit=limit, temperature=0.0, routes=True)
-    return GenerateRequest(number=number, tokens=tokens, sampling=sampling)
+    return Sequence(number=number, prompt=tokens, sampling=sampling)
 
 
-def answer_of(progress: list[Progress]) -> Answer:
-    """Return what an engine told about a request that has ended."""
-    assert progress[-1].finish in ("length", "stop"), progress[-1].error
-    routes = progress[-1].routes
-    assert routes is not None
-    return Answer([one.token for one in progress], np.array([one.log_prob for one in progress]), routes)
+def answer_of(sequence: Sequence) -> Answer:
+    """Return the answer of a request that has ended."""
+    assert sequence.finish in ("length", "stop"), sequence.error
+    assert sequence.routes is not None
+    return Answer(sequence.tokens, np.array(sequence.log_probs), sequence.routes)
 
 
 def assert_same(got: Answer, expected: Answer, tolerance: float = 1e-5) -> None:

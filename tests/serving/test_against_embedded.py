@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from relibra.engine.sequence import SamplingParameters, Sequence
 from relibra.rl.rollout.embedded import EmbeddedEngine
 from relibra.rl.rollout.response import new_response
-from relibra.serving.engine.request import GenerateRequest, SamplingParameters
 from relibra.serving.layout import WorkerLayout
 from tests.serving.in_process import served_in_process
 from tests.serving.models import answer_of, write_model
@@ -22,9 +22,9 @@ def test_sampled_answers_equal_the_embedded_engine(name, tmp_path):
     responses = [new_response(s, s, prompt) for s, prompt in enumerate(PROMPTS)]
     windows, _ = engine.generate(responses, window=LIMIT, max_response=LIMIT)
     requests = [
-        GenerateRequest(
+        Sequence(
             number=s,
-            tokens=prompt,
+            prompt=prompt,
             sampling=SamplingParameters(
                 limit=LIMIT, temperature=TEMPERATURE, seed=SEED, sample=s, stop_ids=STOPS, routes=True
             ),

@@ -7,9 +7,9 @@ import socket
 import tempfile
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -24,6 +24,7 @@ from relibra.serving.exchange.counters import ExchangeCounters
 from relibra.serving.exchange.expert_channel import ExpertShape
 from relibra.serving.exchange.expert_side import ExpertInbox
 from relibra.serving.exchange.messages import (
+    GREETING_BYTES,
     HEADER_BYTES,
     SECRET_BYTES,
     Greeting,
@@ -49,7 +50,7 @@ def greeting(group_number=0):
         capacity=32,
         shared_rows=0,
         hidden=HIDDEN,
-        dtype=torch.float32,
+        dtype="torch.float32",
         num_experts=2,
         num_layers=3,
         group_number=group_number,
@@ -338,7 +339,7 @@ def test_a_sender_that_reads_no_results_holds_its_worker_up_no_longer_than_the_t
         inbox = ExpertInbox(listener, shape, SECRET, ExchangeCounters())
         stack.callback(inbox.release)
         raw = stack.enter_context(contextlib.closing(connect(address, 5.0)))
-        raw.sendall(replace(greeting(), capacity=rows, hidden=hidden).packed())
+        raw.sendall(msgspec.structs.replace(greeting(), capacity=rows, hidden=hidden).packed())
         receive_into(raw, memoryview(bytearray(HEADER_BYTES)))
         raw.sendall(Header(Kind.ROWS, 0, 0, rows, 1).packed() + np.array([rows, 0], "<u4").tobytes())
         raw.sendall(bytes(4 * rows * hidden))
@@ -363,7 +364,7 @@ def test_random_bytes_do_not_stop_a_worker():
     rng = np.random.default_rng(0)
     with contextlib.ExitStack() as stack:
         workers = Workers(stack, "tcp", ((0, 1),))
-        for size in (1, 40, 76, 200):
+        for size in (1, 40, 76, 200, GREETING_BYTES):
             with contextlib.closing(connect(workers.addresses[0], 5.0)) as raw:
                 raw.sendall(rng.bytes(size))
         there_and_back(workers.exchange(stack), [0, 1, 1])
@@ -374,7 +375,7 @@ def test_unknown_kinds_are_refused():
         read_header(Header(77, 0, 0, 0, 0).packed())
 
 
-def test_no_worker_at_an_address_is_told():
+def test_no_worker_at_an_address_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with pytest.raises(EngineError, match=f"no expert worker answers at 127.0.0.1:{port}"):

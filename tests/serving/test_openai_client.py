@@ -118,11 +118,11 @@ def test_a_full_queue_is_refused_and_says_when_to_come_back(served):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         running = []
         # The first answers are long, so that they run as long as this looks, on a busy machine too.
-        for number, limit, told in ((5, 600, b"relibra_running 5.0"), (24, 8, b"relibra_waiting 24.0")):
+        for number, limit, line in ((5, 600, b"relibra_running 5.0"), (24, 8, b"relibra_waiting 24.0")):
             running.append(pool.submit(client.completions.create, **asked, n=number, max_tokens=limit))
-            while told not in httpx.get(f"{url}/metrics").content:
+            while line not in httpx.get(f"{url}/metrics").content:
                 assert not any(one.done() for one in running)
-        with pytest.raises(openai.RateLimitError, match="queue has 24 of 24 answers") as refused:
+        with pytest.raises(openai.RateLimitError, match="24 of 24") as refused:
             client.completions.create(**asked)
         assert {len(one.result().choices) for one in running} == {5, 24}
     assert int(refused.value.response.headers["retry-after"]) >= 1
@@ -133,23 +133,6 @@ def test_more_answers_than_the_queue_holds_are_refused_for_good(served):
     _, client, _ = served
     with pytest.raises(openai.BadRequestError, match=r"asks for 25 answers, .* holds 24"):
         client.completions.create(model="tiny", prompt="a", n=25)
-
-
-def test_a_client_with_many_requests_does_not_delay_another(served):
-    _, client, url = served
-    other = openai.OpenAI(base_url=f"{url}/v1", api_key="sk-of-another", max_retries=0)
-
-    def ask(of, tokens):
-        asked = {"model": "tiny", "prompt": "abc", "max_tokens": tokens, "extra_body": {"ignore_eos": True}}
-        of.completions.create(**asked)
-        return time.monotonic()
-
-    with concurrent.futures.ThreadPoolExecutor(25) as pool:
-        many = [pool.submit(ask, client, 80) for _ in range(24)]
-        time.sleep(0.3)
-        few = pool.submit(ask, other, 8).result()
-        ended = sorted(one.result() for one in many)
-    assert few < ended[12], "a request of another client went before those that waited"
 
 
 def test_a_client_that_leaves_frees_its_place(served):

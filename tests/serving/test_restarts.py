@@ -18,7 +18,7 @@ from tests.serving.server_process import relibra_serve, workers_of
 from tests.serving.test_server import answered, complete
 
 pytestmark = pytest.mark.slow
-PROMPT = greedy_request(1, 6, 8).tokens
+PROMPT = greedy_request(1, 6, 8).prompt
 BODY = {"prompt": list(PROMPT), "max_tokens": 8, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
 
 

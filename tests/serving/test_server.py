@@ -39,8 +39,8 @@ def test_completions_equal_the_whole_model(served):
     model, url, _ = served
     request = greedy_request(1, 6, 8)
     asked = {"max_tokens": 8, "temperature": 0, "logprobs": 1, "return_token_ids": True, "ignore_eos": True}
-    answer = complete(url, prompt=list(request.tokens), **asked).json()
-    expected = greedy_answer(model, request.tokens, 8)
+    answer = complete(url, prompt=list(request.prompt), **asked).json()
+    expected = greedy_answer(model, request.prompt, 8)
     [choice] = answer["choices"]
     assert choice["token_ids"] == expected.tokens
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected.log_probs.tolist(), abs=1e-5)
@@ -177,7 +177,7 @@ def answered(url, seconds=60.0, **body):
 
 
 @pytest.mark.slow
-def test_a_killed_expert_worker_is_told_within_the_timeout_and_comes_back(tmp_path):
+def test_a_killed_expert_worker_is_named_within_the_timeout_and_comes_back(tmp_path):
     write_model("Qwen3MoeForCausalLM", tmp_path)
     body = {"prompt": [3, 4], "max_tokens": 4, "temperature": 0, "return_token_ids": True}
     with relibra_serve(tmp_path, "--timeout", "5") as (url, process):
@@ -203,7 +203,7 @@ def test_no_request_is_lost_where_experts_have_copies(transport, stop, tmp_path)
     with relibra_serve(tmp_path, *options) as (url, process), ThreadPoolExecutor(6) as pool:
         requests = [greedy_request(number, 4 + number, 80) for number in range(6)]
         bodies = [
-            {"prompt": list(one.tokens), "max_tokens": 80, "temperature": 0, "return_token_ids": True}
+            {"prompt": list(one.prompt), "max_tokens": 80, "temperature": 0, "return_token_ids": True}
             for one in requests
         ]
         answers = [pool.submit(complete, url, **body) for body in bodies]
@@ -213,7 +213,7 @@ def test_no_request_is_lost_where_experts_have_copies(transport, stop, tmp_path)
         for request, answer in zip(requests, answers, strict=True):
             assert answer.result().status_code == 200, answer.result().text
             [choice] = answer.result().json()["choices"]
-            assert choice["token_ids"] == greedy_answer(model, request.tokens, 80).tokens
+            assert choice["token_ids"] == greedy_answer(model, request.prompt, 80).tokens
         if stop == signal.SIGSTOP:
             with contextlib.suppress(ProcessLookupError):  # it was given up before
                 os.kill(stopped, signal.SIGKILL)
@@ -225,8 +225,8 @@ def test_copies_are_placed_anew_while_requests_run(tmp_path):
     options = ("--experts", "4", "--spare-experts", "1", "--rebalance-seconds", "1", "--max-batch", "8")
     with relibra_serve(tmp_path, *options) as (url, _), ThreadPoolExecutor(4) as pool:
         request = greedy_request(3, 12, 80)
-        body = {"prompt": list(request.tokens), "max_tokens": 80, "temperature": 0, "return_token_ids": True}
-        expected = greedy_answer(model, request.tokens, 80).tokens
+        body = {"prompt": list(request.prompt), "max_tokens": 80, "temperature": 0, "return_token_ids": True}
+        expected = greedy_answer(model, request.prompt, 80).tokens
         end = time.monotonic() + 25
         while time.monotonic() < end:
             for answer in [pool.submit(complete, url, **body) for _ in range(4)]:

@@ -1,10 +1,10 @@
 """A model whose experts are on other workers answers as the whole model does."""
 
 import threading
-from dataclasses import replace
 
 import pytest
 
+from relibra.engine.sequence import Sequence
 from relibra.errors import ConfigError, EngineError, RelibraError
 from relibra.serving.launch import RunningWorkers
 from relibra.serving.layout import WorkerLayout, split_experts
@@ -13,7 +13,6 @@ from tests.replay.model_zoo import tiny_causal_model
 from tests.serving.in_process import served_in_process
 from tests.serving.models import (
     SPLIT_MODELS,
-    Answer,
     answer_of,
     assert_same,
     greedy_answer,
@@ -32,14 +31,15 @@ def small_layout(**changes):
 def assert_served_equals_whole(name, folder, layout, lengths=LENGTHS, limit=12):
     model = write_model(name, folder)
     requests = [greedy_request(number, length, limit) for number, length in enumerate(lengths)]
-    expected = [greedy_answer(model, request.tokens, limit) for request in requests]
+    expected = [greedy_answer(model, request.prompt, limit) for request in requests]
     assert_served_equals(folder, layout, requests, expected)
 
 
 def assert_served_equals(folder, layout, requests, expected):
+    requests = [Sequence(number=one.number, prompt=one.prompt, sampling=one.sampling) for one in requests]
     with served_in_process(folder, layout) as served:
-        for answer, progress in zip(expected, served.generate(requests), strict=True):
-            assert_same(answer_of(progress), answer)
+        for answer, sequence in zip(expected, served.generate(requests), strict=True):
+            assert_same(answer_of(sequence), answer)
         for worker in served.attention:
             counters = worker.counters()
             assert counters["staging_copies"] == counters["group_creations"] == 0
@@ -70,7 +70,7 @@ def test_experts_without_rows_answer_too(tmp_path):
 def test_every_family_equals_the_whole_model_in_every_layout(name, tmp_path):
     model = write_model(name, tmp_path)
     requests = [greedy_request(number, length, 64) for number, length in enumerate(LENGTHS)]
-    expected = [greedy_answer(model, request.tokens, 64) for request in requests]
+    expected = [greedy_answer(model, request.prompt, 64) for request in requests]
     for attention, experts in ((1, 1), (2, 1), (1, 2), (2, 3)):
         for micro_batches in (1, 2, 3, 4):
             layout = small_layout(attention=attention, experts=experts, micro_batches=micro_batches)
@@ -117,37 +117,6 @@ def test_experts_are_split_evenly():
 def test_layouts_out_of_range_are_refused(changes, named):
     with pytest.raises(ConfigError, match=named):
         WorkerLayout(**{"max_length": 16, "kv_tokens": 4096} | changes)
-
-
-@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM"])
-def test_a_prompt_that_runs_is_not_fed_again(name, tmp_path):
-    model = write_model(name, tmp_path)
-    first, other = greedy_request(0, 9, 60), greedy_request(8, 7, 60)
-    requests = [
-        replace(first, number=number, sampling=replace(first.sampling, limit=limit, temperature=0.0))
-        for number, limit in ((0, 60), (1, 7), (2, 1), (3, 60))
-    ]
-    scored = replace(requests[1], number=9, sampling=replace(first.sampling, limit=3, prompt_log_probs=True))
-    expected = greedy_answer(model, first.tokens, 60)
-    with served_in_process(tmp_path, small_layout(micro_batches=1)) as served:
-        [worker] = served.attention
-        worker.submit(requests[0])
-        worker.submit(other)
-        with served.changed:
-            assert served.changed.wait_for(lambda: served.answers.get(0), 30), "no token in time"
-        answers = served.generate([*requests[1:], scored])
-        numbers = [served.answers[number] for number in (1, 2, 3, 9)]
-        assert numbers == answers
-        with served.changed:
-            assert served.changed.wait_for(lambda: served.answers[0][-1].finish, 30), "no end in time"
-        answers = [served.answers[0], *answers]
-        counters = worker.counters()
-    for progress, limit in zip(answers, (60, 7, 1, 60, 3), strict=True):
-        got, fed = answer_of(progress), len(first.tokens) + limit - 1
-        assert_same(got, Answer(expected.tokens[:limit], expected.log_probs[:limit], expected.routes[:fed]))
-    assert answers[-1][0].prompt_log_probs is not None
-    lent = counters["lent_prompts"]
-    assert lent == 3 if name != "GptOssForCausalLM" else lent <= 3, "its window may have passed the prompt"
 
 
 def test_the_cache_stays_within_its_bytes(tmp_path):

@@ -34,7 +34,7 @@ def test_attention_of_one_micro_batch_overlaps_experts_of_another(tmp_path):
     ):
 
         def ask(number):
-            body = {"prompt": list(greedy_request(number, 6, 40).tokens), "max_tokens": 40, "ignore_eos": True}
+            body = {"prompt": list(greedy_request(number, 6, 40).prompt), "max_tokens": 40, "ignore_eos": True}
             return httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False).status_code
 
         assert set(pool.map(ask, range(8))) == {200}
@@ -66,14 +66,14 @@ def test_a_worker_keeps_its_latest_events():
     assert timeline.events[0].layer == 5
 
 
-def test_events_that_went_with_a_worker_are_told(tmp_path):
+def test_events_that_went_with_a_worker_are_noted(tmp_path):
     layout = WorkerLayout(attention=1, experts=1)
     frames = [timeline_frame(worker_recorder(layout, role, 0)) for role in ("attention", "experts")]
     frames[0]["origin"], frames[1]["origin"] = 100.0, 107.0
-    told = write_timeline(tmp_path / "t.json", layout, frames, [("experts worker 0", 105.5)])
-    assert json.loads((tmp_path / "t.json").read_text())["otherData"]["notes"] == told[:1]
-    assert "experts worker 0 until second 5.5" in told[0]
-    assert len(told) == 2
+    lines = write_timeline(tmp_path / "t.json", layout, frames, [("experts worker 0", 105.5)])
+    assert json.loads((tmp_path / "t.json").read_text())["otherData"]["notes"] == lines[:1]
+    assert "experts worker 0 until second 5.5" in lines[0]
+    assert len(lines) == 2
     assert len(write_timeline(tmp_path / "t.json", layout, frames, [])) == 1
     assert "notes" not in json.loads((tmp_path / "t.json").read_text())["otherData"]
     [line] = write_timeline(tmp_path / "none.json", layout, [], [("experts worker 0", 105.5)])

@@ -6,12 +6,12 @@ import contextlib
 import logging
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from multiprocessing import Pipe
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,11 +20,11 @@ import torch
 
 from relibra.environment import visible_gpus, worker_environment
 from relibra.errors import ConfigError, EngineError
-from relibra.serving.control import ControlSocket
 from relibra.serving.exchange.addresses import worker_address
 from relibra.serving.exchange.messages import SECRET_BYTES
 from relibra.serving.expert_placement import place_experts
 from relibra.serving.layout import WorkerLayout
+from relibra.serving.messages import ControlChannel
 from relibra.serving.roles.checkpoint import read_structure
 
 FolderStamp = tuple[tuple[str, int, int], ...]
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 LOADING_SECONDS = 1800.0
 """How long workers may take to load."""
 STOPPING_SECONDS = 5.0
-"""How long workers may take to end when their front is gone, before they are killed."""
+"""How long workers may take to end when the API server is gone, before they are killed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,12 +42,12 @@ class Worker:
     """A worker process.
 
     name      role and number, for messages
-    control   the front's end of its control socket
+    control   the API server's end of its connection
     """
 
     name: str
     process: subprocess.Popen[bytes]
-    control: socket.socket
+    control: ControlChannel
 
 
 class RunningWorkers:
@@ -94,7 +94,7 @@ class RunningWorkers:
                 self._await_experts(number, end)
             for worker in self.attention_workers:
                 self._answer(worker, "ready", end)
-                ControlSocket(worker.control).send({"connect": self.whereabouts()})
+                worker.control.send({"connect": self.expert_addresses()})
             facts = [self._answer(worker, "connected", end) for worker in self.attention_workers]
             self.dtype: str = facts[0]["dtype"]
             self.most_cache_bytes: int = facts[0]["most_cache_bytes"]
@@ -113,15 +113,15 @@ class RunningWorkers:
         return self.workers[self.layout.experts :]
 
     def counters(self) -> dict[str, dict[str, float]]:
-        """Return the counters of each worker by its name; not while a front reads their sockets."""
+        """Return the counters of each worker by its name; not while an API server reads from them."""
         found = {}
         for worker in self.workers:
-            ControlSocket(worker.control).send({"counters": True})
+            worker.control.send({"counters": True})
             found[worker.name] = self._answer(worker, "counters", time.monotonic() + self.layout.timeout)
         return found
 
     def stop(self) -> None:
-        """End all workers: their control sockets close, and those that stay are killed."""
+        """End all workers: their connections close, and those that stay are killed."""
         for worker in self.workers:
             worker.control.close()
         end = time.monotonic() + STOPPING_SECONDS
@@ -141,7 +141,7 @@ class RunningWorkers:
     ) -> None:
         self.stop()
 
-    def whereabouts(self) -> list[tuple[str, list[int]]]:
+    def expert_addresses(self) -> list[tuple[str, list[int]]]:
         """Return address and experts of each expert worker."""
         return [(self.addresses[number], self.experts_of[number]) for number in range(self.layout.experts)]
 
@@ -173,14 +173,14 @@ class RunningWorkers:
         worker = self.workers[index] = self._start("attention", number)
         self._answer(worker, "ready", end)
         self._check_stamp()
-        met = self.whereabouts()
-        ControlSocket(worker.control).send({"connect": met})
+        met = self.expert_addresses()
+        worker.control.send({"connect": met})
         self._answer(worker, "connected", end)
         _log.warning("%s is back", worker.name)
         return met
 
     def _end(self, worker: Worker) -> None:
-        """End a worker that is started again next, and tell the operator."""
+        """End a worker that is started again next, and log why."""
         _log.warning("%s is started again: %s", worker.name, _ending(worker.process))
         worker.process.kill()
         worker.process.wait()
@@ -208,17 +208,18 @@ class RunningWorkers:
         spec = {**self._spec, "role": role, "number": number}
         if role == "experts":
             spec |= {"address": self.new_address(number), "experts": self.experts_of.get(number)}
-        ours, theirs = socket.socketpair()
+        ours, theirs = Pipe()
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", "relibra.serving.worker_process", str(theirs.fileno()), role, str(number)],
                 pass_fds=[theirs.fileno()],
                 env=worker_environment(spec["threads"], **self._gpu_variable(role, number)),
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C reaches the front, which then ends the workers
+                start_new_session=True,  # Ctrl-C reaches the API server, which then ends the workers
             )
-        ControlSocket(ours).send(spec)
-        return Worker(f"{role} worker {number}", process, ours)
+        control = ControlChannel(ours)
+        control.send(spec)
+        return Worker(f"{role} worker {number}", process, control)
 
     def _gpu_variable(self, role: str, number: int) -> dict[str, str]:
         """Return the variable that lets a worker see its GPU only: attention workers have the first ones."""
@@ -227,13 +228,10 @@ class RunningWorkers:
 
     def _answer(self, worker: Worker, key: str, end: float) -> Any:
         """Wait for a frame of a worker with this key, and return what it holds."""
-        worker.control.settimeout(max(0.1, end - time.monotonic()))
         try:
-            frame = ControlSocket(worker.control).receive()
+            frame = worker.control.receive(max(0.1, end - time.monotonic()))
         except TimeoutError as error:
-            raise EngineError(f"{worker.name} did not say that it is {key} in time: look at what it printed") from error
-        finally:
-            worker.control.settimeout(None)
+            raise EngineError(f"{worker.name} was not {key} in time: look at what it printed") from error
         if frame is None:
             raise EngineError(f"{worker.name} is gone while it was starting ({_ending(worker.process)})")
         if key not in frame:

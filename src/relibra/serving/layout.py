@@ -28,7 +28,7 @@ class WorkerLayout:
     max_tokens      most tokens of one forward pass of one micro-batch: sizes every buffer
     max_batch       most requests that one attention worker decodes at once, over its micro-batches
     max_length      most tokens of one request, prompt and answer
-    kv_tokens       places of the KV cache of one attention worker: of each micro-batch, its requests under way x the
+    kv_tokens       tokens of the KV cache of one attention worker: of each micro-batch, its requests under way x the
                     tokens that the longest of them may reach
     timeout         seconds that one side waits for the other before it gives up
     """
@@ -84,13 +84,13 @@ class WorkerLayout:
         return self.transport if self.transport in ("gloo", "nccl") else None
 
     @property
-    def places(self) -> int:
-        """Places of the KV cache of one micro-batch."""
+    def micro_batch_kv_tokens(self) -> int:
+        """Tokens of the KV cache of one micro-batch."""
         return self.kv_tokens // self.micro_batches
 
     @property
-    def rows(self) -> int:
-        """Most requests of one micro-batch."""
+    def max_running(self) -> int:
+        """Most requests that one micro-batch decodes at once."""
         return -(-self.max_batch // self.micro_batches)
 
 

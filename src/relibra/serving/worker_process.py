@@ -1,37 +1,35 @@
 """A worker as a process of its own: `python -m relibra.serving.worker_process FD ROLE NUMBER`, started by `launch.py`.
 
-The front sends what to load over the inherited socket FD; the worker ends when that socket closes. ROLE and NUMBER are
-there for who looks at a list of processes.
+The API server sends what to load over the inherited connection FD; the worker ends when that closes. ROLE and NUMBER
+are for lists of processes.
 """
 
 from __future__ import annotations
 
-import base64
-import io
 import os
-import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Several
 from contextlib import suppress
-from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import msgspec
 import torch
 
+from relibra.engine.sequence import Sequence
 from relibra.environment import keep_hub_offline
 from relibra.errors import RelibraError, in_a_line
-from relibra.serving.control import ControlSocket
-from relibra.serving.engine.request import GenerateRequest, Progress, SamplingParameters
 from relibra.serving.exchange.addresses import listen
 from relibra.serving.exchange.counters import ExchangeCounters
 from relibra.serving.exchange.expert_channel import ExpertShape
 from relibra.serving.exchange.expert_side import ExpertInbox
 from relibra.serving.expert_placement import place_experts
 from relibra.serving.layout import WorkerLayout
+from relibra.serving.messages import ControlChannel, Generate, progress_of
 from relibra.serving.roles.attention_worker import AttentionWorker
 from relibra.serving.roles.checkpoint import load_experts, open_checkpoint, read_structure
 from relibra.serving.roles.expert_worker import ExpertWorker
@@ -40,9 +38,9 @@ from relibra.serving.worker_timeline import timeline_frame, worker_recorder
 from relibra.timeline import TimelineRecorder
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Read what to do, load, report readiness or the error, and work until the front is gone."""
-    control = ControlSocket(socket.socket(fileno=int(arguments[0])))
+def main(arguments: Several[str]) -> None:
+    """Read what to do, load, report readiness or the error, and work until the API server is gone."""
+    control = ControlChannel(Connection(int(arguments[0])))
     spec = control.receive()
     if spec is None:
         return
@@ -50,9 +48,9 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(spec["threads"])
     try:
         run_expert_worker(control, spec) if spec["role"] == "experts" else run_attention_worker(control, spec)
-    except Exception as error:  # noqa: BLE001 - the boundary of the process: the front prints the sentence
+    except Exception as error:  # noqa: BLE001 - the boundary of the process: the API server prints the sentence
         sentence = str(error) if isinstance(error, RelibraError) else in_a_line(error)
-        with suppress(BrokenPipeError):  # the front has gone
+        with suppress(BrokenPipeError):  # the API server has gone
             control.send({"failed": sentence})
 
 
@@ -63,14 +61,14 @@ class ExpertProcess:
     ends when the last of them has left.
     """
 
-    def __init__(self, control: ControlSocket, spec: dict[str, Any]) -> None:
+    def __init__(self, control: ControlChannel, spec: dict[str, Any]) -> None:
         """Load nothing yet."""
         self._control, self._spec = control, spec
         self._layout = WorkerLayout(**spec["layout"])
         self._workers: list[tuple[ExpertWorker, threading.Thread]] = []
         self.recorder = _recorder(spec, self._layout)
 
-    def hold(self, experts: Sequence[int] | None, address: str) -> tuple[str, Sequence[int]]:
+    def hold(self, experts: Several[int] | None, address: str) -> tuple[str, Several[int]]:
         """Load experts and answer for them at an address from now on; return address and experts.
 
         experts  None: those of this worker in the first placement
@@ -101,9 +99,9 @@ class ExpertProcess:
         def work() -> None:
             try:
                 worker.run()
-            except BaseException:  # noqa: BLE001 - the boundary of the thread: the front starts the process again
+            except BaseException:  # noqa: BLE001 - the boundary of the thread: the API server starts the process again
                 traceback.print_exc()
-                os._exit(1)  # a worker that answers pulses only would be taken for a sound one
+                os._exit(1)  # a worker that answers health checks only would be taken for a sound one
             inbox.release()
             worker.layers = ()  # their memory
 
@@ -115,9 +113,9 @@ class ExpertProcess:
         self._workers.append((worker, thread))
         return address, experts
 
-    def obey(self, frame: dict[str, Any]) -> dict[str, Any]:
+    def change_weights(self, frame: dict[str, Any]) -> dict[str, Any]:
         """Read or use other weights; what is held later comes from their folder."""
-        answer = self._weights.obey(frame)
+        answer = self._weights.change(frame)
         if frame.get("use"):
             self._spec["folder"] = frame["use"]
         return answer
@@ -128,25 +126,23 @@ class ExpertProcess:
         return {**worker.inbox.counters.as_dict(), "busy_seconds": worker.busy_seconds}
 
 
-def run_expert_worker(control: ControlSocket, spec: dict[str, Any]) -> None:
-    """Load the experts of this worker and answer until the front is gone."""
+def run_expert_worker(control: ControlChannel, spec: dict[str, Any]) -> None:
+    """Load the experts of this worker and answer until the API server is gone."""
     process = ExpertProcess(control, spec)
     control.send({"ready": process.hold(spec["experts"], spec["address"])})
-    while (frame := control.receive()) is not None:
-        if "hold" in frame:
-            control.send({"ready": process.hold(frame["hold"], frame["address"])})
-        elif "weights" in frame:
-            control.send({"weights": process.obey(frame["weights"])})
-        elif "counters" in frame:
-            control.send({"counters": process.counters()})
-        elif "timeline" in frame:
-            control.send({"timeline": timeline_frame(process.recorder)})
-        elif "pulse" in frame:
-            control.send({"pulse": True})
+    _answer_frames(
+        control,
+        {
+            "hold": lambda frame: control.send({"ready": process.hold(*frame)}),
+            "weights": lambda frame: control.send({"weights": process.change_weights(frame)}),
+            "counters": lambda _: control.send({"counters": process.counters()}),
+            "timeline": lambda _: control.send({"timeline": timeline_frame(process.recorder)}),
+        },
+    )
 
 
-def run_attention_worker(control: ControlSocket, spec: dict[str, Any]) -> None:
-    """Load the model without experts, connect when the front says where they are, and generate until it is gone."""
+def run_attention_worker(control: ControlChannel, spec: dict[str, Any]) -> None:
+    """Load the model without experts, connect to them where the API server says, and generate until it is gone."""
     layout = WorkerLayout(**spec["layout"])
     recorder = _recorder(spec, layout)
     worker = AttentionWorker(Path(spec["folder"]), layout, spec["number"], spec["dtype"], recorder)
@@ -155,69 +151,41 @@ def run_attention_worker(control: ControlSocket, spec: dict[str, Any]) -> None:
     if frame is None:
         return
 
-    def tell(progress: list[Progress]) -> None:
-        engine = worker.engine
-        for one in progress:
-            if one.finish is not None and engine is not None:
-                engine.forget(one.number)
-        with suppress(BrokenPipeError):  # the front has gone, and with it this process in a moment
-            control.send({"progress": [_as_json(one) for one in progress]})
+    def report(sequences: list[Sequence]) -> None:
+        with suppress(BrokenPipeError):  # the API server has gone, and with it this process in a moment
+            control.send({"progress": [progress_of(sequence) for sequence in sequences]})
 
     addresses, experts_of = zip(*frame["connect"], strict=True)
-    worker.connect(addresses, bytes.fromhex(spec["secret"]), tell, experts_of)
+    worker.connect(addresses, bytes.fromhex(spec["secret"]), report, experts_of)
     control.send({"connected": {"dtype": str(worker.shape.dtype), "most_cache_bytes": worker.most_cache_bytes}})
     weights = NewWeights(worker, spec["dtype"], layout.device)
-    while (frame := control.receive()) is not None:
-        if "generate" in frame:
-            for request in _requests(frame["generate"]):
-                worker.submit(request)
-        elif "cancel" in frame:
-            worker.cancel(frame["cancel"])
-        elif "rejoin" in frame:
-            worker.rejoin(*frame["rejoin"])
-        elif "load" in frame:
-            control.send({"load": worker.load()})
-        elif "weights" in frame:
-            control.send({"weights": weights.obey(frame["weights"])})
-        elif "counters" in frame:
-            control.send({"counters": worker.counters()})
-        elif "timeline" in frame:
-            control.send({"timeline": timeline_frame(recorder)})
-        elif "pulse" in frame:
-            control.send({"pulse": True})
+    _answer_frames(
+        control,
+        {
+            "generate": lambda frame: worker.submit(msgspec.convert(frame, Generate).sequence()),
+            "cancel": worker.cancel,
+            "rejoin": lambda frame: worker.rejoin(*frame),
+            "load": lambda _: control.send({"load": worker.load()}),
+            "weights": lambda frame: control.send({"weights": weights.change(frame)}),
+            "counters": lambda _: control.send({"counters": worker.counters()}),
+            "timeline": lambda _: control.send({"timeline": timeline_frame(recorder)}),
+        },
+    )
     worker.close()
+
+
+def _answer_frames(control: ControlChannel, actions: dict[str, Callable[[Any], None]]) -> None:
+    """Do what frames ask, by their key, until the other end is gone; a health check is answered at once."""
+    while (frame := control.receive()) is not None:
+        for key, value in frame.items():
+            if key == "health":
+                control.send({"health": True})
+            else:
+                actions[key](value)
 
 
 def _recorder(spec: dict[str, Any], layout: WorkerLayout) -> TimelineRecorder | None:
     return worker_recorder(layout, spec["role"], spec["number"]) if spec["timeline"] else None
-
-
-def _requests(body: dict[str, Any]) -> Iterator[GenerateRequest]:
-    """Yield the samples of a prompt."""
-    sampling = SamplingParameters(**{**body["sampling"], "stop_ids": tuple(body["sampling"]["stop_ids"])})
-    tokens = tuple(body["tokens"])
-    for sample, number in enumerate(body["numbers"]):
-        yield GenerateRequest(number=number, tokens=tokens, sampling=replace(sampling, sample=sample))
-
-
-def _as_json(progress: Progress) -> dict[str, Any]:
-    """Return a frame's part for one step of a request; fields without news are left out."""
-    body: dict[str, Any] = {"number": progress.number}
-    if progress.token is not None:
-        body |= {"token": progress.token, "log_prob": progress.log_prob}
-    if progress.top:
-        body["top"] = progress.top
-    if progress.finish is not None:
-        body["finish"] = progress.finish
-    if progress.error:
-        body["error"] = progress.error
-    if progress.prompt_log_probs is not None:
-        body["prompt_log_probs"] = progress.prompt_log_probs.tolist()
-    if progress.routes is not None:
-        array = io.BytesIO()
-        np.save(array, progress.routes, allow_pickle=False)
-        body["routes"] = base64.b64encode(array.getvalue()).decode()
-    return body
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Timelines of workers: recorded where they compute, told as a frame, one for the deployment in the end.
+"""Timelines of workers: recorded where they compute, sent as a frame, merged into one of the deployment.
 
 Attention workers are the first ranks, expert workers the others, as in the simulator. Stages: "attention", up to the
 rows for experts of a layer (-1: from the last of them to the logits), "await experts", in which another micro-batch may
@@ -34,7 +34,7 @@ def timeline_frame(recorder: TimelineRecorder | None) -> dict[str, Any]:
 
 
 def deployment_timeline(layout: WorkerLayout, frames: Sequence[dict[str, Any]]) -> Timeline:
-    """Return the timeline of the workers that told theirs, of which there is one at least."""
+    """Return the timeline of workers, of which there is one at least."""
     ranks = layout.attention + layout.experts
     timelines = [
         Timeline(
@@ -53,18 +53,18 @@ def deployment_timeline(layout: WorkerLayout, frames: Sequence[dict[str, Any]]) 
 def write_timeline(
     path: Path, layout: WorkerLayout, frames: Sequence[dict[str, Any]], lost: Iterable[tuple[str, float]]
 ) -> list[str]:
-    """Write what workers recorded for Perfetto; return lines to tell about it.
+    """Write what workers recorded for Perfetto; return lines to print about it.
 
     lost   workers, and Unix times at which a process of theirs was gone; what it had recorded is missing, and the file
            says so in its notes
     """
     if not frames:
-        return [f"no worker was there to tell what it recorded: {path} is not written"]
+        return [f"no worker is left whose events could be written: {path} is not written"]
     try:
         timeline = deployment_timeline(layout, frames)
         notes = [
-            f"events of {worker} until second {max(0.0, at - timeline.origin):.1f} are missing: it was not there to "
-            "tell them in the end"
+            f"events of {worker} until second {max(0.0, at - timeline.origin):.1f} are missing: it ended before it "
+            "sent them"
             for worker, at in lost
         ]
         timeline.save_perfetto(path, notes)

@@ -8,6 +8,8 @@ import pytest
 import torch
 import transformers
 
+from relibra.engine.engine import Engine
+from relibra.engine.kv_cache import Room, SlottedCache
 from relibra.errors import EngineError
 from relibra.replay import record_routing
 from relibra.rl.rollout import embedded
@@ -180,7 +182,7 @@ def test_attention_windows_slide_in_these_tests():
 
 def test_caches_of_linear_attention_are_not_joined_but_batches_follow_one_another():
     model, responses = model_of("qwen3_next"), fresh()
-    assert not embedded.can_join(transformers.DynamicCache(config=model.config))
+    assert not SlottedCache(model.config, Room(0, 0)).can_join
     responses, cost = roll_out(engine(model, max_batch=3), responses)
     lengths = [response.length for response in responses]
     assert cost.decode_steps == sum(max(lengths[i : i + 3]) for i in range(0, 9, 3))
@@ -255,7 +257,7 @@ def test_an_empty_prompt_is_refused_by_name():
 def test_broken_weights_are_told():
     model = tiny_model("qwen3_moe").eval().requires_grad_(False)
     model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(EngineError, match="sample 3: the policy gives response token 0 the log-prob nan: its weights"):
+    with pytest.raises(EngineError, match=r"sample 3: .* token 0 .* log-prob nan: its weights"):
         engine(model).generate([new_response(3, 0, [1, 2])], window=4, max_response=4)
 
 
@@ -288,7 +290,7 @@ def test_refill_keeps_places_busy_and_its_cost_adds_up(monkeypatch):
     assert max(columns for _, columns in widths) <= 1 + 24, "columns that are padding in all rows are cut off"
     assert cost.slot_steps == 12 * cost.decode_steps
     assert lengths.sum() - (60 - 12) <= cost.busy_slot_steps <= lengths.sum(), "a refill is no decode step"
-    monkeypatch.setattr(embedded, "can_join", lambda _: False)
+    monkeypatch.setattr(Engine, "can_join", False)
     again, in_batches = roll_out(engine(model, max_batch=12), fresh(prompts))
     assert tokens_of(again) == tokens_of(responses)
     assert in_batches.decode_steps == sum(max(lengths[i : i + 12]) for i in range(0, 60, 12))

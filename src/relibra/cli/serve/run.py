@@ -55,7 +55,7 @@ def run(
     max_batch: Annotated[int, typer.Option(help="Requests that an attention worker decodes at once.")] = 64,
     max_length: Annotated[int, typer.Option(help="Most tokens of a request, prompt and answer.")] = 4096,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of one forward pass.")] = 512,
-    kv_tokens: Annotated[int, typer.Option(help="Places of the KV cache of an attention worker.")] = 65536,
+    kv_tokens: Annotated[int, typer.Option(help="Tokens of the KV cache of an attention worker.")] = 65536,
     threads: Annotated[int, typer.Option(min=0, help="Threads of torch per worker; 0: cores / workers.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds that attention and experts wait for one another.")] = 60.0,
     api_key_from: Annotated[
@@ -76,7 +76,7 @@ def run(
     Example: relibra serve runs/demo/policy --attention 1 --experts 1 --micro-batches 2 --port 8100
     """
     from relibra.serving.layout import WorkerLayout
-    from relibra.serving.server.serve import FrontSettings, serve
+    from relibra.serving.server.serve import ServerSettings, serve
 
     check_outputs(named("--timeline", timeline), named("--plan", plan))
     planned = planned_workers(plan, model)
@@ -96,7 +96,7 @@ def run(
     serve(
         model,
         layout,
-        FrontSettings(
+        ServerSettings(
             host=host,
             port=port,
             name=name or model.resolve().name,
@@ -110,5 +110,5 @@ def run(
         ),
         dtype=dtype,
         threads=threads or max(1, len(os.sched_getaffinity(0)) // (layout.attention + layout.experts)),
-        tell=print_note,
+        print_line=print_note,
     )

@@ -279,7 +279,7 @@ class SlotExchange:
             capacity=shape.capacity(channel.worker),
             shared_rows=shape.rows if self._shared else 0,
             hidden=shape.hidden,
-            dtype=shape.dtype,
+            dtype=str(shape.dtype),
             num_experts=len(shape.experts_of[channel.worker]),
             num_layers=shape.num_layers,
             group_number=0 if shape.backend is None else new_group_number(),
@@ -308,32 +308,16 @@ class SlotExchange:
     def _at(self, layer: int) -> str:
         return f"layer {layer} of micro-batch {self.slot}"
 
-    def _waiting_for(self, channel: _Channel, where: str, seconds: float | None = None) -> _Waiting:
-        """Return a context that names both ends; `seconds`: its limit where that is not the one of all waits."""
-        return _Waiting(self.attention, channel.worker, where, self.timeout if seconds is None else seconds)
-
-
-@dataclass(frozen=True)
-class _Waiting:
-    """Turns errors of a channel into a sentence that names who waits for whom."""
-
-    attention: int
-    worker: int
-    where: str
-    seconds: float
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
-        if not isinstance(error, OSError):
-            return
-        reason = (
-            f"it did not answer within {self.seconds:g} s"
-            if isinstance(error, TimeoutError)
-            else f"it is gone ({error.strerror or error})"
-        )
-        raise EngineError(
-            f"attention worker {self.attention} waited for expert worker {self.worker} at {self.where}: {reason}; "
-            "look at what that worker printed; relibra serve restarts workers that end or stay silent"
-        ) from error
+    @contextmanager
+    def _waiting_for(self, channel: _Channel, where: str, seconds: float | None = None) -> Iterator[None]:
+        """Name both ends in errors of a channel; `seconds`: its limit where that is not the one of all waits."""
+        try:
+            yield
+        except OSError as error:
+            reason = f"it is gone ({error.strerror or error})"
+            if isinstance(error, TimeoutError):
+                reason = f"it did not answer within {self.timeout if seconds is None else seconds:g} s"
+            raise EngineError(
+                f"attention worker {self.attention} waited for expert worker {channel.worker} at {where}: {reason}; "
+                "look at what that worker printed; relibra serve restarts workers that end or stay silent"
+            ) from error

@@ -179,7 +179,7 @@ class Message:
         except OSError:  # the sender is gone, or does not read
             channel.give_up()
 
-    def refuse(self, sentence: str) -> None:
+    def fail(self, sentence: str) -> None:
         """Send an error instead of results."""
         try:
             send_error(self._channel.connection, self._header, sentence)

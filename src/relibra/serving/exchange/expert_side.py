@@ -211,7 +211,7 @@ class ExpertInbox:
         shape = self._shape
         if greeting.secret != self._secret:
             raise EngineError("the secret is that of another deployment")
-        own = (shape.worker, shape.num_experts, shape.num_layers, shape.hidden, shape.dtype)
+        own = (shape.worker, shape.num_experts, shape.num_layers, shape.hidden, str(shape.dtype))
         theirs = (greeting.expert, greeting.num_experts, greeting.num_layers, greeting.hidden, greeting.dtype)
         if own != theirs:
             names = "worker, experts, layers, hidden size, dtype"

@@ -1,30 +1,27 @@
 """Messages of the exchange: a greeting per channel, then headers of a fixed size, each before its rows.
 
-All numbers are little-endian. The sizes in a message are compared with those of the channel before anything is
-read into memory; a message of another size ends the channel.
+A greeting is MessagePack; numbers of headers are little-endian. The sizes in a message are compared with those of the
+channel before anything is read into memory; a message of another size ends the channel.
 """
 
 from __future__ import annotations
 
 import socket
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-import torch
+import msgspec
 
 from relibra.errors import EngineError
 
-MAGIC = b"RELIBM2N"
-VERSION = 2
+VERSION: Literal[3] = 3
 SECRET_BYTES = 16
-_GREETING = struct.Struct(f"<8sI{SECRET_BYTES}s10I")
+GREETING_BYTES = 512
 _HEADER = struct.Struct("<BxHIII")
 HEADER_BYTES = _HEADER.size
 MAX_TEXT = 2000
 """Bytes of the sentence of an error."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Kind(IntEnum):
@@ -64,14 +61,14 @@ def read_header(data: bytes | bytearray | memoryview) -> Header:
     return Header(Kind(kind), *others)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Greeting:
+class Greeting(msgspec.Struct, frozen=True, kw_only=True):
     """First message of a channel: who opens it, and the sizes that both ends must agree on.
 
     attention, expert   numbers of the two workers
     slot                micro-batch of the attention worker
     capacity            most rows of one message
     shared_rows         rows of the slot's buffers in shared memory, whose file comes along; 0: no shared memory
+    dtype               of the rows, as torch names it
     group_number        of the process group that the two ends make for their rows; 0: they make none
     """
 
@@ -82,40 +79,24 @@ class Greeting:
     capacity: int
     shared_rows: int
     hidden: int
-    dtype: torch.dtype
+    dtype: str
     num_experts: int
     num_layers: int
     group_number: int = 0
+    version: Literal[3] = VERSION
 
     def packed(self) -> bytes:
-        """Return the bytes to send."""
-        numbers = (self.attention, self.expert, self.slot, self.capacity, self.shared_rows, self.hidden)
-        shape = (DTYPES.index(self.dtype), self.num_experts, self.num_layers, self.group_number)
-        return _GREETING.pack(MAGIC, VERSION, self.secret, *numbers, *shape)
-
-
-GREETING_BYTES = _GREETING.size
+        """Return the bytes to send: always as many."""
+        data = msgspec.msgpack.encode(self)
+        return (len(data).to_bytes(2, "little") + data).ljust(GREETING_BYTES, b"\0")
 
 
 def read_greeting(data: bytes | bytearray) -> Greeting:
     """Return a greeting; raises EngineError for anything else."""
-    magic, version, secret, *numbers = _GREETING.unpack(data)
-    attention, expert, slot, capacity, shared, hidden, dtype, experts, layers, group = numbers
-    if magic != MAGIC or version != VERSION or dtype >= len(DTYPES):
-        raise EngineError("a channel was opened by something that is no relibra worker of this version")
-    return Greeting(
-        secret=secret,
-        attention=attention,
-        expert=expert,
-        slot=slot,
-        capacity=capacity,
-        shared_rows=shared,
-        hidden=hidden,
-        dtype=DTYPES[dtype],
-        num_experts=experts,
-        num_layers=layers,
-        group_number=group,
-    )
+    try:
+        return msgspec.msgpack.decode(data[2 : 2 + int.from_bytes(data[:2], "little")], type=Greeting)
+    except msgspec.DecodeError as error:
+        raise EngineError("a channel was opened by something that is no relibra worker of this version") from error
 
 
 def receive_into(channel: socket.socket, view: memoryview) -> None:

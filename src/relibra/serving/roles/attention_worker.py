@@ -1,25 +1,25 @@
-"""Build an attention worker: the model without experts, channels to the expert workers, the engine."""
+"""Build an attention worker: the model without experts, channels to the expert workers, micro-batches."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence as Several
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from relibra.engine.engine import EngineLimits
+from relibra.engine.kv_cache import cache_bytes
+from relibra.engine.sequence import Sequence
 from relibra.replay.forward_cache import CACHE_NAME
-from relibra.serving.engine.engine import AttentionEngine
-from relibra.serving.engine.micro_batch import EngineLimits, MicroBatch
-from relibra.serving.engine.request import GenerateRequest, Progress
-from relibra.serving.engine.slotted_cache import cache_bytes
 from relibra.serving.exchange.attention_side import ExchangeShape, SlotExchange
 from relibra.serving.expert_placement import place_experts
 from relibra.serving.layout import WorkerLayout
 from relibra.serving.roles.checkpoint import load_attention, open_checkpoint, read_structure
 from relibra.serving.roles.compute_token import ComputeToken
+from relibra.serving.roles.micro_batch import Listener, MicroBatch
 from relibra.serving.roles.remote_experts import RemoteExperts, use_remote_experts, without_experts
 from relibra.timeline import TimelineRecorder
 
@@ -57,20 +57,19 @@ class AttentionWorker:
             device=layout.device,
         )
         self.most_cache_bytes = _most_cache_bytes(self.model, layout)
-        self.engine: AttentionEngine | None = None
+        self.micro_batches: list[MicroBatch] = []
         self._exchanges: list[SlotExchange] = []
 
     def connect(
         self,
-        addresses: Sequence[str],
+        addresses: Several[str],
         secret: bytes,
-        listener: Callable[[list[Progress]], None],
-        experts_of: Sequence[Sequence[int]] | None = None,
+        listener: Listener,
+        experts_of: Several[Several[int]] | None = None,
     ) -> None:
-        """Open the channels of all micro-batches and start the engine.
+        """Open the channels of all micro-batches and start their threads.
 
         addresses    of the expert workers, in their order
-        listener     is told what each step adds
         experts_of   what each of them holds; None: the first placement
         raises       EngineError if an expert worker does not answer
         """
@@ -78,69 +77,68 @@ class AttentionWorker:
         if experts_of is not None:
             self.shape = replace(self.shape, experts_of=tuple(map(tuple, experts_of)))
         for slot in range(layout.micro_batches):
-            exchange = SlotExchange(
-                addresses,
-                self.shape,
-                attention=self.number,
-                slot=slot,
-                secret=secret,
-                timeout=layout.timeout,
+            self._exchanges.append(
+                SlotExchange(
+                    addresses, self.shape, attention=self.number, slot=slot, secret=secret, timeout=layout.timeout
+                )
             )
-            self._exchanges.append(exchange)
-        limits = EngineLimits(max_rows=layout.rows, max_places=layout.places, max_tokens=layout.max_tokens)
-        pad_id = self.model.config.get_text_config().pad_token_id or 0
-        self.engine = AttentionEngine(
-            [
-                MicroBatch(self.model, RemoteExperts(exchange, self.token, self._recorder), limits, pad_id, listener)
-                for exchange in self._exchanges
-            ]
+        limits = EngineLimits(
+            max_running=layout.max_running, kv_tokens=layout.micro_batch_kv_tokens, max_tokens=layout.max_tokens
         )
+        pad_id = self.model.config.get_text_config().pad_token_id or 0
+        self.micro_batches = [
+            MicroBatch(self.model, RemoteExperts(exchange, self.token, self._recorder), limits, pad_id, listener)
+            for exchange in self._exchanges
+        ]
 
-    def submit(self, request: GenerateRequest) -> None:
-        """Begin a request."""
-        assert self.engine is not None, "connect comes first"
-        self.engine.submit(request)
+    def submit(self, sequence: Sequence) -> None:
+        """Give a request to the micro-batch where its prompt waits, else to the one with the fewest.
+
+        Ties: one where its prompt runs, then the first.
+        """
+        prompt = sequence.prompt
+        waiting = next((one for one in self.micro_batches if one.has_prompt(prompt, waiting=True)), None)
+        chosen = waiting or min(self.micro_batches, key=lambda one: (one.unfinished, not one.has_prompt(prompt)))
+        chosen.submit(sequence)
 
     def cancel(self, number: int) -> None:
-        """End a request at the next step."""
-        assert self.engine is not None, "connect comes first"
-        self.engine.cancel(number)
+        """End a request at the next step; unknown numbers are ignored."""
+        for one in self.micro_batches:
+            one.cancel(number)
 
-    def rejoin(self, expert_worker: int, address: str, experts: Sequence[int]) -> None:
+    def rejoin(self, expert_worker: int, address: str, experts: Several[int]) -> None:
         """Use an expert worker that was started again, or holds other experts."""
-        assert self.engine is not None, "connect comes first"
-        for one in self.engine.micro_batches:
+        for one in self.micro_batches:
             one.rejoin(expert_worker, address, experts)
 
     def load(self) -> list[int]:
         """Return the rows of each expert since the start; loads nothing."""
-        assert self.engine is not None, "connect comes first"
-        return sum(one.load_E for one in self.engine.micro_batches).tolist()  # type: ignore[union-attr]
+        return sum(one.experts.load_E for one in self.micro_batches).tolist()  # type: ignore[union-attr]
 
     def counters(self) -> dict[str, int | float]:
         """Return the counts of all micro-batches, the steps, the seconds in which one of them computed, and its cache.
 
-        kv_cache_usage   share of the places that requests under way may need
+        kv_cache_usage   share of the KV cache that requests under way may need
         """
         total: Counter[str] = Counter()
         for exchange in self._exchanges:
             total.update(exchange.counters.as_dict())
-        micro_batches = self.engine.micro_batches if self.engine else ()
+        engines = [one.engine for one in self.micro_batches]
         return {
             **total,
-            "steps": sum(one.steps for one in micro_batches),
-            "prefills": sum(one.prefills for one in micro_batches),
-            "lent_prompts": sum(one.lent_prompts for one in micro_batches),
+            "decode_steps": sum(one.decode_steps for one in engines),
+            "prefill_passes": sum(one.prefill_passes for one in engines),
+            "reused_prompts": sum(one.reused_prompts for one in engines),
             "busy_seconds": self.token.busy_seconds,
-            "kv_cache_bytes": sum(one.cache_bytes for one in micro_batches),
+            "kv_cache_bytes": sum(one.cache_bytes for one in engines),
             "kv_cache_most_bytes": self.most_cache_bytes,
-            "kv_cache_usage": sum(one.cache_usage for one in micro_batches) / self.layout.micro_batches,
+            "kv_cache_usage": sum(one.cache_usage for one in engines) / self.layout.micro_batches,
         }
 
     def close(self) -> None:
-        """Stop the engine and close all channels."""
-        if self.engine is not None:
-            self.engine.close()
+        """Stop the micro-batches and close all channels."""
+        for one in self.micro_batches:
+            one.close()
         for exchange in self._exchanges:
             exchange.close()
 
@@ -149,8 +147,7 @@ class AttentionWorker:
 def _most_cache_bytes(model: Any, layout: WorkerLayout) -> int:
     """Return the bytes of a full KV cache, from the caches of one and of two tokens.
 
-    A place of it may hold a token; what does not grow with tokens, such as states of linear attention, is there once
-    per request.
+    What does not grow with tokens, such as states of linear attention, is there once per request.
     """
     with without_experts():
         one, two = (
@@ -161,5 +158,5 @@ def _most_cache_bytes(model: Any, layout: WorkerLayout) -> int:
             )
             for tokens in (1, 2)
         )
-    place, request = two - one, 2 * one - two
-    return layout.micro_batches * (layout.places * place + layout.rows * request)
+    token, request = two - one, 2 * one - two
+    return layout.micro_batches * (layout.micro_batch_kv_tokens * token + layout.max_running * request)

@@ -39,7 +39,7 @@ class ExpertWorker:
             try:
                 run_experts(self.layers[message.layer], message.rows_YH, message.counts_E, message.result_YH)
             except (RelibraError, RuntimeError, MemoryError) as error:
-                message.refuse(f"layer {message.layer} failed for {message.sender}: {in_a_line(error)}")
+                message.fail(f"layer {message.layer} failed for {message.sender}: {in_a_line(error)}")
                 continue
             since, ended = ended, time.perf_counter()
             self.busy_seconds += ended - began

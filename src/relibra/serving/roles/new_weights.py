@@ -29,7 +29,7 @@ class NewWeights:
         self._worker, self._dtype, self._device, self._experts = worker, dtype, device, experts
         self._read: list[nn.Module] = []
 
-    def obey(self, frame: dict[str, Any]) -> dict[str, Any]:
+    def change(self, frame: dict[str, Any]) -> dict[str, Any]:
         """Read the folder of `read`, or use what was read; an empty `use` drops it. Return the answer."""
         if "use" in frame:
             if frame["use"]:

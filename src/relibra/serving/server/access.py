@@ -1,4 +1,4 @@
-"""Who may ask: API keys, and the client that a request counts for."""
+"""Who may ask: API keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi import Request
 
 from relibra.errors import ConfigError
 from relibra.rl.rollout.served.api_key import is_key, place_of_key, read_key_text
-from relibra.serving.server.refusals import WrongKey
+from relibra.serving.server.errors import WrongKey
 
 
 def read_api_keys(source: str) -> tuple[str, ...]:
@@ -38,18 +38,14 @@ class AccessList:
         """Keep the digests of keys; without keys everybody may ask."""
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
-    def client_of(self, request: Request) -> str:
-        """Return the name that a request counts for in the queue: its key, or where there are none its address.
-
-        raises   WrongKey
-        """
+    def check(self, request: Request) -> None:
+        """Raise WrongKey for a request without one of the keys."""
         if not self._digests:
-            return request.client.host if request.client else "?"
+            return
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
-        found = [number for number, one in enumerate(self._digests) if hmac.compare_digest(one, digest)]
+        found = [known for known in self._digests if hmac.compare_digest(known, digest)]
         if kind.lower() != "bearer":
             raise WrongKey("this server asks for a key: send the header Authorization: Bearer KEY")
         if not found:
             raise WrongKey("the key of the header Authorization is none of this server's: ask its operator for one")
-        return f"key {found[0]}"

@@ -1,13 +1,14 @@
-"""`make_app`: the paths of the front."""
+"""`make_app`: the endpoints of the API server."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -16,40 +17,32 @@ from pydantic import BaseModel, ValidationError
 
 from relibra.errors import RelibraError
 from relibra.serving.server.access import AccessList
-from relibra.serving.server.endpoints.chat import ChatBody
-from relibra.serving.server.endpoints.completions import CompletionBody
-from relibra.serving.server.endpoints.mistakes import first_mistake
-from relibra.serving.server.endpoints.sampling_body import LAST_EVENT, event, usage
-from relibra.serving.server.endpoints.tokens import TokenBody
-from relibra.serving.server.generation import Choice, GenerationRequest, Generator
-from relibra.serving.server.metrics import CONTENT_TYPE, CountAnswers, FrontMetrics
-from relibra.serving.server.refusals import (
+from relibra.serving.server.admission import Admission
+from relibra.serving.server.bodies import ChatBody, CompletionBody, TokenBody
+from relibra.serving.server.choice import Choice
+from relibra.serving.server.errors import (
     BadRequest,
     NotJson,
     TooLarge,
     UnknownPath,
+    add_error_handlers,
     error_body,
-    refuse_with_sentences,
+    validation_message,
 )
+from relibra.serving.server.metrics import CONTENT_TYPE, CountAnswers, ServerMetrics
 from relibra.serving.server.streams import EventStream, unless_left
+from relibra.serving.server.text import TextCodec
 from relibra.serving.server.weights import NewVersion, ServedWeights, WorkerCall
 
 MOST_BODY_BYTES = 16 << 20
+LAST_EVENT = "data: [DONE]\n\n"
 Body = TypeVar("Body", bound=BaseModel)
 OpenAiBody = CompletionBody | ChatBody
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Front:
-    """What the paths work with, once workers are connected."""
-
-    generator: Generator
-    weights: ServedWeights
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServedName:
-    """What a front says about its model.
+    """Name and figures of the model.
 
     name     as clients call it
     config   as vLLM's /server_info shows it
@@ -60,202 +53,162 @@ class ServedName:
     config: dict[str, Any]
 
 
-Opening = Callable[[], Awaitable[tuple[Front, Callable[[], Awaitable[None]]]]]
-"""Connects to the workers; returns the front, and what ends it."""
+Opening = Callable[[], Awaitable[tuple[Admission, ServedWeights, Callable[[], Awaitable[None]]]]]
+"""Connects to the workers; returns the queue before them, their weights, and what ends them."""
 
 
-def make_app(open_front: Opening, about: ServedName, access: AccessList, counted: FrontMetrics) -> FastAPI:
+def make_app(
+    open_workers: Opening, model: ServedName, codec: TextCodec, access: AccessList, metrics: ServerMetrics
+) -> FastAPI:
     """Return the application of a model."""
-    paths = _Paths(about=about, access=access, counted=counted)
 
     @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        front, close = await open_front()
-        paths.fronts.append(front)
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.admission, app.state.weights, close = await open_workers()
         yield
         await close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
-    app.add_middleware(CountAnswers, metrics=counted)
-    refuse_with_sentences(app)
-    for router in (paths.of_operators(), paths.of_openai(), paths.of_tokens(), paths.of_weights()):
-        app.include_router(router)
-    return app
+    app.add_middleware(CountAnswers, metrics=metrics)
+    add_error_handlers(app)
+    anybody, clients = APIRouter(), APIRouter(dependencies=[Depends(access.check)])
+    started = int(time.time())
 
+    @anybody.get("/health")
+    async def health() -> Response:
+        workers = app.state.admission.clients
+        body: dict[str, Any] = {"running": workers.running, "rebalanced": workers.rebalanced}
+        body["workers"] = [asdict(worker) for worker in workers.states]
+        lost = {"error": "; ".join(workers.lost)} if workers.lost else {}
+        return JSONResponse(body | lost, status_code=503 if lost else 200)
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Paths:
-    """Paths in groups; `fronts` is empty until workers are connected."""
+    @anybody.get("/metrics")
+    async def read_metrics() -> Response:
+        return Response(metrics.text(await app.state.admission.clients.counters()), media_type=CONTENT_TYPE)
 
-    about: ServedName
-    access: AccessList
-    counted: FrontMetrics
-    fronts: list[Front] = field(default_factory=list)
-    started: int = field(default_factory=lambda: int(time.time()))
+    @clients.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [await show_model(model.name)]}
 
-    def of_operators(self) -> APIRouter:
-        """Return what asks for no key."""
-        router = APIRouter()
+    @clients.get("/v1/models/{name:path}")
+    async def show_model(name: str) -> dict[str, Any]:
+        _check_model(name, model.name)
+        shown = {"id": model.name, "object": "model", "created": started, "owned_by": "relibra"}
+        return {**shown, "max_model_len": model.max_length}
 
-        @router.get("/health")
-        async def health() -> Response:
-            clients = self.fronts[0].generator.admission.clients
-            lost = clients.lost
-            said: dict[str, Any] = {"running": clients.running, "rebalanced": clients.rebalanced}
-            said["workers"] = [asdict(one) for one in clients.states]
-            return JSONResponse(said | ({"error": "; ".join(lost)} if lost else {}), status_code=503 if lost else 200)
+    @clients.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        return await answer_openai(request, await _read(request, CompletionBody, model.name))
 
-        @router.get("/metrics")
-        async def read_metrics() -> Response:
-            workers = await self.fronts[0].generator.admission.clients.counters()
-            return Response(self.counted.text(workers), media_type=CONTENT_TYPE)
+    @clients.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await answer_openai(request, await _read(request, ChatBody, model.name))
 
-        return router
-
-    def of_openai(self) -> APIRouter:
-        """Return what OpenAI's clients use."""
-        router = APIRouter(dependencies=[Depends(self.access.client_of)])
-
-        @router.get("/v1/models")
-        async def models() -> dict[str, Any]:
-            return {"object": "list", "data": [self._model()]}
-
-        @router.get("/v1/models/{name:path}")
-        async def model(name: str) -> dict[str, Any]:
-            _check_model(name, self.about.name)
-            return self._model()
-
-        @router.post("/v1/completions")
-        async def completions(request: Request) -> Response:
-            return await self._complete(request, CompletionBody)
-
-        @router.post("/v1/chat/completions")
-        async def chat(request: Request) -> Response:
-            return await self._complete(request, ChatBody)
-
-        return router
-
-    def _model(self) -> dict[str, Any]:
-        model = {"id": self.about.name, "object": "model", "created": self.started, "owned_by": "relibra"}
-        return {**model, "max_model_len": self.about.max_length}
-
-    async def _complete(self, request: Request, kind: type[OpenAiBody]) -> Response:
-        client, generator = self.access.client_of(request), self.fronts[0].generator
-        body = await _read(request, kind)
-        _check_model(body.model, self.about.name)
+    async def answer_openai(request: Request, body: OpenAiBody) -> Response:
         # Text is encoded in a thread: a long prompt stalls nobody's stream.
-        asked = await asyncio.to_thread(body.request, generator.codec, client, self.about.max_length)
-        choices = generator.begin(asked)
-        self.counted.begun(sum(map(len, asked.prompts)))
-        answer = _OpenAiAnswer(generator, body, asked, choices, self.about.name)
+        choices = await asyncio.to_thread(body.choices, codec, model.max_length)
+        answer = _OpenAiAnswer(app.state.admission, codec, body, choices, model.name)
         if not body.stream:
             return JSONResponse(await unless_left(answer.whole(), request.receive))
         events = answer.events()
-        first = await unless_left(anext(events), request.receive)
-        return EventStream(first, events)
+        return EventStream(await unless_left(anext(events), request.receive), events)
 
-    def of_tokens(self) -> APIRouter:
-        """Return what vLLM's clients of tokens use."""
-        router = APIRouter(dependencies=[Depends(self.access.client_of)])
+    @clients.post("/inference/v1/generate")
+    async def generate(request: Request) -> Response:
+        body = await _read(request, TokenBody, model.name)
+        if body.stream:
+            raise BadRequest("stream is not offered here: leave it out, or use /v1/completions")
+        choices = body.choices(codec, model.max_length)
+        await unless_left(_run(app.state.admission, choices), request.receive)
+        return JSONResponse(body.answer(choices, app.state.weights.version))
 
-        @router.post("/inference/v1/generate")
-        async def generate(request: Request) -> Response:
-            client, front = self.access.client_of(request), self.fronts[0]
-            body = await _read(request, TokenBody)
-            _check_model(body.model, self.about.name)
-            if body.stream:
-                raise BadRequest("stream is not offered here: leave it out, or use /v1/completions")
-            asked = body.request(front.generator.codec, client)
-            choices = front.generator.begin(asked)
-            self.counted.begun(len(body.token_ids))
-            await unless_left(_run(front.generator, asked, choices), request.receive)
-            return JSONResponse(body.answer([choice.take() for choice in choices], front.weights.version))
+    @clients.get("/server_info")
+    async def show_server() -> dict[str, Any]:
+        return {"vllm_config": model.config}
 
-        @router.get("/server_info")
-        async def server_info() -> dict[str, Any]:
-            return {"vllm_config": self.about.config}
+    @clients.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> dict[str, Any]:
+        return {"success": True}  # keys and values live as long as their answer, and none spans two versions
 
-        @router.post("/reset_prefix_cache")
-        async def reset_prefix_cache() -> dict[str, Any]:
-            return {"success": True}  # keys and values live as long as their answer, and none spans two versions
+    @clients.get("/weight_info")
+    async def show_weights() -> dict[str, Any]:
+        return {"weight_version": app.state.weights.version}
 
-        return router
+    @clients.post("/collective_rpc")
+    async def load_weights(request: Request) -> dict[str, Any]:
+        app.state.weights.check_offered()
+        await app.state.weights.load(await _read(request, WorkerCall))
+        return {"results": []}
 
-    def of_weights(self) -> APIRouter:
-        """Return what updates of weights use, named as vLLM names it."""
-        router = APIRouter(dependencies=[Depends(self.access.client_of)])
+    @clients.post("/update_weight_version")
+    async def name_weights(request: Request) -> dict[str, Any]:
+        app.state.weights.check_offered()
+        app.state.weights.version = (await _read(request, NewVersion)).new_version
+        return {"success": True}
 
-        @router.get("/weight_info")
-        async def weight_info() -> dict[str, Any]:
-            return {"weight_version": self.fronts[0].weights.version}
-
-        @router.post("/collective_rpc")
-        async def load_weights(request: Request) -> dict[str, Any]:
-            self.fronts[0].weights.check_offered()
-            await self.fronts[0].weights.load(await _read(request, WorkerCall))
-            return {"results": []}
-
-        @router.post("/update_weight_version")
-        async def set_version(request: Request) -> dict[str, Any]:
-            self.fronts[0].weights.check_offered()
-            self.fronts[0].weights.version = (await _read(request, NewVersion)).new_version
-            return {"success": True}
-
-        return router
+    app.include_router(anybody)
+    app.include_router(clients)
+    return app
 
 
 class _OpenAiAnswer:
     """An answer of one of OpenAI's endpoints, whole or as events."""
 
     def __init__(
-        self, generator: Generator, body: OpenAiBody, asked: GenerationRequest, choices: list[Choice], name: str
+        self, admission: Admission, codec: TextCodec, body: OpenAiBody, choices: list[Choice], name: str
     ) -> None:
-        self._generator, self._body, self._asked, self._choices = generator, body, asked, choices
+        self._admission, self._codec, self._body, self._choices = admission, codec, body, choices
         number, now = secrets.token_hex(12), int(time.time())
         self._head = {"id": f"{body.prefix}{number}", "object": body.kind, "created": now, "model": name}
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer."""
-        await _run(self._generator, self._asked, self._choices)
-        return {**self._head, "choices": [self._part(one, whole=True) for one in self._choices], "usage": self._usage()}
+        await _run(self._admission, self._choices)
+        parts = [self._body.part(self._codec, choice, True) for choice in self._choices]
+        return {**self._head, "choices": parts, "usage": self._usage()}
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Yield the events of a stream."""
         head = dict(self._head)
         if self._body.kind == "chat.completion":
             head["object"] = "chat.completion.chunk"
-        told = False
+        begun = False
         try:
-            async with aclosing(self._generator.run(self._asked, self._choices)) as steps:
+            async with aclosing(self._admission.run(self._choices)) as steps:
                 async for grown in steps:
                     for choice in grown:
-                        part = self._part(choice, whole=False)
-                        told = True
-                        yield event({**head, "choices": [part]})
+                        part = self._body.part(self._codec, choice, False)
+                        choice.clear()
+                        begun = True
+                        yield _event({**head, "choices": [part]})
             if self._body.include_usage:
-                yield event({**head, "choices": [], "usage": self._usage()})
+                yield _event({**head, "choices": [], "usage": self._usage()})
             yield LAST_EVENT
         except RelibraError as error:
-            if not told:
-                raise  # the status says it
-            yield event(error_body(error))
-
-    def _part(self, choice: Choice, *, whole: bool) -> dict[str, Any]:
-        return self._body.choice(self._generator.codec, choice.take(), list(choice.prompt), whole)
+            if not begun:
+                raise  # the status shows it
+            yield _event(error_body(error))
 
     def _usage(self) -> dict[str, int]:
-        answers = 0 if getattr(self._body, "max_tokens", None) == 0 else sum(one.num_tokens for one in self._choices)
-        return usage(sum(map(len, self._asked.prompts)), answers)
+        asked = sum(len(choice.prompt) for choice in self._choices if choice.sampling.sample == 0)
+        scored_only = getattr(self._body, "max_tokens", None) == 0
+        answered = 0 if scored_only else sum(choice.num_tokens for choice in self._choices)
+        return {"prompt_tokens": asked, "completion_tokens": answered, "total_tokens": asked + answered}
 
 
-async def _run(generator: Generator, asked: GenerationRequest, choices: list[Choice]) -> None:
-    async with aclosing(generator.run(asked, choices)) as steps:
+def _event(body: dict[str, Any]) -> str:
+    """Return a body as an event of a stream."""
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+async def _run(admission: Admission, choices: list[Choice]) -> None:
+    async with aclosing(admission.run(choices)) as steps:
         async for _ in steps:
             pass
 
 
-async def _read(request: Request, kind: type[Body]) -> Body:
-    """Return the body of a request; raises NotJson, TooLarge, BadRequest."""
+async def _read(request: Request, kind: type[Body], model: str = "") -> Body:
+    """Return the body of a request; raises NotJson, TooLarge, BadRequest, UnknownPath for another model."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise NotJson("send the header Content-Type: application/json")
     data = bytearray()
@@ -264,9 +217,11 @@ async def _read(request: Request, kind: type[Body]) -> Body:
         if len(data) > MOST_BODY_BYTES:
             raise TooLarge(f"the body is longer than {MOST_BODY_BYTES:,} bytes: send less at once")
     try:
-        return kind.model_validate_json(bytes(data))
+        body = kind.model_validate_json(bytes(data))
     except ValidationError as error:
-        raise BadRequest(first_mistake(error, bytes(data))) from error
+        raise BadRequest(validation_message(error, bytes(data))) from error
+    _check_model(getattr(body, "model", ""), model)
+    return body
 
 
 def _check_model(asked: str, name: str) -> None:

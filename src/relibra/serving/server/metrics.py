@@ -1,15 +1,17 @@
-"""`FrontMetrics`: what a front counts, in the text format of Prometheus."""
+"""`ServerMetrics`: what the API server counts, in the text format of Prometheus."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from relibra.serving.server.choice import Choice
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _CACHE_FIGURES = {
@@ -20,19 +22,10 @@ _CACHE_FIGURES = {
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0)
 
 
-@runtime_checkable
-class Growing(Protocol):
-    """A choice, as far as it is counted."""
-
-    began: float
-    num_tokens: int
-    finish: str | None
-
-
 class CountAnswers:
     """Counts the answers of an application by path and status."""
 
-    def __init__(self, app: ASGIApp, metrics: FrontMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         """Stand in front of an application."""
         self._app, self._metrics = app, metrics
 
@@ -49,7 +42,7 @@ class CountAnswers:
 
 
 class WorkerCounters(NamedTuple):
-    """What a worker has counted since it was started.
+    """Counts of a worker since it was started.
 
     role     "attention" or "experts"
     """
@@ -60,25 +53,25 @@ class WorkerCounters(NamedTuple):
 
 
 class WorkerFigures(Collector):
-    """Figures of workers as they were told last."""
+    """Figures of workers at the last reading."""
 
     def __init__(self) -> None:
         """Begin without workers."""
-        self._told: Sequence[WorkerCounters] = ()
+        self._counters: Sequence[WorkerCounters] = ()
         self._busy: dict[tuple[str, int], tuple[float, float]] = {}
         self._share: dict[str, float] = {}
 
-    def update(self, told: Sequence[WorkerCounters], now: float) -> None:
+    def update(self, counters: Sequence[WorkerCounters], now: float) -> None:
         """Take over the counters of all workers.
 
         now   seconds of a clock that does not go back: shares of time count from the update before
         """
-        busy = {(one.role, one.number): (now, one.counts["busy_seconds"]) for one in told}
-        for role in {one.role for one in told}:
+        busy = {(one.role, one.number): (now, one.counts["busy_seconds"]) for one in counters}
+        for role in {one.role for one in counters}:
             spans = [(busy[who], self._busy[who]) for who in busy if who[0] == role and who in self._busy]
             shares = [max(0.0, (b - b0) / (t - t0)) for (t, b), (t0, b0) in spans if t > t0]
             self._share[role] = sum(shares) / len(shares) if shares else 0.0
-        self._told, self._busy = told, busy
+        self._counters, self._busy = counters, busy
 
     def collect(self) -> Iterator[Metric]:
         """Yield the figures."""
@@ -89,21 +82,21 @@ class WorkerFigures(Collector):
             "relibra_busy_share", "Share of time in which workers of a role computed, since the reading before.",
             labels=("role",),
         )  # fmt: skip
-        for one in self._told:
-            seconds.add_metric((one.role, str(one.number)), one.counts["busy_seconds"])
+        cache = {
+            name: GaugeMetricFamily(f"relibra_{name}", about, labels=("worker",))
+            for name, about in _CACHE_FIGURES.items()
+        }
+        for role, number, counts in self._counters:
+            seconds.add_metric((role, str(number)), counts["busy_seconds"])
+            for name in cache.keys() & counts.keys():
+                cache[name].add_metric((str(number),), counts[name])
         for role, value in sorted(self._share.items()):
             share.add_metric((role,), value)
-        yield from (seconds, share)
-        for name, about in _CACHE_FIGURES.items():
-            family = GaugeMetricFamily(f"relibra_{name}", about, labels=("worker",))
-            for one in self._told:
-                if name in one.counts:
-                    family.add_metric((str(one.number),), one.counts[name])
-            yield family
+        yield from (seconds, share, *cache.values())
 
 
-class FrontMetrics:
-    """Counters and histograms of one front."""
+class ServerMetrics:
+    """Counters and histograms."""
 
     def __init__(self) -> None:
         """Begin at zero."""
@@ -132,11 +125,11 @@ class FrontMetrics:
         """Count an answer over HTTP."""
         self._requests.labels(path, str(status)).inc()
 
-    def begun(self, prompt_tokens: int) -> None:
-        """Count the prompts of a request that was let in."""
-        self._prompt.inc(prompt_tokens)
+    def count_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Count the tokens of a request that was admitted."""
+        self._prompt.inc(sum(map(len, prompts)))
 
-    def count(self, choice: Growing, before: int) -> None:
+    def count(self, choice: Choice, before: int) -> None:
         """Count what has been added to a choice that had so many tokens."""
         self._tokens.inc(choice.num_tokens - before)
         elapsed = time.monotonic() - choice.began

@@ -30,8 +30,8 @@ MOST_WAITING, MOST_SECONDS = 1 << 20, 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrontSettings:
-    """Where a front listens, whom it answers, and how much it takes on.
+class ServerSettings:
+    """Where the API server listens, whom it answers, and how much it takes on.
 
     host          address to listen at
     port          0: any that is free
@@ -74,16 +74,16 @@ class FrontSettings:
 def serve(
     folder: Path,
     layout: WorkerLayout,
-    settings: FrontSettings,
+    settings: ServerSettings,
     *,
     dtype: str,
     threads: int,
-    tell: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> None:
     """Serve a model until Ctrl-C or SIGTERM.
 
-    tell     is given a line when requests are taken
-    raises   ConfigError where the address is taken or there is no key, and as `RunningWorkers` does
+    print_line   takes a line when requests are taken
+    raises       ConfigError where the address is taken or there is no key, and as `RunningWorkers` does
     """
     with missing_packages("relibra serve", INSTALL):
         import uvicorn
@@ -93,7 +93,7 @@ def serve(
     if settings.until_eof:
         threading.Thread(target=_stop_at_eof, name="standard input", daemon=True).start()
     if not keys and not _is_loopback(settings.host):
-        tell(f"anybody who reaches {settings.host} may use this server: --api-key-from asks for a key")
+        print_line(f"anybody who reaches {settings.host} may use this server: --api-key-from asks for a key")
     listener = _listen(settings.host, settings.port)
     recorded = settings.timeline is not None
     with listener, RunningWorkers(folder, layout, dtype=dtype, threads=threads, timeline=recorded) as model:
@@ -102,7 +102,7 @@ def serve(
         cache = f"KV cache of {layout.kv_tokens:,} tokens, {model.most_cache_bytes / 2**20:,.1f} MiB at most, each"
         ready = f"{settings.name} at {url}/v1 ({workers}; {cache}); Ctrl-C stops"
         stopping: list[Callable[[], None]] = []
-        app = front_of(model, folder, settings, keys, ready, tell, stopping)
+        app = make_server(model, folder, settings, keys, ready, print_line, stopping)
         config = uvicorn.Config(
             app,
             log_level="warning",
@@ -122,61 +122,58 @@ def serve(
         Server(config).run(sockets=[listener])
 
 
-def front_of(
+def make_server(
     model: RunningWorkers,
     folder: Path,
-    settings: FrontSettings,
+    settings: ServerSettings,
     keys: tuple[str, ...],
     ready: str,
-    tell: Callable[[str], None],
+    print_line: Callable[[str], None],
     stopping: list[Callable[[], None]],
 ) -> FastAPI:
     """Return the application over workers that run.
 
-    ready      told when requests are taken
+    ready      printed when requests are taken
     stopping   gets what to call before the server waits for its connections
     """
     from relibra.serving.server.access import AccessList
-    from relibra.serving.server.admission import Admission, FrontLimits
-    from relibra.serving.server.app import Front, ServedName, make_app
-    from relibra.serving.server.generation import Generator
-    from relibra.serving.server.metrics import FrontMetrics
+    from relibra.serving.server.admission import Admission, ServerLimits
+    from relibra.serving.server.app import ServedName, make_app
+    from relibra.serving.server.metrics import ServerMetrics
     from relibra.serving.server.text import load_codec
     from relibra.serving.server.weights import ServedWeights
     from relibra.serving.server.workers.clients import WorkerClients
 
-    layout, counted, codec = model.layout, FrontMetrics(), load_codec(folder)
+    layout, metrics = model.layout, ServerMetrics()
     at_worker = layout.max_batch + max(1, layout.max_batch // 4)
-    limits = FrontLimits(
+    limits = ServerLimits(
         at_worker=at_worker,
         waiting=settings.max_waiting,
-        answers=2 * settings.max_waiting + at_worker * layout.attention,
+        open=2 * settings.max_waiting + at_worker * layout.attention,
         deadline=settings.deadline,
     )
 
-    async def open_front() -> tuple[Front, Callable[[], Awaitable[None]]]:
+    async def open_workers() -> tuple[Admission, ServedWeights, Callable[[], Awaitable[None]]]:
         clients = await WorkerClients.open(model, settings.rebalance_seconds)
-        admission = Admission(clients, limits)
+        admission = Admission(clients, limits, metrics)
         stopping.append(admission.stop)
-        counted.watch("relibra_waiting", "Answers in the queue.", lambda: admission.waiting)
-        counted.watch("relibra_running", "Answers at the workers.", lambda: clients.running)
-        counted.watch("relibra_lost_workers", "Workers that are gone.", lambda: len(clients.lost))
-        generator = Generator(admission, codec, counted, layout.max_length)
-        weights = ServedWeights(admission, model.start_from, offered=settings.updates)
+        metrics.watch("relibra_waiting", "Answers in the queue.", lambda: len(admission.queue))
+        metrics.watch("relibra_running", "Answers at the workers.", lambda: clients.running)
+        metrics.watch("relibra_lost_workers", "Workers that are gone.", lambda: len(clients.lost))
 
         async def close() -> None:
             if settings.timeline is not None:
                 frames = await clients.timelines()
                 for line in write_timeline(settings.timeline, layout, frames, clients.lost_records):
-                    tell(line)
+                    print_line(line)
             await clients.close()
             model.stop()  # a worker that is just being started again ends too, and with it who waits for it
 
-        tell(ready)
-        return Front(generator=generator, weights=weights), close
+        print_line(ready)
+        return admission, ServedWeights(admission, model.start_from, offered=settings.updates), close
 
     about = ServedName(name=settings.name, max_length=layout.max_length, config=_as_vllm(model))
-    return make_app(open_front, about, AccessList(keys), counted)
+    return make_app(open_workers, about, load_codec(folder), AccessList(keys), metrics)
 
 
 def _as_vllm(model: RunningWorkers) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from relibra.serving.server.refusals import Disconnected
+from relibra.serving.server.errors import Disconnected
 
 READING_SECONDS = 60.0
 """How long a client may take no bytes before its answer is given up."""
@@ -23,7 +23,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, first: str, events: AsyncGenerator[str, None]) -> None:
-        """Send events; what is wrong with the request has been told before the first."""
+        """Send events; errors of the request come before the first."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first, self._events = first, events

@@ -10,7 +10,7 @@ from typing import Any
 
 from relibra.errors import ConfigError, in_a_line
 from relibra.rl.model.tokenizer import ModelTokenizer
-from relibra.serving.server.refusals import BadRequest
+from relibra.serving.server.errors import BadRequest
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 """What the beginning of a character decodes to."""

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from relibra.serving.launch import FolderStamp, weights_stamp
 from relibra.serving.server.admission import Admission
-from relibra.serving.server.refusals import BadRequest, UnknownPath
+from relibra.serving.server.errors import BadRequest, UnknownPath
 
 FIRST_VERSION = "start"
 """Of the weights that a server was started with; and of new ones until they are given a name."""
@@ -46,8 +46,7 @@ class ServedWeights:
     def __init__(self, admission: Admission, start_from: Callable[[Path, FolderStamp], None], *, offered: bool) -> None:
         """Begin with the weights of the start.
 
-        start_from   is told the folder of the present weights, which a worker that is started again loads, and its
-                     stamp
+        start_from   takes the folder of the present weights, which a worker that is started again loads, and its stamp
         """
         self._start_from = start_from
         self.version = FIRST_VERSION

@@ -1,1 +1,1 @@
-"""Workers as the front sees them: samples go to them, progress comes back, and who ends or hangs is noticed."""
+"""Workers as the API server sees them: they get choices, return progress, and are replaced where they end or hang."""

@@ -1,4 +1,4 @@
-"""`WorkerClients`: the front's view of the workers: send them samples, hand their progress back, notice their end."""
+"""`WorkerClients`: send choices to the workers, hand their progress back, and replace workers that end or hang."""
 
 from __future__ import annotations
 
@@ -8,28 +8,27 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy import ndarray
 
 from relibra.errors import EngineError
-from relibra.serving.control import write_frame
 from relibra.serving.expert_placement import place_experts, worker_imbalance
 from relibra.serving.launch import LOADING_SECONDS, RunningWorkers
+from relibra.serving.messages import Progress
+from relibra.serving.server.choice import Choice
+from relibra.serving.server.errors import Unavailable
 from relibra.serving.server.metrics import WorkerCounters
-from relibra.serving.server.refusals import Unavailable
 from relibra.serving.server.workers.connection import (
+    HEALTH_SECONDS,
     LEAST_PATIENCE,
-    PULSE_SECONDS,
     Connection,
     LostRecord,
-    SampleGroup,
-    Step,
     WorkerState,
+    change_weights,
     connection_to,
-    tell_weights,
 )
 
 _log = logging.getLogger(__name__)
@@ -41,128 +40,118 @@ RESTARTS = 3
 """How often a worker that ends is started again."""
 _POLL_SECONDS = 0.1
 COUNTING_SECONDS = 2.0
-"""How long workers may take to say what they have counted."""
-TELLING_SECONDS = 20.0
-"""How long workers may take to say what they have recorded."""
+"""How long workers may take to return their counters."""
+TIMELINE_SECONDS = 20.0
+"""How long workers may take to return what they have recorded."""
 
 
 class WorkerClients:
-    """Samples of this front at the attention workers, and commands to all workers."""
+    """Choices at the attention workers, and commands to all workers.
+
+    rebalanced     times that copies of experts were placed anew
+    changing       the right to change what workers hold
+    on_free        is called when a choice has ended
+    lost_records   processes of workers that have ended, and took what they had recorded with them
+    """
 
     def __init__(self, model: RunningWorkers, attention: list[Connection], experts: list[Connection]) -> None:
         """Use `open`."""
         self.rebalanced = 0
-        """Times that copies of experts were placed anew."""
         self.changing, self._counting = asyncio.Lock(), asyncio.Lock()
-        """The right to change what workers hold, and to ask them for their counters."""
-        self._attention, self._experts, self._numbers = attention, experts, itertools.count()
         self.on_free: Callable[[], None] = lambda: None
-        """Is called when a sample has ended."""
-        self._starting = len(attention)
-        """Attention workers that are there, or will be again."""
-        self._readers = [asyncio.create_task(self._keep_attention(model, number)) for number in range(len(attention))]
-        self._readers += [asyncio.create_task(self._keep_experts(model, number)) for number in range(len(experts))]
-        self._readers.append(asyncio.create_task(self._feel_pulses()))
-        self._model, self._patience = model, max(LEAST_PATIENCE, model.layout.timeout)
         self.lost_records: list[LostRecord] = []
-        """Processes of workers that have ended, and took what they had recorded with them."""
+        self._model, self._patience = model, max(LEAST_PATIENCE, model.layout.timeout)
+        self._attention, self._experts, self._numbers = attention, experts, itertools.count()
+        self._returning = len(attention)  # attention workers that are there, or will be again
+        self._tasks = [asyncio.create_task(self._keep_attention(number)) for number in range(len(attention))]
+        self._tasks += [asyncio.create_task(self._keep_experts(number)) for number in range(len(experts))]
+        self._tasks.append(asyncio.create_task(self._check_health()))
 
     @classmethod
     async def open(cls, model: RunningWorkers, rebalance_seconds: float = 0.0) -> WorkerClients:
-        """Take over the control sockets of a model's workers; expert workers that end are started again.
+        """Take over the connections of a model's workers; workers that end are started again.
 
         rebalance_seconds   time after which copies of experts are placed anew; 0: never
         """
         attention = [await connection_to(worker) for worker in model.attention_workers]
         clients = cls(model, attention, [await connection_to(worker) for worker in model.expert_workers])
         if rebalance_seconds:
-            clients._readers.append(asyncio.create_task(clients.rebalance_forever(model, rebalance_seconds)))
+            clients._tasks.append(asyncio.create_task(clients._rebalance_forever(rebalance_seconds)))
         return clients
+
+    @property
+    def _everyone(self) -> list[Connection]:
+        return [*self._attention, *self._experts]
 
     @property
     def failure(self) -> str:
         """Why the deployment cannot answer any more; empty while it can."""
-        gone = [one.lost for one in self._attention if one.lost]
+        gone = [worker.lost for worker in self._attention if worker.lost]
         return gone[0] if len(gone) == len(self._attention) else ""
 
     @property
-    def lost_experts(self) -> list[str]:
-        """What is said of each expert worker that is gone; its experts may have copies."""
-        return [one.lost for one in self._experts if one.lost]
-
-    @property
     def lost(self) -> list[str]:
-        """What is said of each worker that is gone, or hangs."""
-        said = self.lost_experts + [one.lost for one in self._attention if one.lost]
-        return said + [
-            f"{one.name} has not answered for {one.silence:.0f} s: end its process if it hangs, a new one is started"
-            for one in self._attention
-            if not one.lost and one.silence >= self._patience
+        """Why each worker is gone, or hangs; experts that are gone may have copies."""
+        return [worker.lost for worker in (*self._experts, *self._attention) if worker.lost] + [
+            f"{worker.name} has not answered for {worker.silence:.0f} s: end its process, and a new one is started"
+            for worker in self._attention
+            if not worker.lost and worker.silence >= self._patience
         ]
 
     @property
     def states(self) -> list[WorkerState]:
         """Each worker, attention first."""
-        model = self._model
+        roles = (
+            ("attention", self._model.attention_workers, self._attention),
+            ("experts", self._model.expert_workers, self._experts),
+        )
         return [
-            one.state(role, number, worker.process.pid)
-            for role, workers, connections in (
-                ("attention", model.attention_workers, self._attention),
-                ("experts", model.expert_workers, self._experts),
-            )
-            for number, (worker, one) in enumerate(zip(workers, connections, strict=True))
+            connection.state(role, number, worker.process.pid)
+            for role, workers, connections in roles
+            for number, (worker, connection) in enumerate(zip(workers, connections, strict=True))
         ]
 
     @property
     def running(self) -> int:
-        """Samples at the workers."""
-        return sum(len(one.running) for one in self._attention)
+        """Choices at the workers."""
+        return sum(len(worker.running) for worker in self._attention)
 
     def has_room(self, most: int) -> bool:
-        """Return whether to call `begin`: a worker runs fewer than `most`, or all are gone for good, which it tells."""
-        alive = [one for one in self._attention if not one.lost]
-        return min(len(one.running) for one in alive) < most if alive else not self._starting
+        """Return whether to call `begin`: a worker runs fewer than `most`, or all are gone for good, which ends it."""
+        alive = [worker for worker in self._attention if not worker.lost]
+        return min(len(worker.running) for worker in alive) < most if alive else not self._returning
 
-    def begin(self, group: SampleGroup) -> None:
-        """Send a group to the worker with the fewest samples; without workers it ends at once."""
-        alive = [one for one in self._attention if not one.lost]
+    def begin(self, choice: Choice, most: int) -> None:
+        """Send a choice to the worker with the fewest, or to that of an earlier sample of its prompt if that has room.
+
+        Without workers it ends at once.
+        """
+        alive = [worker for worker in self._attention if not worker.lost and len(worker.running) < most]
         if not alive:
-            group.end(self.failure)
+            choice.end(self.failure)
             return
-        group.worker = min(alive, key=lambda one: len(one.running))
-        first = next(self._numbers)
-        group.numbers = {first: group.first}
-        for sample in range(1, group.samples):
-            group.numbers[next(self._numbers)] = group.first + sample
-        group.worker.running.update(dict.fromkeys(group.numbers, group))
-        write_frame(
-            group.worker.writer,
-            {
-                "generate": {
-                    "numbers": list(group.numbers),
-                    "tokens": list(group.tokens),
-                    "sampling": asdict(group.sampling),
-                }
-            },
-        )
 
-    def cancel(self, group: SampleGroup, choice: int | None = None) -> None:
-        """End a choice of a group, None: all; those that have ended are ignored."""
-        if group.worker is None:
-            return
-        for number in [number for number, one in group.numbers.items() if choice in (None, one)]:
-            del group.numbers[number]
-            if group.worker.running.pop(number, None) is not None and not group.worker.lost:
-                write_frame(group.worker.writer, {"cancel": number})
+        def order(worker: Connection) -> tuple[bool, int]:
+            return not any(one.prompt is choice.prompt for one in worker.running.values()), len(worker.running)
+
+        worker, number = min(alive, key=order), next(self._numbers)
+        worker.running[number] = choice
+        worker.send({"generate": choice.message(number)})
+
+    def cancel(self, choice: Choice) -> None:
+        """End a choice; one that has ended, or has not begun, is ignored."""
+        for worker in self._attention:
+            if choice.number is not None and worker.running.get(choice.number) is choice:
+                del worker.running[choice.number]
+                worker.send({"cancel": choice.number})
                 self.on_free()
 
     def end_answers(self, why: str) -> None:
-        """End all samples at the workers with a sentence."""
-        for one in self._attention:
-            for number in list(one.running):
-                if not one.lost:
-                    write_frame(one.writer, {"cancel": number})
-                self._hand_over(one, {"number": number, "finish": "lost", "error": why})
+        """End all choices at the workers with a sentence."""
+        for worker in self._attention:
+            for number in list(worker.running):
+                worker.send({"cancel": number})
+                self._hand_over(worker, Progress(number=number, finish="lost", error=why))
 
     async def change_weights(self, folder: str, start_from: Callable[[], None]) -> list[str]:
         """Let all workers read weights, and use them if all could; return the sentences of those that could not.
@@ -173,24 +162,25 @@ class WorkerClients:
         raises       Unavailable where a worker is gone before
         """
         everyone = [*self._experts, *self._attention]
-        read = [] if any(one.lost for one in everyone) else await tell_weights(everyone, {"read": folder})
-        failed = [str(one["failed"]) for one in read if one is not None and "failed" in one]
-        lost = next((one.lost for one in everyone if one.lost), "")
+        read = [] if any(worker.lost for worker in everyone) else await change_weights(everyone, {"read": folder})
+        failed = [str(answer["failed"]) for answer in read if answer is not None and "failed" in answer]
+        lost = next((worker.lost for worker in everyone if worker.lost), "")
         if failed or lost:
-            await tell_weights([one for one in everyone if not one.lost], {"use": ""})
+            await change_weights([worker for worker in everyone if not worker.lost], {"use": ""})
             if lost:
                 raise Unavailable(lost)
             return failed
         start_from()
-        await tell_weights(everyone, {"use": folder})
+        await change_weights(everyone, {"use": folder})
         return []
 
-    async def rebalance(self, model: RunningWorkers, load_E: ndarray) -> bool:
+    async def rebalance(self, load_E: ndarray) -> bool:
         """Give the copies of spare experts to those with the most rows, worker after worker, without a pause.
 
         load_E    rows of each expert in the period that decides
         returns   whether anything has changed: a placement that is hardly better is left alone
         """
+        model = self._model
         current = tuple(tuple(model.experts_of[number]) for number in sorted(model.experts_of))
         better = place_experts(len(load_E), len(current), model.layout.spare_experts, load_E)
         if worker_imbalance(current, load_E) <= WORTH_A_CHANGE * worker_imbalance(better, load_E):
@@ -199,146 +189,136 @@ class WorkerClients:
             worker = self._experts[number]
             if experts == current[number] or worker.lost:
                 continue
-            write_frame(worker.writer, {"hold": experts, "address": model.new_address(number)})
+            worker.send({"hold": [experts, model.new_address(number)]})
             answer = await asyncio.wait_for(worker.answers["ready"].get(), LOADING_SECONDS)
             if answer is None:
                 return False  # it has failed, and is started again with what it held
             model.addresses[number], model.experts_of[number] = answer
-            self._announce(model, number)
+            self._announce(number)
         self.rebalanced += 1
         return True
 
-    async def rebalance_forever(self, model: RunningWorkers, seconds: float) -> None:
+    async def _rebalance_forever(self, seconds: float) -> None:
         """Place copies anew every so many seconds, by the rows of each expert since the last time."""
-        before = await self.load()
+        before = await self._load()
         while True:
             await asyncio.sleep(seconds)
             async with self.changing:
-                now = await self.load()
+                now = await self._load()
                 new_E = now - before if now.shape == before.shape else now
                 if new_E.min(initial=0) >= 0 and new_E.sum() >= LEAST_ROWS * max(1, len(new_E)):
-                    await self.rebalance(model, new_E)
+                    await self.rebalance(new_E)
             before = now
 
-    async def load(self) -> ndarray:
+    async def _load(self) -> ndarray:
         """Return the rows of each expert since the start, of the attention workers that answer; empty: none does."""
-        rows = await asyncio.gather(*(one.ask("load", COUNTING_SECONDS) for one in self._attention))
-        found = [np.asarray(one) for one in rows if one is not None]
+        rows = await asyncio.gather(*(worker.ask("load", COUNTING_SECONDS) for worker in self._attention))
+        found = [np.asarray(row) for row in rows if row is not None]
         return np.sum(found, axis=0) if found else np.zeros(0, dtype=np.int64)
 
     async def counters(self) -> list[WorkerCounters]:
         """Return the counts of each worker that is there and answers soon."""
-        workers = [("attention", number, one) for number, one in enumerate(self._attention)]
-        workers += [("experts", number, one) for number, one in enumerate(self._experts)]
         async with self._counting:
-            counts = await asyncio.gather(*(one.ask("counters", COUNTING_SECONDS) for _, _, one in workers))
-        return [
-            WorkerCounters(role, number, found)
-            for (role, number, _), found in zip(workers, counts, strict=True)
-            if found is not None
-        ]
+            counts = await asyncio.gather(*(worker.ask("counters", COUNTING_SECONDS) for worker in self._everyone))
+        states = zip(self.states, counts, strict=True)
+        return [WorkerCounters(state.role, state.number, found) for state, found in states if found is not None]
 
     async def timelines(self) -> list[dict[str, Any]]:
         """Return what each worker has recorded, of those that are there and answer; others are then lost records."""
-        everyone = [*self._attention, *self._experts]
-        frames = await asyncio.gather(*(one.ask("timeline", TELLING_SECONDS) for one in everyone))
-        silent = [one for one, frame in zip(everyone, frames, strict=True) if frame is None and not one.lost]
-        self.lost_records += [LostRecord(one.name, time.time()) for one in silent]
+        everyone = self._everyone
+        frames = await asyncio.gather(*(worker.ask("timeline", TIMELINE_SECONDS) for worker in everyone))
+        silent = [worker for worker, frame in zip(everyone, frames, strict=True) if frame is None and not worker.lost]
+        self.lost_records += [LostRecord(worker.name, time.time()) for worker in silent]
         return [frame for frame in frames if frame is not None]
 
-    async def _feel_pulses(self) -> None:
+    async def _check_health(self) -> None:
         """Ask workers every second whether they are there; an expert worker that hangs is given up.
 
         Attention workers that waited for its rows do without it already, until it is started again. While workers read
         weights or take other experts, nobody is asked.
         """
         while True:
-            await asyncio.sleep(PULSE_SECONDS)
-            for one in (*self._attention, *self._experts):
-                if one.lost or self.changing.locked():
+            await asyncio.sleep(HEALTH_SECONDS)
+            for worker in self._everyone:
+                if worker.lost or self.changing.locked():
                     continue
-                one.pulse()
-                if one.silence > self._patience and one in self._experts:
-                    _log.warning("%s has not answered for %.0f s: it is given up", one.name, self._patience)
-                    one.writer.transport.abort()  # who reads from it takes the worker for ended
+                worker.check_health()
+                if worker.silence > self._patience and worker in self._experts:
+                    _log.warning("%s has not answered for %.0f s: it is given up", worker.name, self._patience)
+                    worker.writer.transport.abort()  # who reads from it takes the worker for ended
 
-    def _announce(self, model: RunningWorkers, number: int) -> None:
-        """Tell the attention workers where an expert worker is, and what it holds."""
-        for one in self._attention:
-            if not one.lost:
-                write_frame(one.writer, {"rejoin": [number, *model.whereabouts()[number]]})
+    def _announce(self, number: int) -> None:
+        """Send the attention workers where an expert worker is, and what it holds."""
+        for worker in self._attention:
+            worker.send({"rejoin": [number, *self._model.expert_addresses()[number]]})
 
     async def close(self) -> None:
-        """Stop reading, and close the sockets, which ends the workers."""
-        for task in self._readers:
+        """Stop reading, and close the connections, which ends the workers."""
+        for task in self._tasks:
             task.cancel()
-        for one in (*self._attention, *self._experts):
-            one.writer.close()
+        for worker in self._everyone:
+            worker.writer.close()
             with contextlib.suppress(OSError):
-                await one.writer.wait_closed()
+                await worker.writer.wait_closed()
 
-    async def _keep_experts(self, model: RunningWorkers, number: int) -> None:
-        """Read what an expert worker says; start it again when it ends, a few times, and tell attention where it is."""
+    async def _keep_experts(self, number: int) -> None:
+        """Read from an expert worker; start it again when it ends, a few times, and announce where it is."""
         for restarts in range(RESTARTS + 1):
             connection = self._experts[number]
-            while (frame := await connection.read()) is not None:
-                connection.tell(frame)
-            connection.writer.close()
+            while await connection.read() is not None:
+                pass
             connection.end(f"{connection.name} {'hangs' if connection.silence > self._patience else 'ended'}")
-            self.lost_records.append(LostRecord(connection.name, time.time()))
+            self._lose(connection)
             if restarts == RESTARTS:
                 break
             try:
-                await asyncio.to_thread(model.restart_experts, number)
+                await asyncio.to_thread(self._model.restart_experts, number)
             except EngineError as error:
                 connection.give_up(f"{connection.name} ended, and does not start again: {error}")
                 return
-            self._experts[number] = await connection_to(model.expert_workers[number])
-            self._announce(model, number)
+            self._experts[number] = await connection_to(self._model.expert_workers[number])
+            self._announce(number)
         connection.give_up(f"{connection.name} ended {RESTARTS + 1} times: look at what it printed")
 
-    async def _keep_attention(self, model: RunningWorkers, number: int) -> None:
-        """Read what an attention worker says; start it again when it ends, a few times, once all experts are there."""
+    async def _keep_attention(self, number: int) -> None:
+        """Read from an attention worker; start it again when it ends, a few times, once all experts are there."""
         for restarts in range(RESTARTS + 1):
             connection = self._attention[number]
-            await self._read(connection)
-            connection.writer.close()
-            self.lost_records.append(LostRecord(connection.name, time.time()))
+            while (frame := await connection.read()) is not None:
+                for progress in msgspec.convert(frame.get("progress", ()), tuple[Progress, ...]):
+                    self._hand_over(connection, progress)
+            connection.end(f"{connection.name} is gone, and what it worked on is lost: it is being started again")
+            for running in list(connection.running):
+                self._hand_over(connection, Progress(number=running, finish="lost", error=connection.lost))
+            self.on_free()
+            self._lose(connection)
             if restarts == RESTARTS:
                 connection.give_up(f"{connection.name} ended {RESTARTS + 1} times: look at what it printed")
                 break
-            while self.lost_experts:
+            while any(worker.lost for worker in self._experts):
                 await asyncio.sleep(_POLL_SECONDS)
             try:
-                met = await asyncio.to_thread(model.restart_attention, number)
+                known = await asyncio.to_thread(self._model.restart_attention, number)
             except EngineError as error:
                 connection.give_up(f"{connection.name} ended, and does not start again: {error}")
                 break
-            self._attention[number] = await connection_to(model.attention_workers[number])
-            for one, (before, now) in enumerate(zip(met, model.whereabouts(), strict=True)):
+            self._attention[number] = await connection_to(self._model.attention_workers[number])
+            for expert_worker, (before, now) in enumerate(zip(known, self._model.expert_addresses(), strict=True)):
                 if before != now:
-                    write_frame(self._attention[number].writer, {"rejoin": [one, *now]})
+                    self._attention[number].send({"rejoin": [expert_worker, *now]})
             self.on_free()
-        self._starting -= 1
+        self._returning -= 1
         self.on_free()
 
-    async def _read(self, connection: Connection) -> None:
-        """Hand each step to its request, until the worker is gone; then end its requests."""
-        while (frame := await connection.read()) is not None:
-            for step in frame.pop("progress", ()):
-                self._hand_over(connection, step)
-            connection.tell(frame)
-        connection.end(f"{connection.name} is gone, and what it worked on is lost: it is being started again")
-        for number in list(connection.running):
-            self._hand_over(connection, {"number": number, "finish": "lost", "error": connection.lost})
-        self.on_free()
+    def _lose(self, connection: Connection) -> None:
+        connection.writer.close()
+        self.lost_records.append(LostRecord(connection.name, time.time()))
 
-    def _hand_over(self, connection: Connection, step: Step) -> None:
-        number = step["number"]
-        group = connection.running.get(number)
-        if group is None:
+    def _hand_over(self, connection: Connection, progress: Progress) -> None:
+        choice = connection.running.get(progress.number)
+        if choice is None:
             return
-        group.mailbox.put(group.numbers[number], step)
-        if "finish" in step:
-            del connection.running[number], group.numbers[number]
+        choice.put(progress)
+        if progress.finish is not None:
+            del connection.running[progress.number]
             self.on_free()

@@ -1,24 +1,22 @@
-"""What a refused body says: one field, what it holds, and what it may hold."""
+"""The error of an invalid body: one field, what it holds, and what it may hold."""
 
 import json
 
 import pytest
 from pydantic import ValidationError
 
-from relibra.serving.server.endpoints.chat import ChatBody
-from relibra.serving.server.endpoints.completions import CompletionBody
-from relibra.serving.server.endpoints.mistakes import first_mistake
-from relibra.serving.server.endpoints.tokens import TokenBody
+from relibra.serving.server.bodies import ChatBody, CompletionBody, TokenBody
+from relibra.serving.server.errors import validation_message
 from relibra.serving.server.weights import WorkerCall
 
 MESSAGE = {"role": "user", "content": "hello"}
 
 
-def said_of(kind, data):
+def error_of(kind, data):
     data = data if isinstance(data, bytes) else json.dumps(data).encode()
     with pytest.raises(ValidationError) as caught:
         kind.model_validate_json(data)
-    return first_mistake(caught.value, data)
+    return validation_message(caught.value, data)
 
 
 @pytest.mark.parametrize(
@@ -62,25 +60,25 @@ def said_of(kind, data):
     ],
     ids=str,
 )
-def test_a_mistake_names_field_value_and_limit(kind, body, field, got, limit):
-    found = said_of(kind, body)
+def test_an_error_names_field_value_and_limit(kind, body, field, got, limit):
+    found = error_of(kind, body)
     assert found.startswith(f"{field} is {got}")
     assert limit in found.partition(got)[2]
     assert len(found) < 400
 
 
-def test_rules_of_ours_are_told_as_they_are():
-    assert said_of(CompletionBody, {"prompt": [3], "min_p": 0.1}).startswith("min_p is not offered")
+def test_fields_that_are_not_offered_are_named():
+    assert error_of(CompletionBody, {"prompt": [3], "min_p": 0.1}).startswith("min_p is not offered")
     nested = {"token_ids": [3], "sampling_params": {"min_p": 0.1}}
-    assert said_of(TokenBody, nested).startswith("min_p is not offered")
+    assert error_of(TokenBody, nested).startswith("min_p is not offered")
 
 
 @pytest.mark.parametrize("data", [b"", b"  ", b"{", b"\xff", b'{"prompt": 3', b"[" * 10_000])
-def test_what_is_no_json_is_told(data):
-    assert said_of(CompletionBody, data).startswith(("the body is empty", "the body is no JSON"))
+def test_bodies_that_are_no_json_are_errors(data):
+    assert error_of(CompletionBody, data).startswith(("the body is empty", "the body is no JSON"))
 
 
-def test_a_long_list_of_wrong_entries_has_one_mistake_per_kind_of_list():
+def test_a_long_list_of_wrong_entries_has_one_error_per_kind_of_list():
     with pytest.raises(ValidationError) as caught:
         CompletionBody.model_validate({"prompt": [*range(10_000), None]})
     assert caught.value.error_count() < 10

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relibra.rl.rollout.philox import philox, uniform_numbers
+from relibra.engine.philox import philox, uniform_numbers
 
 
 def test_the_generator_gives_its_published_answers():

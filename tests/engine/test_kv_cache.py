@@ -6,11 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GptOssConfig, JambaConfig
 
-from relibra.serving.engine.slotted_cache import (
+from relibra.engine.kv_cache import (
     Room,
     SlottedCache,
     cache_bytes,
-    has_slots,
     order_without_gaps,
     room_for,
 )
@@ -83,10 +82,10 @@ def test_rows_join_leave_and_grow_as_if_they_were_apart(events, seed, tight):
         elif isinstance(event, set) and apart.rows:
             kept = [b for b in range(len(apart.rows)) if b not in event]
             if not kept:
-                cache, apart.rows = cache.empty(), []
+                cache, apart.rows = SlottedCache(CONFIG, Room(0, 0)), []
                 continue
             width = max(apart.rows[b].shape[1] for b in kept)
-            order = cache.keep(kept, width)
+            order = cache.keep(kept, width, in_order=seed % 2 == 0)
             apart.rows = [apart.rows[b] for b in order]
         elif isinstance(event, tuple) and event[0] < len(apart.rows) < 8:
             row, width = apart.rows[event[0]], max(row.shape[1] for row in apart.rows)
@@ -104,14 +103,14 @@ def test_rows_join_leave_and_grow_as_if_they_were_apart(events, seed, tight):
                 break
             places = len(apart.rows) * (width + 1) if tight else PLACES
             cache.make_room(len(apart.rows), width + 1, places)
-            assert cache.room.places <= places
+            assert cache.room.tokens <= places
             new = torch.randn(len(apart.rows), HEADS, 1, DIM, generator=generator)
             apart.rows = [torch.cat([row, one], dim=1) for row, one in zip(apart.rows, new, strict=True)]
             for layer, columns in enumerate((width + 1, min(width, WINDOW - 1) + 1)):
                 assert cache.layers[layer].get_mask_sizes(1) == (columns, width + 1 - columns)
                 assert torch.equal(fed(cache, layer, new), apart.view(columns))
                 assert cache.get_seq_length(layer) == width + 1
-            full = 2 * 4 * HEADS * DIM * cache.room.places
+            full = 2 * 4 * HEADS * DIM * cache.room.tokens
             assert full <= cache_bytes(cache) <= 2 * full
 
 
@@ -127,7 +126,7 @@ def test_room_is_enough_and_within_the_limit(rows, columns, places):
     room = room_for(rows, columns, places)
     assert room.slots >= rows
     assert room.columns >= columns
-    assert room.places <= max(places, rows * columns)
+    assert room.tokens <= max(places, rows * columns)
 
 
 @torch.inference_mode()
@@ -137,13 +136,13 @@ def test_rows_that_join_and_leave_move_no_other():
     cache.take_in(prefilled([6, 4], generator)[0], [0, 1], 6)
     first = fed(cache, 0, torch.zeros(2, HEADS, 1, DIM))[0, 0, 0].data_ptr()
     cache.take_in(prefilled([5], generator)[0], [0], 7)
-    cache.keep([0, 2], 7)
+    cache.keep([0, 2], 7, in_order=False)
     assert fed(cache, 0, torch.zeros(2, HEADS, 1, DIM))[0, 0, 0].data_ptr() == first
 
 
-def test_states_without_columns_have_no_slots():
-    assert has_slots(CONFIG)
-    assert not has_slots(JambaConfig())
+def test_states_without_columns_cannot_be_joined():
+    assert SlottedCache(CONFIG, Room(0, 0)).can_join
+    assert not SlottedCache(JambaConfig(), Room(0, 0)).can_join
 
 
 @torch.inference_mode()
@@ -155,7 +154,7 @@ def test_broken_states_of_a_row_that_left_do_not_reach_others(broken):
     for layer in range(2):
         states = torch.tensor([0.0, broken])[:, None, None, None].expand(2, HEADS, 4, DIM)
         cache.update(states, states, layer)
-    cache.keep([0], 7)
+    cache.keep([0], 7, in_order=False)
     cache.take_in(prefilled([2], generator)[0], [0], 7)
     for layer in range(2):
         assert fed(cache, layer, torch.zeros(2, HEADS, 1, DIM)).isfinite().all()

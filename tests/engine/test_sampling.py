@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relibra.serving.engine.prefill import group_prompts
-from relibra.serving.engine.request import SamplingParameters
-from relibra.serving.engine.sampling import kept_tokens, sample_tokens
+from relibra.engine.prefill import group_prompts
+from relibra.engine.sampling import kept_tokens, sample_tokens
+from relibra.engine.sequence import SamplingParameters
 
 
 def kept_slowly(probabilities, top_k, top_p):

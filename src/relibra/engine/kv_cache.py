@@ -3,6 +3,8 @@
 Each layer has a buffer `[slots, ..., columns, dim]` for keys and one for values. The rows in use are the first slots.
 Their latest tokens lie in one column, the end, so that a step writes one column behind it; a shorter row has zeros
 before its first token. The columns in use are a view, whose start moves when the longest row leaves.
+
+Layers of other kinds, such as states of linear attention, stay those of transformers; rows then leave, and none joins.
 """
 
 from __future__ import annotations
@@ -15,8 +17,6 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-from relibra.rl.rollout.kv_caches import can_join
-
 
 class Room(NamedTuple):
     """Size of the buffers of a cache; layers with a window need fewer columns."""
@@ -25,19 +25,19 @@ class Room(NamedTuple):
     columns: int
 
     @property
-    def places(self) -> int:
+    def tokens(self) -> int:
         """Tokens that fit."""
         return self.slots * self.columns
 
 
-def room_for(rows: int, columns: int, most_places: int) -> Room:
-    """Return room for rows and columns, with slots and then columns to spare as far as the places allow.
+def room_for(rows: int, columns: int, most_tokens: int) -> Room:
+    """Return room for rows and columns, with slots and then columns to spare as far as the tokens allow.
 
     >>> room_for(3, 200, 10_000), room_for(3, 200, 700)
     (Room(slots=4, columns=400), Room(slots=3, columns=233))
     """
-    slots = max(rows, min(1 << (rows - 1).bit_length(), most_places // columns))
-    return Room(slots, max(columns, min(2 * columns, most_places // slots)))
+    slots = max(rows, min(1 << (rows - 1).bit_length(), most_tokens // columns))
+    return Room(slots, max(columns, min(2 * columns, most_tokens // slots)))
 
 
 def order_without_gaps(kept: Sequence[int]) -> list[int]:
@@ -108,15 +108,12 @@ class SlottedLayer(DynamicLayer):  # type: ignore[misc]
         if self._buffers:
             self._move(self.kept, self.kept)
 
-    def keep(self, order: Sequence[int], width: int) -> None:
-        """Let row `order[i]` become row i, and only the last columns, up to a width, be in use."""
-        self.width = width
+    def keep(self, slots_M: Tensor, rows_M: Tensor, rows: int, width: int) -> None:
+        """Move rows to slots; then so many rows, and of them only the last columns, up to a width, are in use."""
+        self.width, self.rows = width, rows
         columns = slice(self._end - self.kept, self._end)
-        for slot, row in enumerate(order):
-            if slot != row:
-                for buffer in self._buffers:
-                    buffer[slot, ..., columns, :] = buffer[row, ..., columns, :]
-        self.rows = len(order)
+        for buffer in self._buffers if len(slots_M) else ():
+            buffer[slots_M, ..., columns, :] = buffer[rows_M, ..., columns, :]
 
     def take_in(self, other: SlottedLayer, rows_Y: Tensor, width: int) -> None:
         """Copy rows of another layer behind the rows that are here; all get a width. The other one is empty then."""
@@ -178,34 +175,41 @@ class SlottedLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class SlottedCache(DynamicCache):  # type: ignore[misc]
-    """Keys and values of all layers."""
+    """Keys and values of all layers.
+
+    can_join   all layers keep plain keys and values, or none, so that rows may join
+    """
 
     def __init__(self, config: PreTrainedConfig, room: Room) -> None:
-        """Begin without rows; see `has_slots`."""
+        """Begin without rows."""
         super().__init__(config=config)
-        self.room, self._config = room, config
-        self.layers: list[Any] = [_slotted(layer, room) for layer in DynamicCache(config=config).layers]
+        self.room = room
+        self.can_join = all(type(layer) in _PLAIN for layer in self.layers)
+        self.layers: list[Any] = [_slotted(layer, room) for layer in self.layers]
 
-    def empty(self) -> SlottedCache:
-        """Return a cache of the same model without rows, and without room."""
-        return SlottedCache(self._config, Room(0, 0))
+    def make_room(self, rows: int, columns: int, most_tokens: int) -> None:
+        """Have room for so many rows and columns, within the tokens.
 
-    def make_room(self, rows: int, columns: int, most_places: int) -> None:
-        """Have room for so many rows and columns, within the places.
-
-        Buffers that are large enough stay, unless they have more places than allowed.
+        Buffers that are large enough stay, unless they hold more tokens than allowed.
         """
         slots_fit = rows <= self.room.slots and columns <= self.room.columns
-        if not slots_fit or self.room.places > most_places:
-            self.room = room_for(rows, columns, most_places)
+        if not slots_fit or self.room.tokens > most_tokens:
+            self.room = room_for(rows, columns, most_tokens)
             for layer in self._own_layers():
                 layer.resize(self.room)
 
-    def keep(self, kept: Sequence[int], width: int) -> list[int]:
-        """Keep rows, ascending, and the last columns, up to a width; return the row that each slot has now."""
-        order = order_without_gaps(kept)
-        for layer in self._own_layers():
-            layer.keep(order, width)
+    def keep(self, kept: Sequence[int], width: int, *, in_order: bool) -> list[int]:
+        """Keep rows, ascending, and the last columns, up to a width; return the row that each slot has now.
+
+        in_order   rows keep their order; else the last ones go to gaps, and no others are copied
+        """
+        order = list(kept) if in_order else order_without_gaps(kept)
+        slots_M, rows_M = torch.tensor([(slot, row) for slot, row in enumerate(order) if slot != row]).view(-1, 2).T
+        for layer in self.layers:
+            if isinstance(layer, SlottedLayer):
+                layer.keep(slots_M, rows_M, len(order), width)
+            elif not self.can_join:
+                layer.reorder_cache(torch.tensor(order))
         return order
 
     def take_in(self, other: SlottedCache, rows: Sequence[int], width: int) -> None:
@@ -231,13 +235,12 @@ class SlottedCache(DynamicCache):  # type: ignore[misc]
         return [layer for layer in self.layers if isinstance(layer, SlottedLayer)]
 
 
-def has_slots(config: PreTrainedConfig) -> bool:
-    """Return whether all layers of a model keep plain keys and values, or none; states of others cannot be joined."""
-    return can_join(DynamicCache(config=config))
+_PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+"""Layers that can be joined. Subclasses may hold more than keys and values, so types must match exactly."""
 
 
-def _slotted(layer: DynamicLayer | DummyLayer, room: Room) -> SlottedLayer | DummyLayer:
-    if isinstance(layer, DummyLayer):
+def _slotted(layer: Any, room: Room) -> Any:
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
         return layer
     return SlottedLayer(room, layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else 0)
 

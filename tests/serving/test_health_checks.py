@@ -1,4 +1,4 @@
-"""Workers that are there and say nothing."""
+"""Workers that are there and do not answer."""
 
 import asyncio
 import contextlib
@@ -8,16 +8,16 @@ from types import SimpleNamespace
 import pytest
 
 from relibra.errors import EngineError
-from relibra.serving.control import read_frame, write_frame
 from relibra.serving.launch import RunningWorkers
 from relibra.serving.layout import WorkerLayout
+from relibra.serving.messages import read_frame, write_frame
 from relibra.serving.server.workers import clients
-from relibra.serving.server.workers.connection import PULSE_SECONDS, Connection
+from relibra.serving.server.workers.connection import HEALTH_SECONDS, Connection
 
 
 @contextlib.asynccontextmanager
 async def connected(name):
-    """Yield the connection of a front to a worker, and the worker's end."""
+    """Yield the connection of an API server to a worker, and the worker's end."""
     ours, theirs = socket.socketpair()
     connection = Connection(name, *await asyncio.open_connection(sock=ours))
     reader, writer = await asyncio.open_connection(sock=theirs)
@@ -34,16 +34,16 @@ def test_an_answer_ends_a_silence_and_a_silent_worker_is_asked_once():
     async def watch():
         async with connected("experts worker 0") as (connection, reader, writer):
             for _ in range(3):
-                connection.pulse()
+                connection.check_health()
             silence = connection.silence
             asked = await read_frame(reader)
-            write_frame(writer, {"pulse": True})
+            write_frame(writer, {"health": True})
             frame = await connection.read()
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(read_frame(reader), 0.05)
             return silence, asked, frame, connection.silence
 
-    assert asyncio.run(watch()) == (3 * PULSE_SECONDS, {"pulse": True}, {}, 0.0)
+    assert asyncio.run(watch()) == (3 * HEALTH_SECONDS, {"health": True}, {"health": True}, 0.0)
 
 
 class TwoWorkers(RunningWorkers):
@@ -60,36 +60,36 @@ class TwoWorkers(RunningWorkers):
         raise EngineError("no memory")
 
 
-async def with_front(watch):
-    """Return what is seen of a front whose workers say nothing."""
+async def with_clients(watch):
+    """Return what is seen of workers that do not answer."""
     async with connected("attention worker 0") as (attention, *_), connected("experts worker 0") as (experts, *_):
-        front = clients.WorkerClients(TwoWorkers(), [attention], [experts])
+        server = clients.WorkerClients(TwoWorkers(), [attention], [experts])
         try:
-            return await watch(front)
+            return await watch(server)
         finally:
-            await front.close()
+            await server.close()
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(clients, "PULSE_SECONDS", 0.002)  # between two pulses; each still counts as a second
+    monkeypatch.setattr(clients, "HEALTH_SECONDS", 0.002)  # between two checks; each still counts as a second
 
 
 def test_silent_workers_are_shown_and_expert_workers_given_up(quick):
-    async def watch(front):
+    async def watch(server):
         seen = []
-        while not any("no memory" in one for one in front.lost):
-            states = [(one.role, one.number, one.pid, one.state) for one in front.states]
+        while not any("no memory" in one for one in server.lost):
+            states = [(one.role, one.number, one.pid, one.state) for one in server.states]
             if not seen or states != seen[-1]:
                 seen.append(states)
             await asyncio.sleep(0.001)
-        silence = front.states[0].silent_seconds
-        while len(front.lost) < 2:
+        silence = server.states[0].silent_seconds
+        while len(server.lost) < 2:
             await asyncio.sleep(0.001)
-        said, state, failure, lost = front.lost, front.states[0].state, front.failure, front.lost_records
+        said, state, failure, lost = server.lost, server.states[0].state, server.failure, server.lost_records
         return seen, silence, said, state, failure, lost
 
-    seen, silence, said, state, failure, lost = asyncio.run(with_front(watch))
+    seen, silence, said, state, failure, lost = asyncio.run(with_clients(watch))
     assert seen[0] == [("attention", 0, 11, "ready"), ("experts", 0, 12, "ready")]
     assert [("attention", 0, 11, "silent"), ("experts", 0, 12, "silent")] in seen
     assert silence >= 20.0
@@ -101,9 +101,9 @@ def test_silent_workers_are_shown_and_expert_workers_given_up(quick):
 
 
 def test_nobody_is_blamed_while_workers_read_weights(quick):
-    async def watch(front):
-        async with front.changing:
+    async def watch(server):
+        async with server.changing:
             await asyncio.sleep(0.2)
-            return [one.state for one in front.states]
+            return [one.state for one in server.states]
 
-    assert asyncio.run(with_front(watch)) == ["ready", "ready"]
+    assert asyncio.run(with_clients(watch)) == ["ready", "ready"]

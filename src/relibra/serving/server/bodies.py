@@ -1,0 +1,335 @@
+"""Bodies of requests: what they may hold, the choices they ask for, and the form of these in an answer."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from relibra.engine.sequence import SamplingParameters
+from relibra.serving.server.choice import Choice, make_choices
+from relibra.serving.server.errors import BadRequest
+from relibra.serving.server.text import TextCodec
+
+DEFAULT_LIMIT = 16
+"""New tokens where a body does not say how many, as OpenAI's."""
+LEAST_TEMPERATURE = 1e-5
+"""Below it an answer is greedy, as with vLLM: logits divided by less leave the range of float32."""
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+Token = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
+_quick = Field(fail_fast=True)  # of a long list, only the first error is looked for
+Tokens = Annotated[list[Token], _quick]
+NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "prompt_logprobs": (),
+    "tools": ([],),
+    "functions": ([],),
+    "response_format": ({"type": "text"},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "structured_outputs": (),
+}
+"""Fields that would change an answer, and the values that change nothing."""
+
+
+class StreamOptions(BaseModel):
+    """What a stream holds beside the answer."""
+
+    include_usage: bool = False
+
+
+class SamplingBody(BaseModel):
+    """How tokens are chosen, as OpenAI's and vLLM's clients say it.
+
+    Fields that are not known are ignored; those that would change an answer, and are not offered, are errors.
+    """
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, hide_input_in_errors=True)
+
+    model: str = Field("", max_length=1024)
+    temperature: float | None = Field(1.0, ge=0, le=100)
+    top_p: float | None = Field(1.0, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=1 << 31)
+    n: int | None = Field(1, ge=1, le=128)
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=1024)] | None = None
+    ignore_eos: bool = False
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    return_routed_experts: bool = False
+
+    @model_validator(mode="after")
+    def _offers_all(self) -> SamplingBody:
+        for name, harmless in NOT_OFFERED.items():
+            value = (self.model_extra or {}).get(name)
+            if value is not None and value not in harmless:
+                raise ValueError(f"{name} is not offered by this server: leave it out")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        """Texts that end an answer."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    def stop_reason(self, choice: Choice) -> str | int | None:
+        """Return the text or the token among those of this request that ended an answer, as vLLM does, or None."""
+        if choice.finish != "stop" or choice.answer.stopped_by is not None:
+            return choice.answer.stopped_by
+        last = choice.tokens[-1] if choice.new else None
+        return last if last in (self.stop_token_ids or ()) else None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def choices_of(
+        self,
+        codec: TextCodec,
+        max_length: int,
+        prompts: list[list[int]],
+        *,
+        limit: int,
+        top_log_probs: int,
+        routes: bool | None = None,
+        prompt_log_probs: bool = False,
+    ) -> list[Choice]:
+        """Return the choices of prompts; raises BadRequest."""
+        own = () if self.ignore_eos else codec.stop_ids
+        temperature = 1.0 if self.temperature is None else self.temperature
+        sampling = SamplingParameters(
+            limit=limit,
+            temperature=0.0 if temperature < LEAST_TEMPERATURE else temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),
+            seed=secrets.randbits(48) if self.seed is None else self.seed % (1 << 64),
+            stop_ids=tuple(dict.fromkeys((*own, *(self.stop_token_ids or ())))),
+            top_log_probs=top_log_probs,
+            routes=self.return_routed_experts if routes is None else routes,
+            prompt_log_probs=prompt_log_probs,
+        )
+        return make_choices(codec, prompts, self.n or 1, sampling, self.stops, max_length)
+
+    def fields_of(self, choice: Choice) -> dict[str, Any]:
+        """Return the fields of a choice that completions and chats share."""
+        body: dict[str, Any] = {"index": choice.index, "logprobs": None, "finish_reason": choice.finish}
+        body["stop_reason"] = self.stop_reason(choice)
+        if self.return_token_ids:
+            body |= {"token_ids": choice.tokens, "prompt_token_ids": list(choice.prompt) if choice.first else None}
+        if choice.routes is not None:
+            body["routed_experts"] = base64.b64encode(choice.routes).decode()
+        return body
+
+
+class CompletionBody(SamplingBody):
+    """`/v1/completions`: a prompt, or several, as text or tokens."""
+
+    prompt: str | Tokens | Annotated[list[str], _quick] | Annotated[list[Tokens], _quick]
+    max_tokens: int | None = Field(DEFAULT_LIMIT, ge=0, lt=1 << 31)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = False
+
+    kind: ClassVar[str] = "text_completion"
+    prefix: ClassVar[str] = "cmpl-"
+
+    def choices(self, codec: TextCodec, max_length: int) -> list[Choice]:
+        """Return the choices asked for; encodes text, which may take long."""
+        several = isinstance(self.prompt, list) and not (self.prompt and isinstance(self.prompt[0], int))
+        prompts: Any = self.prompt if several else [self.prompt]
+        limit = DEFAULT_LIMIT if self.max_tokens is None else self.max_tokens
+        return self.choices_of(
+            codec,
+            max_length,
+            [codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts],
+            limit=max(1, limit),
+            top_log_probs=self.logprobs or 0,
+            prompt_log_probs=bool(self.echo and self.logprobs is not None),
+        )
+
+    def part(self, codec: TextCodec, choice: Choice, _whole: bool) -> dict[str, Any]:
+        """Return what is new of a choice, for the answer or for an event."""
+        kept = 0 if self.max_tokens == 0 else len(choice.new)
+        text, echoed = choice.new_text if kept else "", list(choice.prompt) if self.echo and choice.first else []
+        body = self.fields_of(choice) | {"text": codec.decode(echoed) + text if echoed else text}
+        if self.max_tokens == 0 and choice.finish:
+            body["finish_reason"] = "length"
+        if self.return_token_ids:
+            body["token_ids"] = choice.tokens[:kept]
+        if self.logprobs is not None:
+            body["logprobs"] = self._log_probs(codec, choice, echoed, kept)
+        return body
+
+    def _log_probs(self, codec: TextCodec, choice: Choice, echoed: list[int], kept: int) -> dict[str, Any]:
+        """Return tokens, their log-probs and the likeliest ones; the first token of a prompt has none."""
+        before = [None, *(choice.prompt_log_probs or [])] if echoed else []
+        tokens, log_probs = choice.tokens[:kept], choice.log_probs[:kept]
+        names = [codec.name(token) for token in (*echoed, *tokens)]
+        likeliest = [
+            {codec.name(int(token)): value for token, value in top} | {codec.name(sampled): log_prob}
+            for sampled, log_prob, top in zip(tokens, log_probs, choice.tops[:kept], strict=True)
+        ]
+        offsets = [0]
+        for name in names[:-1]:
+            offsets.append(offsets[-1] + len(name))
+        return {
+            "tokens": names,
+            "token_logprobs": [*before, *log_probs],
+            "top_logprobs": [*(None for _ in before), *likeliest] if self.logprobs else None,
+            "text_offset": offsets[: len(names)],
+        }
+
+
+class TextPart(BaseModel):
+    """A part of a message; only text is offered."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A message; fields that are not known go to the template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[TextPart] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as templates read it: content is a text."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
+
+
+class ChatBody(SamplingBody):
+    """`/v1/chat/completions`: messages in the chat template of the model."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    kind: ClassVar[str] = "chat.completion"
+    prefix: ClassVar[str] = "chatcmpl-"
+
+    def choices(self, codec: TextCodec, max_length: int) -> list[Choice]:
+        """Return the choices asked for; runs the template, which may take long.
+
+        max_length   without a limit, an answer may take what the prompt leaves of it
+        """
+        if self.top_logprobs and not self.logprobs:
+            raise BadRequest("top_logprobs needs logprobs: true")
+        arguments = {
+            name: value
+            for name, value in (self.chat_template_kwargs or {}).items()
+            if name not in ("tokenize", "return_dict", "return_tensors", "conversation", "chat_template")
+        }
+        if self.continue_final_message:
+            arguments["continue_final_message"] = True
+        prompt = codec.encode_chat(
+            [message.for_template() for message in self.messages],
+            answers=self.add_generation_prompt and not self.continue_final_message,
+            arguments=arguments,
+        )
+        limit = self.max_completion_tokens or self.max_tokens or max(1, max_length - len(prompt))
+        return self.choices_of(codec, max_length, [prompt], limit=limit, top_log_probs=self.top_logprobs or 0)
+
+    def part(self, codec: TextCodec, choice: Choice, whole: bool) -> dict[str, Any]:
+        """Return what is new of a choice, for the answer or for an event."""
+        message: dict[str, Any] = {"role": "assistant"} if whole or choice.first else {}
+        message["content"] = choice.new_text
+        if whole:
+            message["refusal"] = None
+        body = self.fields_of(choice) | {"message" if whole else "delta": message}
+        if self.logprobs:
+            content = log_prob_content(choice, codec.name)
+            for entry in (one for token in content for one in (token, *token["top_logprobs"])):
+                entry["bytes"] = list(entry["token"].encode())
+            body["logprobs"] = {"content": content, "refusal": None}
+        return body
+
+
+class TokenSampling(SamplingBody):
+    """The `sampling_params` of a request for tokens.
+
+    logprobs          likeliest tokens beside each sampled one; None: no log-probs
+    prompt_logprobs   None: no log-probs of the prompt
+    """
+
+    max_tokens: int | None = Field(DEFAULT_LIMIT, ge=1, lt=1 << 31)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class TokenBody(BaseModel):
+    """`/inference/v1/generate`: tokens to tokens, as vLLM's endpoint of that name; routes always come."""
+
+    model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
+
+    token_ids: Annotated[Tokens, Field(min_length=1)]
+    sampling_params: TokenSampling = Field(default_factory=TokenSampling)
+    model: str = Field("", max_length=1024)
+    stream: bool | None = False
+
+    def choices(self, codec: TextCodec, max_length: int) -> list[Choice]:
+        """Return the choices asked for."""
+        asked = self.sampling_params
+        return asked.choices_of(
+            codec,
+            max_length,
+            [self.token_ids],
+            limit=asked.max_tokens or DEFAULT_LIMIT,
+            top_log_probs=asked.logprobs or 0,
+            routes=True,
+            prompt_log_probs=asked.prompt_logprobs is not None,
+        )
+
+    def answer(self, choices: list[Choice], version: str) -> dict[str, Any]:
+        """Return the answer; `version` is that of the weights that sampled it."""
+        parts = []
+        for choice in choices:
+            part: dict[str, Any] = {"routed_experts": None, **self.sampling_params.fields_of(choice)}
+            part |= {"token_ids": choice.tokens, "weight_version": version}
+            if self.sampling_params.logprobs is not None:
+                part["logprobs"] = {"content": log_prob_content(choice, "token_id:{}".format)}
+            parts.append(part)
+        body: dict[str, Any] = {"choices": parts}
+        scores = choices[0].prompt_log_probs
+        if scores is not None:
+            listed = [{str(token): {"logprob": score}} for token, score in zip(self.token_ids[1:], scores, strict=True)]
+            body["prompt_logprobs"] = [None, *listed]
+        return body
+
+
+def log_prob_content(choice: Choice, name: Any) -> list[dict[str, Any]]:
+    """Return the new tokens of a choice, each with its log-prob and the likeliest ones, as chats list them.
+
+    name   returns the name of a token
+    """
+    return [
+        {
+            "token": name(token),
+            "logprob": log_prob,
+            "top_logprobs": [{"token": name(int(one)), "logprob": value} for one, value in top],
+        }
+        for token, log_prob, top in zip(choice.tokens, choice.log_probs, choice.tops, strict=True)
+    ]

@@ -1,0 +1,151 @@
+"""`Choice`: one answer of a request and all of its state at the API server, from the queue to the last event."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from relibra.engine.sequence import SamplingParameters
+from relibra.serving.messages import Generate, Progress
+from relibra.serving.server.errors import BadRequest, RequestError, Unavailable
+from relibra.serving.server.text import AnswerText, TextCodec
+
+MOST_CHOICES = 256
+"""Choices of one request: prompts times `n`."""
+LEAST_LOG_PROB = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Choice:
+    """An answer: what a worker is asked for, and what has come of it.
+
+    index        among the choices of its request
+    prompt       the same object for all samples of a prompt
+    arrived      is set when something has come for any choice of the request
+    number       at its worker; None: it has not begun
+    num_tokens   so far
+    new          progress that no event has sent to the client yet, and `new_text` its text
+    first        no event has been sent
+    """
+
+    index: int
+    prompt: tuple[int, ...]
+    sampling: SamplingParameters
+    answer: AnswerText
+    arrived: asyncio.Event
+    began: float = field(default_factory=time.monotonic)
+    number: int | None = None
+    num_tokens: int = 0
+    finish: str | None = None
+    new: list[Progress] = field(default_factory=list)
+    new_text: str = ""
+    first: bool = True
+    _unread: list[Progress] = field(default_factory=list)
+
+    def message(self, number: int) -> Generate:
+        """Return what a worker is asked for."""
+        self.number = number
+        return Generate(number=number, tokens=self.prompt, sampling=self.sampling)
+
+    def put(self, progress: Progress) -> None:
+        """Note progress; what is not read delays nobody else, and is no more than the answer may become."""
+        self._unread.append(progress)
+        self.arrived.set()
+
+    def end(self, error: str) -> None:
+        """End without an answer."""
+        self.put(Progress(number=-1, finish="lost", error=error))
+
+    def read(self) -> bool:
+        """Take in the progress that has come; return whether there was some.
+
+        raises   Unavailable, RequestError where it ends in an error
+        """
+        unread, self._unread = self._unread, []
+        if not unread or self.finish is not None:
+            return False
+        if unread[-1].error:
+            raise (Unavailable if unread[-1].finish == "lost" else RequestError)(unread[-1].error)
+        for progress in unread:
+            shown = [] if progress.token is None or progress.finish == "stop" else [progress.token]
+            self.new_text += self.answer.add(shown, last=progress.finish is not None)
+            self.new.append(progress)
+            self.num_tokens += 1
+            self.finish = "stop" if self.answer.stopped else progress.finish
+            if self.finish is not None:
+                break
+        return True
+
+    def clear(self) -> None:
+        """Forget what an event has sent."""
+        self.new, self.new_text, self.first = [], "", False
+
+    @property
+    def tokens(self) -> list[int]:
+        """New tokens."""
+        return [progress.token for progress in self.new if progress.token is not None]
+
+    @property
+    def log_probs(self) -> list[float]:
+        """Of the new tokens."""
+        return [progress.log_prob for progress in self.new]
+
+    @property
+    def tops(self) -> list[list[tuple[int, float]]]:
+        """Likeliest tokens and their log-probs at each new token."""
+        return [[(token, max(value, LEAST_LOG_PROB)) for token, value in progress.top] for progress in self.new]
+
+    @property
+    def routes(self) -> bytes | None:
+        """With the last token, where asked for: a .npy file."""
+        return self.new[-1].routes if self.new else None
+
+    @property
+    def prompt_log_probs(self) -> list[float] | None:
+        """With the first token, where asked for."""
+        scores = self.new[0].prompt_log_probs if self.new else None
+        return None if scores is None else [max(score, LEAST_LOG_PROB) for score in scores]
+
+
+def make_choices(
+    codec: TextCodec,
+    prompts: Sequence[Sequence[int]],
+    samples: int,
+    sampling: SamplingParameters,
+    stops: Sequence[str],
+    max_length: int,
+) -> list[Choice]:
+    """Return the choices of a request, still empty.
+
+    samples      answers per prompt
+    stops        texts that end an answer
+    max_length   most tokens of prompt and answer
+    raises       BadRequest for too many, an empty prompt, unknown tokens, or more tokens than fit
+    """
+    if len(prompts) * samples > MOST_CHOICES:
+        raise BadRequest(f"{len(prompts)} prompts with n {samples} are more than {MOST_CHOICES}")
+    if not prompts or not all(map(len, prompts)):
+        raise BadRequest("the prompt is empty: send at least one token")
+    for tokens in (*prompts, sampling.stop_ids):
+        if tokens and not 0 <= min(tokens) <= max(tokens) < codec.vocab_size:
+            raise BadRequest(f"there is a token that is not 0 to {codec.vocab_size - 1}, which the model knows")
+    longest = max(map(len, prompts))
+    if longest + sampling.limit > max_length:
+        raise BadRequest(
+            f"prompt of {longest} tokens and max_tokens {sampling.limit} are more than {max_length}, the longest "
+            "request of this server: shorten them"
+        )
+    arrived, shared = asyncio.Event(), [tuple(prompt) for prompt in prompts]
+    return [
+        Choice(
+            index=index,
+            prompt=shared[index // samples],
+            sampling=replace(sampling, sample=index % samples),
+            answer=AnswerText(codec, shared[index // samples], stops),
+            arrived=arrived,
+        )
+        for index in range(len(prompts) * samples)
+    ]

@@ -1,0 +1,224 @@
+"""Parts of the API server: the queue, and text that grows token by token."""
+
+import asyncio
+import itertools
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relibra.engine.sequence import SamplingParameters
+from relibra.errors import ConfigError
+from relibra.serving.messages import Progress, read_frame
+from relibra.serving.server.access import read_api_keys
+from relibra.serving.server.admission import Admission, ServerLimits
+from relibra.serving.server.choice import make_choices
+from relibra.serving.server.errors import BadRequest, Overloaded, Unavailable
+from relibra.serving.server.metrics import ServerMetrics
+from relibra.serving.server.serve import ServerSettings
+from relibra.serving.server.text import AnswerText, TextCodec, longest_beginning
+from relibra.serving.server.workers.clients import WorkerClients
+from relibra.serving.server.workers.connection import Connection, change_weights
+
+
+class Utf8:
+    """A tokenizer whose tokens are bytes; 256 is a special one."""
+
+    def decode(self, tokens, *, skip_special_tokens, **_):
+        kept = [token for token in tokens if token < 256]
+        assert skip_special_tokens
+        return bytes(kept).decode(errors="replace")
+
+
+CODEC = TextCodec(Utf8(), (256,), 257)
+
+
+def pieces_of(answer, tokens, cuts):
+    borders = [0, *sorted(cut % (len(tokens) + 1) for cut in cuts), len(tokens)]
+    parts = [tokens[a:b] for a, b in itertools.pairwise(borders)]
+    return [answer.add(part, last=index == len(parts) - 1) for index, part in enumerate(parts)]
+
+
+@given(st.text(max_size=30), st.text(max_size=4), st.lists(st.integers(0, 200), max_size=30))
+def test_a_stream_has_the_text_of_the_whole_answer(text, prompt, cuts):
+    answer = AnswerText(CODEC, list(prompt.encode()), [])
+    assert "".join(pieces_of(answer, list(text.encode()), cuts)) == text
+
+
+@given(st.lists(st.integers(0, 256), max_size=12), st.lists(st.integers(0, 200), max_size=12))
+def test_bytes_that_are_no_text_do_not_hold_a_stream_up(tokens, cuts):
+    text = "".join(pieces_of(AnswerText(CODEC, [], []), [*tokens, *b"the end"], cuts))
+    assert text.endswith("the end")
+
+
+@given(
+    st.text("ab", max_size=30),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.integers(0, 200), max_size=30),
+)
+def test_no_piece_holds_a_part_of_a_stop_text(text, stops, cuts):
+    answer = AnswerText(CODEC, [], stops)
+    pieces = pieces_of(answer, list(text.encode()), cuts)
+    shown, found = "".join(pieces), [text.find(stop) for stop in stops if stop in text]
+    assert answer.stopped == bool(found)
+    if not found:
+        assert shown == text
+    else:
+        assert text.startswith(shown)
+        assert not any(stop in shown for stop in stops)
+        ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+        assert any(text[len(shown) :].startswith(stop) for stop in stops)
+        assert len(shown) < min(ends), "nothing goes on behind the first stop text"
+
+
+@given(st.text("ab", max_size=8), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+def test_the_longest_beginning_is_that_of_a_search(text, stops):
+    every = [n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+    assert longest_beginning(text, stops) == max(every, default=0)
+
+
+def test_keys_come_from_files_and_the_environment(tmp_path, monkeypatch):
+    (tmp_path / "keys").write_text("one\n\n two \n")
+    monkeypatch.setenv("KEY_OF_A_TEST", "three")
+    assert read_api_keys(f"file:{tmp_path / 'keys'}") == ("one", "two")
+    assert read_api_keys("env:KEY_OF_A_TEST") == ("three",)
+    assert read_api_keys("") == ()
+
+
+@pytest.mark.parametrize("source", ["sk-1", "env:NOT_SET_BY_A_TEST", "file:/nowhere", "env:"])
+def test_what_holds_no_key_is_refused(source):
+    with pytest.raises(ConfigError, match="--api-key-from"):
+        read_api_keys(source)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"host": "0.0.0.0", "updates": True}, "--updates"),
+        ({"max_waiting": 0}, "--max-waiting"),
+        ({"deadline": 0.0}, "--deadline"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes, named):
+    with pytest.raises(ConfigError, match=named):
+        ServerSettings(**{"host": "127.0.0.1", "port": 0, "name": "tiny"} | changes)
+
+
+def test_a_worker_that_hangs_while_weights_change_is_given_up():
+    async def changed():
+        ours, theirs = socket.socketpair()
+        with theirs:
+            connection = Connection("attention worker 0", *await asyncio.open_connection(sock=ours))
+            answers = await change_weights([connection], {"read": "folder"}, seconds=0.05)
+            return answers, connection.writer.is_closing(), await read_frame(connection.reader)
+
+    answers, closing, frame = asyncio.run(changed())
+    assert answers == [None]
+    assert closing
+    assert frame is None, "who reads takes the worker for ended, and starts it again"
+
+
+class NoWorkers(WorkerClients):
+    """Stands in for workers that take as many choices as there is room, and answer nothing."""
+
+    failure = ""
+
+    def __init__(self, room=0):
+        """Connect to nobody."""
+        self.room, self.begun, self.cancelled = room, [], []
+
+    def has_room(self, _most):
+        return len(self.begun) < self.room
+
+    def begin(self, choice, _most):
+        choice.message(len(self.begun))
+        self.begun.append(choice)
+
+    def cancel(self, choice):
+        self.cancelled.append(choice)
+
+    def end_answers(self, _why):
+        pass
+
+
+def choices_of(samples):
+    return make_choices(CODEC, [[1]], samples, SamplingParameters(limit=2), [], max_length=8)
+
+
+def admission_of(room=0, deadline=5.0, **limits):
+    limits = {"waiting": 2, "open": 3} | limits
+    return Admission(NoWorkers(room), ServerLimits(at_worker=1, deadline=deadline, **limits), ServerMetrics())
+
+
+async def started(admission, samples):
+    """Queue a request; return its steps, and the task that waits for the first."""
+    steps = admission.run(choices_of(samples))
+    task = asyncio.create_task(anext(steps))
+    await asyncio.sleep(0)
+    return steps, task
+
+
+def test_a_full_queue_takes_no_more_and_the_error_has_the_numbers():
+    async def fill():
+        admission = admission_of(waiting=2, open=3)
+        await started(admission, 1)
+        with pytest.raises(Overloaded, match=r"1 of 2 .* adds 2") as full:
+            await anext(admission.run(choices_of(2)))
+        assert full.value.retry_after == 1
+        await started(admission, 1)
+        with pytest.raises(Overloaded, match="2 of 2"):
+            await anext(admission.run(choices_of(1)))
+        admission.queue.clear()  # both run now, and one more
+        await started(admission, 1)
+        with pytest.raises(Overloaded, match="3 of 3 in all"):
+            await anext(admission.run(choices_of(1)))
+        with pytest.raises(BadRequest, match=r"3 answers, .* holds 2"):
+            await anext(admission.run(choices_of(3)))
+
+    asyncio.run(fill())
+
+
+def test_choices_begin_first_come_first_served_and_end_with_their_request():
+    async def serve():
+        admission = admission_of(room=2, waiting=4, open=8)
+        clients = admission.clients
+        await started(admission, 3)
+        later, waiting = await started(admission, 1)
+        assert [choice.index for choice in clients.begun] == [0, 1]
+        assert len(admission.queue) == 2
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await later.aclose()
+        assert [choice.index for choice in admission.queue] == [2], "the request that left does not wait"
+        for token, finish in ((3, None), (4, "length")):
+            clients.begun[0].put(Progress(number=0, token=token, finish=finish))
+        await asyncio.sleep(0.01)
+        assert clients.begun[0].finish == "length"
+        assert clients.begun[0].tokens == [3, 4]
+        assert clients.begun[0] in clients.cancelled
+
+    asyncio.run(serve())
+
+
+def test_a_request_ends_at_its_deadline():
+    async def wait():
+        with pytest.raises(Unavailable, match="--deadline"):
+            await anext(admission_of(deadline=0.01).run(choices_of(1)))
+
+    asyncio.run(wait())
+
+
+def test_a_server_that_stops_ends_what_waits_and_takes_no_more():
+    async def stop():
+        admission = admission_of()
+        _, waiting = await started(admission, 2)
+        admission.stop()
+        with pytest.raises(Unavailable, match="stopped"):
+            await waiting
+        assert not admission.queue
+        with pytest.raises(Unavailable, match="stopped"):
+            await anext(admission.run(choices_of(1)))
+
+    asyncio.run(stop())
