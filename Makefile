@@ -24,7 +24,7 @@ help:
 	@echo "make bench-all  measure everything (more than an hour)"
 	@echo "make bench-gpu  measure experts and copies on one CUDA GPU (needs a CUDA build of torch, see TORCH)"
 	@echo "make bench-gpus GPUS=8  measure steps on several GPUs, one process for each"
-	@echo "make test-gpu   the executor on one CUDA GPU, ranks as threads of one process; serving on two and three GPUs"
+	@echo "make test-gpu   the executor on one CUDA GPU, ranks as threads of one process"
 	@echo "make clean      remove the virtual environment and caches"
 
 $(VENV)/.made:

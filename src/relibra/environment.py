@@ -154,15 +154,6 @@ def chosen_placement() -> str:
     return os.environ.get("RELIBRA_EPLB", "")
 
 
-def worker_environment(threads: int, **added: str) -> dict[str, str]:
+def worker_environment(threads: int) -> dict[str, str]:
     """Return the environment of a worker process that we start: ours, with so many threads of torch."""
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **added}
-
-
-def visible_gpus(num_gpus: int) -> list[str]:
-    """Return the names of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES has them.
-
-    num_gpus   that it sees
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return visible.split(",") if visible else [str(gpu) for gpu in range(num_gpus)]
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}

@@ -68,8 +68,6 @@ def expert_threads(folder: Path, layout: WorkerLayout, secret: bytes) -> Iterato
                 hidden=structure.hidden,
                 dtype=structure.dtype,
                 max_rows=layout.max_tokens * structure.top_k,
-                backend=layout.backend,
-                device=layout.device,
                 timeout=layout.timeout,
             )
             inbox = ExpertInbox(listener, shape, secret, ExchangeCounters())

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.errors import EngineError
-from relibra.serving.exchange import expert_side, group_channel
+from relibra.serving.exchange import expert_side
 from relibra.serving.exchange.addresses import connect, listen, worker_address
 from relibra.serving.exchange.attention_side import ExchangeShape, SlotExchange, WorkerLostError
 from relibra.serving.exchange.counters import ExchangeCounters
@@ -37,10 +37,10 @@ from relibra.serving.expert_placement import place_experts, place_table
 
 SECRET = b"s" * SECRET_BYTES
 HIDDEN, MAX_TOKENS, TOP_K = 4, 16, 2
-TRANSPORTS = ("shared", "tcp", "gloo")
+TRANSPORTS = ("shared", "tcp")
 
 
-def greeting(group_number=0):
+def greeting():
     """Greet expert worker 0, which has two experts, without shared memory."""
     return Greeting(
         secret=SECRET,
@@ -53,16 +53,11 @@ def greeting(group_number=0):
         dtype="torch.float32",
         num_experts=2,
         num_layers=3,
-        group_number=group_number,
     )
 
 
 def expert_output(expert, rows):
     return rows * (expert + 1) + expert
-
-
-def backend_of(transport):
-    return "gloo" if transport == "gloo" else None
 
 
 class Workers:
@@ -71,7 +66,6 @@ class Workers:
     def __init__(self, stack, transport, experts_of, silent=()):
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self.experts_of, self.addresses, self.inboxes = experts_of, [], []
-        self.backend = backend_of(transport)
         for number, experts in enumerate(experts_of):
             listener, address = listen(worker_address(transport, folder, str(number)))
             shape = ExpertShape(
@@ -81,7 +75,6 @@ class Workers:
                 hidden=HIDDEN,
                 dtype=torch.float32,
                 max_rows=64,
-                backend=backend_of(transport),
                 timeout=10.0,
             )
             inbox = ExpertInbox(listener, shape, SECRET, ExchangeCounters())
@@ -113,7 +106,6 @@ class Workers:
             hidden=HIDDEN,
             dtype=torch.float32,
             num_layers=3,
-            backend=self.backend,
         )
         exchange = SlotExchange(self.addresses, shape, attention=attention, slot=slot, secret=SECRET, timeout=timeout)
         stack.callback(exchange.close)
@@ -255,18 +247,6 @@ def test_a_message_larger_than_its_channel_ends_the_channel(count):
             receive_into(raw, memoryview(bytearray(1)))
 
 
-def test_who_never_makes_its_process_group_is_dropped_and_others_are_served(monkeypatch):
-    monkeypatch.setattr(group_channel, "OPENING_SECONDS", 0.5)
-    with contextlib.ExitStack() as stack:
-        workers = Workers(stack, "gloo", ((0, 1),))
-        raw = stack.enter_context(contextlib.closing(connect(workers.addresses[0], 5.0)))
-        raw.sendall(greeting(group_number=5).packed())
-        receive_into(raw, memoryview(bytearray(HEADER_BYTES)))
-        with pytest.raises(ConnectionError):
-            receive_into(raw, memoryview(bytearray(1)))
-        there_and_back(workers.exchange(stack), [0, 1, 1])
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_worker_that_cannot_be_rejoined_is_lost_and_its_copies_answer(transport):
     experts_of = ((0, 1), (0, 1))
@@ -300,10 +280,9 @@ def test_opening_channels_again_leaves_no_file_open():
         assert open_files() <= before + 5
 
 
-@pytest.mark.parametrize("transport", ["tcp", "gloo"])
-def test_a_channel_for_which_there_is_no_memory_is_refused_and_others_are_served(transport, monkeypatch):
+def test_a_channel_for_which_there_is_no_memory_is_refused_and_others_are_served(monkeypatch):
     with contextlib.ExitStack() as stack:
-        workers = Workers(stack, transport, ((0, 1),))
+        workers = Workers(stack, "tcp", ((0, 1),))
         with monkeypatch.context() as full:
 
             def no_memory(*_size):
@@ -350,14 +329,6 @@ def test_a_sender_that_reads_no_results_holds_its_worker_up_no_longer_than_the_t
         assert time.monotonic() - began < 5.0
         with pytest.raises(ConnectionError):  # half of a message is not waited for
             receive_into(raw, memoryview(bytearray(HEADER_BYTES + 4 * rows * hidden)))
-
-
-def test_two_ends_with_different_transports_are_refused():
-    with contextlib.ExitStack() as stack:
-        workers = Workers(stack, "gloo", ((0, 1),))
-        workers.backend = None
-        with pytest.raises(EngineError, match="different transports"):
-            workers.exchange(stack)
 
 
 def test_random_bytes_do_not_stop_a_worker():

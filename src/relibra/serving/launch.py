@@ -16,10 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
-from relibra.environment import visible_gpus, worker_environment
-from relibra.errors import ConfigError, EngineError
+from relibra.environment import worker_environment
+from relibra.errors import EngineError
 from relibra.serving.exchange.addresses import worker_address
 from relibra.serving.exchange.messages import SECRET_BYTES
 from relibra.serving.expert_placement import place_experts
@@ -68,7 +66,6 @@ class RunningWorkers:
         """
         place_experts(read_structure(folder, dtype).num_experts, layout.experts, layout.spare_experts)  # or raises
         self.layout = layout
-        self._gpus = gpus_for(layout, torch.cuda.device_count()) if layout.device == "cuda" else []
         self.workers: list[Worker] = []
         self.experts_of: dict[int, list[int]] = {}
         self.addresses: dict[int, str] = {}
@@ -213,18 +210,13 @@ class RunningWorkers:
             process = subprocess.Popen(
                 [sys.executable, "-m", "relibra.serving.worker_process", str(theirs.fileno()), role, str(number)],
                 pass_fds=[theirs.fileno()],
-                env=worker_environment(spec["threads"], **self._gpu_variable(role, number)),
+                env=worker_environment(spec["threads"]),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C reaches the API server, which then ends the workers
             )
         control = ControlChannel(ours)
         control.send(spec)
         return Worker(f"{role} worker {number}", process, control)
-
-    def _gpu_variable(self, role: str, number: int) -> dict[str, str]:
-        """Return the variable that lets a worker see its GPU only: attention workers have the first ones."""
-        index = number + self.layout.attention * (role == "experts")
-        return {"CUDA_VISIBLE_DEVICES": self._gpus[index]} if self._gpus else {}
 
     def _answer(self, worker: Worker, key: str, end: float) -> Any:
         """Wait for a frame of a worker with this key, and return what it holds."""
@@ -237,21 +229,6 @@ class RunningWorkers:
         if key not in frame:
             raise EngineError(f"{worker.name}: {frame.get('failed', f'unexpected answer {sorted(frame)}')}")
         return frame[key]
-
-
-def gpus_for(layout: WorkerLayout, num_gpus: int) -> list[str]:
-    """Return the GPUs of the workers by their names in CUDA_VISIBLE_DEVICES.
-
-    num_gpus   that this process sees
-    raises     ConfigError where these are fewer than the workers: NCCL takes one process per GPU
-    """
-    needed = layout.attention + layout.experts
-    if num_gpus < needed:
-        raise ConfigError(
-            f"--device cuda: {layout.attention} attention and {layout.experts} expert workers need {needed} GPUs, one "
-            f"each, and {num_gpus} are visible: start fewer workers, or use --device cpu"
-        )
-    return visible_gpus(num_gpus)[:needed]
 
 
 def weights_stamp(folder: Path) -> FolderStamp:

@@ -8,9 +8,8 @@ from typing import Literal, get_args
 
 from relibra.errors import ConfigError
 
-Transport = Literal["shared", "tcp", "gloo", "nccl"]
-"""How rows travel: through memory that both processes map, over TCP, or through process groups of two ends."""
-Device = Literal["cpu", "cuda"]
+Transport = Literal["shared", "tcp"]
+"""How rows travel: through memory that both processes map, or over TCP."""
 MOST_MICRO_BATCHES = 4
 MOST_WORKERS = 64
 
@@ -24,7 +23,6 @@ class WorkerLayout:
     micro_batches   of each attention worker: the attention of one runs while experts run another
     spare_experts   experts that each expert worker holds beyond its share, so that others have copies
     transport       of rows between the two
-    device          of all workers; with "cuda" each has a GPU of its own, and the transport is "nccl"
     max_tokens      most tokens of one forward pass of one micro-batch: sizes every buffer
     max_batch       most requests that one attention worker decodes at once, over its micro-batches
     max_length      most tokens of one request, prompt and answer
@@ -38,7 +36,6 @@ class WorkerLayout:
     micro_batches: int = 2
     spare_experts: int = 0
     transport: Transport = "shared"
-    device: Device = "cpu"
     max_tokens: int = 512
     max_batch: int = 64
     max_length: int = 4096
@@ -62,13 +59,6 @@ class WorkerLayout:
                 raise ConfigError(f"--{name} {got} is out of range: it is 1 to {most}{more}")
         if self.transport not in get_args(Transport):
             raise ConfigError(f"--transport {self.transport!r} is unknown: use {', '.join(get_args(Transport))}")
-        if self.device not in get_args(Device):
-            raise ConfigError(f"--device {self.device!r} is unknown: use {' or '.join(get_args(Device))}")
-        if (self.transport == "nccl") != (self.device == "cuda"):
-            raise ConfigError(
-                f"--transport {self.transport} does not go with --device {self.device}: rows go through nccl between "
-                "GPUs, and through shared, tcp or gloo between CPUs"
-            )
         if self.timeout <= 0:
             raise ConfigError(f"--timeout {self.timeout:g} is out of range: it is above 0 seconds")
         if self.max_length * self.micro_batches > self.kv_tokens:
@@ -77,11 +67,6 @@ class WorkerLayout:
                 f"{self.micro_batches} micro-batches, less than --max-length {self.max_length}: raise it, or lower the "
                 "length"
             )
-
-    @property
-    def backend(self) -> Literal["gloo", "nccl"] | None:
-        """Backend of process groups for rows; None: rows go over the socket or shared memory."""
-        return self.transport if self.transport in ("gloo", "nccl") else None
 
     @property
     def micro_batch_kv_tokens(self) -> int:

@@ -75,7 +75,7 @@ class ExpertProcess:
         raises   ConfigError, EngineError as `read_structure` and `load_experts` do
         """
         layout = self._layout
-        structure = read_structure(Path(self._spec["folder"]), self._spec["dtype"], layout.device)
+        structure = read_structure(Path(self._spec["folder"]), self._spec["dtype"])
         if experts is None:
             placement = place_experts(structure.num_experts, layout.experts, layout.spare_experts)
             experts = placement[self._spec["number"]]
@@ -88,13 +88,11 @@ class ExpertProcess:
             hidden=structure.hidden,
             dtype=structure.dtype,
             max_rows=self._layout.max_tokens * structure.top_k,
-            backend=layout.backend,
-            device=layout.device,
             timeout=layout.timeout,
         )
         inbox = ExpertInbox(listener, shape, bytes.fromhex(self._spec["secret"]), ExchangeCounters())
         worker = ExpertWorker(layers, inbox, self.recorder)
-        self._weights = NewWeights(worker, self._spec["dtype"], layout.device, experts)
+        self._weights = NewWeights(worker, self._spec["dtype"], experts)
 
         def work() -> None:
             try:
@@ -158,7 +156,7 @@ def run_attention_worker(control: ControlChannel, spec: dict[str, Any]) -> None:
     addresses, experts_of = zip(*frame["connect"], strict=True)
     worker.connect(addresses, bytes.fromhex(spec["secret"]), report, experts_of)
     control.send({"connected": {"dtype": str(worker.shape.dtype), "most_cache_bytes": worker.most_cache_bytes}})
-    weights = NewWeights(worker, spec["dtype"], layout.device)
+    weights = NewWeights(worker, spec["dtype"])
     _answer_frames(
         control,
         {

@@ -40,14 +40,9 @@ def run(
         int | None,
         typer.Option(min=1, help="Micro-batches of each attention worker, 1 to 4; default: those of --plan, else 2."),
     ] = None,
-    device: Annotated[str, typer.Option(help="Of all workers: cpu, or cuda with a GPU for each.")] = "cpu",
     transport: Annotated[
-        str,
-        typer.Option(
-            help="Rows between workers: shared (memory), tcp or gloo on CPUs, nccl on GPUs. Default: shared, or nccl.",
-            show_default=False,
-        ),
-    ] = "",
+        str, typer.Option(help="Rows between workers: shared (memory that both map) or tcp.")
+    ] = "shared",
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free.")] = 8100,
     name: Annotated[str, typer.Option(help="Name of the model for clients; default: that of its folder.")] = "",
@@ -85,8 +80,7 @@ def run(
         experts=experts or planned.experts,
         micro_batches=micro_batches or planned.micro_batches,
         spare_experts=spare_experts,
-        transport=transport or ("nccl" if device == "cuda" else "shared"),  # type: ignore[arg-type]
-        device=device,  # type: ignore[arg-type]
+        transport=transport,  # type: ignore[arg-type]
         max_tokens=max_tokens,
         max_batch=max_batch,
         max_length=max_length,

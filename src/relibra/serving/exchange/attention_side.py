@@ -18,13 +18,6 @@ from relibra.errors import EngineError
 from relibra.serving.exchange.addresses import UNIX, connect
 from relibra.serving.exchange.buffers import RowBuffer, mapped_buffers, private_buffer, shared_file
 from relibra.serving.exchange.counters import ExchangeCounters
-from relibra.serving.exchange.group_channel import (
-    ATTENTION_RANK,
-    Backend,
-    GroupChannel,
-    new_group_number,
-    opening_seconds,
-)
 from relibra.serving.exchange.messages import (
     HEADER_BYTES,
     SECRET_BYTES,
@@ -45,8 +38,6 @@ class ExchangeShape:
     max_tokens     most tokens of one exchange
     top_k          experts that a token chooses
     num_layers     MoE layers
-    backend        of process groups for rows; None: rows go over the socket or shared memory
-    device         of the rows
     """
 
     experts_of: tuple[tuple[int, ...], ...]
@@ -55,8 +46,6 @@ class ExchangeShape:
     hidden: int
     dtype: torch.dtype
     num_layers: int
-    backend: Backend | None = None
-    device: str = "cpu"
 
     @property
     def rows(self) -> int:
@@ -74,14 +63,7 @@ class _Channel:
 
     worker: int
     socket: socket.socket
-    group: GroupChannel | None = None
     header: bytearray = field(default_factory=lambda: bytearray(HEADER_BYTES))
-
-    def close(self) -> None:
-        """Close the socket, and the group of rows."""
-        self.socket.close()
-        if self.group is not None:
-            self.group.close()
 
 
 class WorkerLostError(EngineError):
@@ -117,7 +99,7 @@ class SlotExchange:
         self._secret = secret
         self.shape, self.attention, self.slot, self.timeout = shape, attention, slot, timeout
         self.counters = ExchangeCounters()
-        self._addresses, self._shared = list(addresses), shape.backend is None and addresses[0].startswith(UNIX)
+        self._addresses, self._shared = list(addresses), addresses[0].startswith(UNIX)
         self._file: int | None = None  # of shared memory, for channels that are opened later
         self._rows, self._results = self._make_buffers()
         self.lost: dict[int, EngineError] = {}
@@ -158,9 +140,7 @@ class SlotExchange:
             if channel.worker not in self.lost:
                 with self._noting_loss(channel), self._waiting_for(channel, self._at(layer)):
                     channel.socket.sendall(header)
-                    if channel.group is not None and count:
-                        channel.group.send(self._rows.rows_XH[first : first + count])
-                    elif not self._shared and count:
+                    if not self._shared and count:
                         channel.socket.sendall(self._rows.bytes_of(first, count))
                 counters.send(count, row_bytes)
             first, place = first + count, place + len(own)
@@ -184,8 +164,6 @@ class SlotExchange:
             self._renew_buffers()
         if missing:
             raise WorkerLostError(str(missing[0]))
-        if self._results.rows_XH.is_cuda:  # headers are there: wait for the rows, while others compute
-            torch.cuda.current_stream().synchronize()
         return self._results.rows_XH[:first]
 
     def _receive(self, channel: _Channel, expected: Header) -> None:
@@ -198,10 +176,7 @@ class SlotExchange:
             raise EngineError(
                 f"expert worker {channel.worker} answered {header} instead of {expected}: the two ends disagree"
             )
-        first, end = expected.first_row, expected.first_row + expected.num_rows
-        if channel.group is not None and expected.num_rows:
-            channel.group.finish(channel.group.start_receive(self._results.rows_XH[first:end]))
-        elif not self._shared and expected.num_rows:
+        if not self._shared and expected.num_rows:
             receive_into(channel.socket, self._results.bytes_of(expected.first_row, expected.num_rows))
 
     def rejoin(self, worker: int, address: str, experts: Sequence[int]) -> None:
@@ -218,12 +193,12 @@ class SlotExchange:
 
     def _reopen(self, worker: int) -> None:
         """Open a channel in the place of another; where that fails the worker is lost, and the error is raised."""
-        self._channels[worker].close()
+        self._channels[worker].socket.close()
         try:
             self._channels[worker] = _Channel(worker, connect(self._addresses[worker], self.timeout))
             self._greet(self._channels[worker], self._secret)
         except EngineError as error:
-            self._channels[worker].close()
+            self._channels[worker].socket.close()
             self.lost[worker] = error
             raise
         self.counters.open_channel(buffers=0)
@@ -245,13 +220,13 @@ class SlotExchange:
         try:
             yield
         except EngineError as error:
-            channel.close()
+            channel.socket.close()
             self.lost[channel.worker] = error
 
     def close(self) -> None:
         """Close all channels; again has no effect."""
         for channel in self._channels:
-            channel.close()
+            channel.socket.close()
         self._close_file()
 
     def _close_file(self) -> None:
@@ -265,7 +240,7 @@ class SlotExchange:
             self._close_file()
             self._file = shared_file(shape.rows, shape.hidden, shape.dtype)
             return mapped_buffers(self._file, shape.rows, shape.hidden, shape.dtype)
-        size = (shape.rows, shape.hidden, shape.dtype, shape.device)
+        size = (shape.rows, shape.hidden, shape.dtype)
         return tuple(private_buffer(*size) for _ in range(2))  # type: ignore[return-value]
 
     def _greet(self, channel: _Channel, secret: bytes) -> None:
@@ -282,7 +257,6 @@ class SlotExchange:
             dtype=str(shape.dtype),
             num_experts=len(shape.experts_of[channel.worker]),
             num_layers=shape.num_layers,
-            group_number=0 if shape.backend is None else new_group_number(),
         )
         with self._waiting_for(channel, "its welcome"):
             if self._file is not None:
@@ -293,30 +267,19 @@ class SlotExchange:
             header = read_header(channel.header)
             if header.kind is Kind.ERROR:
                 raise EngineError(f"expert worker {channel.worker}: {read_error(channel.socket, header)}")
-        if shape.backend is None:
-            return
-        with self._waiting_for(channel, "making their process group", opening_seconds(self.timeout)):
-            channel.group = GroupChannel(
-                shape.backend,
-                self._addresses[channel.worker],
-                greeting.group_number,
-                rank=ATTENTION_RANK,
-                device=torch.device(shape.device),
-                timeout=self.timeout,
-            )
 
     def _at(self, layer: int) -> str:
         return f"layer {layer} of micro-batch {self.slot}"
 
     @contextmanager
-    def _waiting_for(self, channel: _Channel, where: str, seconds: float | None = None) -> Iterator[None]:
-        """Name both ends in errors of a channel; `seconds`: its limit where that is not the one of all waits."""
+    def _waiting_for(self, channel: _Channel, where: str) -> Iterator[None]:
+        """Name both ends in errors of a channel."""
         try:
             yield
         except OSError as error:
             reason = f"it is gone ({error.strerror or error})"
             if isinstance(error, TimeoutError):
-                reason = f"it did not answer within {self.timeout if seconds is None else seconds:g} s"
+                reason = f"it did not answer within {self.timeout:g} s"
             raise EngineError(
                 f"attention worker {self.attention} waited for expert worker {channel.worker} at {where}: {reason}; "
                 "look at what that worker printed; relibra serve restarts workers that end or stay silent"

@@ -31,9 +31,9 @@ class RowBuffer:
         return self.rows_XH.shape[1] * self.rows_XH.element_size()
 
 
-def private_buffer(rows: int, hidden: int, dtype: torch.dtype, device: str = "cpu") -> RowBuffer:
-    """Return a buffer of this process, in the memory of a device."""
-    return RowBuffer(torch.zeros((rows, hidden), dtype=dtype, device=device))
+def private_buffer(rows: int, hidden: int, dtype: torch.dtype) -> RowBuffer:
+    """Return a buffer of this process."""
+    return RowBuffer(torch.zeros((rows, hidden), dtype=dtype))
 
 
 def shared_file(rows: int, hidden: int, dtype: torch.dtype) -> int:

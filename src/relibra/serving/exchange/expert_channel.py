@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +13,8 @@ from numpy import ndarray
 from torch import Tensor
 
 from relibra.errors import EngineError
-from relibra.serving.exchange.addresses import UNIX
 from relibra.serving.exchange.buffers import RowBuffer
 from relibra.serving.exchange.counters import ExchangeCounters
-from relibra.serving.exchange.group_channel import EXPERTS_RANK, Backend, GroupChannel
 from relibra.serving.exchange.messages import HEADER_BYTES, Greeting, Header, Kind, read_header, send_error
 
 
@@ -28,9 +24,7 @@ class ExpertShape:
 
     num_experts   experts of each layer in this worker
     max_rows      most rows that a channel may ask memory for
-    backend       of process groups for rows; None: rows go over the socket or shared memory
-    device        of the experts
-    timeout       seconds that rows through a process group may take after their header, and a send over TCP
+    timeout       seconds that a send may take
     """
 
     worker: int
@@ -39,8 +33,6 @@ class ExpertShape:
     hidden: int
     dtype: torch.dtype
     max_rows: int
-    backend: Backend | None = None
-    device: str = "cpu"
     timeout: float = 60.0
 
 
@@ -50,8 +42,6 @@ class ExpertChannel:
     def __init__(self, connection: socket.socket, greeting: Greeting, buffers: tuple[RowBuffer, RowBuffer]) -> None:
         self.connection, self.greeting = connection, greeting
         self.rows, self.results = buffers
-        self.group: GroupChannel | None = None
-        self.waiter: ThreadPoolExecutor | None = None  # for rows that come through a group of gloo
         self.head = bytearray(HEADER_BYTES + 4 * greeting.num_experts)
         self.header: Header | None = None
         self._view, self._done = memoryview(self.head), 0
@@ -73,34 +63,13 @@ class ExpertChannel:
             if self.header is not None:
                 return True
             self.header = self._checked_header()
-            off_socket = self.greeting.shared_rows > 0 or self.group is not None
-            rows = memoryview(b"") if off_socket else self.rows.bytes_of(0, self.header.num_rows)
+            rows = memoryview(b"") if self.greeting.shared_rows else self.rows.bytes_of(0, self.header.num_rows)
             self._view, self._done = rows, 0
-
-    def open_group(self, shape: ExpertShape) -> None:
-        """Make the process group of the channel, together with its other end.
-
-        raises   ConnectionError, TimeoutError when that does not come
-        """
-        assert shape.backend is not None, "greetings with a group are accepted with a backend only"
-        address, number = f"{UNIX}{self.connection.getsockname()}", self.greeting.group_number
-        device, timeout = torch.device(shape.device), shape.timeout
-        self.group = GroupChannel(shape.backend, address, number, rank=EXPERTS_RANK, device=device, timeout=timeout)
-        if not self.group.device_waits:
-            self.waiter = ThreadPoolExecutor(1, thread_name_prefix="await rows")
 
     def give_up(self) -> None:
         """End the connection, from any thread: the thread that reads closes the channel then."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Close the socket, and the group of rows."""
-        self.connection.close()
-        if self.group is not None:
-            self.group.close()
-        if self.waiter is not None:
-            self.waiter.shutdown(wait=False)
 
     def take(self) -> Message:
         """Return the complete message, and wait for the next header."""
@@ -133,7 +102,6 @@ class Message:
     def __init__(self, channel: ExpertChannel, header: Header) -> None:
         """Refer to the rows of a message that is complete."""
         self._channel, self._header = channel, header
-        self.pending_rows: Any = None  # a receive that is under way in the streams of a GPU
         self._first = header.first_row if channel.greeting.shared_rows else 0
         rows = slice(self._first, self._first + header.num_rows)
         self.layer = header.layer
@@ -151,17 +119,6 @@ class Message:
         """Who sent it."""
         return f"attention worker {self._channel.greeting.attention}, micro-batch {self._channel.greeting.slot}"
 
-    def await_rows(self) -> bool:
-        """Let the GPU wait for the rows, nothing to do on a CPU; return whether the sender is still there."""
-        if self.pending_rows is None or self._channel.group is None:
-            return True
-        try:
-            self._channel.group.finish(self.pending_rows)
-        except OSError:
-            self._channel.give_up()
-            return False
-        return True
-
     def answer(self, result_YH: Float[Tensor, "Y H"], counters: ExchangeCounters) -> None:
         """Send results; where they lie in `result_YH` of this message, they are not copied."""
         channel, header = self._channel, self._header
@@ -172,9 +129,7 @@ class Message:
         counters.send(header.num_rows, channel.results.row_bytes)
         try:
             channel.connection.sendall(header._replace(kind=Kind.RESULTS).packed())
-            if channel.group is not None and header.num_rows:
-                channel.group.send(self.result_YH)
-            elif not channel.greeting.shared_rows and header.num_rows:
+            if not channel.greeting.shared_rows and header.num_rows:
                 channel.connection.sendall(channel.results.bytes_of(0, header.num_rows))
         except OSError:  # the sender is gone, or does not read
             channel.give_up()

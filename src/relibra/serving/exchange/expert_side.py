@@ -10,7 +10,6 @@ import struct
 import threading
 import time
 from collections import deque
-from typing import Any
 
 from relibra.errors import EngineError
 from relibra.serving.exchange.buffers import RowBuffer, mapped_buffers, private_buffer
@@ -49,7 +48,7 @@ class ExpertInbox:
         self._closed, self._ending, self._open = False, False, 0
         self._failure: Exception | None = None
         self._reader: threading.Thread | None = None
-        if listener.family != socket.AF_UNIX or shape.backend is not None:
+        if listener.family != socket.AF_UNIX:
             self._reader = threading.Thread(target=self._read_forever, name="reader", daemon=True)
             self._reader.start()
 
@@ -64,23 +63,18 @@ class ExpertInbox:
         raises   what has ended the thread that reads
         """
         end = None if timeout is None else time.monotonic() + timeout
-        while True:
-            while not self._ready and not self._closed:
-                left = None if end is None else end - time.monotonic()
-                if left is not None and left <= 0:
-                    return None
-                if self._reader is None:
-                    self._poll(left)
-                else:
-                    with self._arrived:
-                        self._arrived.wait_for(lambda: self._ready or self._closed, left)
-            if self._failure is not None:
-                raise self._failure
-            if not self._ready:
+        while not self._ready and not self._closed:
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
                 return None
-            message = self._ready.popleft()
-            if message.await_rows():
-                return message
+            if self._reader is None:
+                self._poll(left)
+            else:
+                with self._arrived:
+                    self._arrived.wait_for(lambda: self._ready or self._closed, left)
+        if self._failure is not None:
+            raise self._failure
+        return self._ready.popleft() if self._ready else None
 
     def close(self) -> None:
         """Close all channels; `next` returns None. May be called by any thread."""
@@ -104,7 +98,7 @@ class ExpertInbox:
         if self._reader is not None:
             self._reader.join()
         for key in list(self._selector.get_map().values()):
-            (key.data or key.fileobj).close()  # type: ignore[union-attr]
+            key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
         self._wake.close()
 
@@ -133,37 +127,11 @@ class ExpertInbox:
                 return
         except (OSError, EngineError):
             self._selector.unregister(channel.connection)
-            channel.close()
+            channel.connection.close()
             self._open -= 1
             return
-        message = channel.take()
-        if channel.group is None or not len(message.rows_YH):
-            self._put(message)
-            return
-        try:
-            receive = channel.group.start_receive(message.rows_YH)
-        except OSError:
-            channel.give_up()
-            return
-        if channel.waiter is not None:
-            channel.waiter.submit(self._put_arrived, channel, message, receive)
-        else:
-            message.pending_rows = receive
-            self._put(message)
-
-    def _put_arrived(self, channel: ExpertChannel, message: Message, receive: Any) -> None:
-        """Wait for rows that come through a group, in a thread of the channel."""
-        assert channel.group is not None
-        try:
-            channel.group.finish(receive)
-        except OSError:
-            channel.give_up()
-            return
-        self._put(message)
-
-    def _put(self, message: Message) -> None:
         with self._arrived:
-            self._ready.append(message)
+            self._ready.append(channel.take())
             self._arrived.notify()
 
     def _accept(self) -> None:
@@ -172,16 +140,13 @@ class ExpertInbox:
         try:
             connection.settimeout(GREETING_SECONDS)
             greeting, buffers = self._greeted(connection)
-        except (OSError, EngineError, ValueError, RuntimeError, MemoryError) as error:  # memory of a GPU included
+        except (OSError, EngineError, ValueError, RuntimeError, MemoryError) as error:
             with contextlib.suppress(OSError):
                 send_error(connection, Header(Kind.ERROR, 0, 0, 0, 0), f"refused: {error}")
             connection.close()
             return
-        channel = ExpertChannel(connection, greeting, buffers)
         try:
             connection.sendall(Header(Kind.WELCOME, 0, 0, 0, 0).packed())
-            if greeting.group_number:
-                channel.open_group(self._shape)
             connection.settimeout(None)
             seconds, rest = divmod(self._shape.timeout, 1)  # a limit for sends only: reads here never wait
             connection.setsockopt(
@@ -189,12 +154,12 @@ class ExpertInbox:
             )
             if connection.family != socket.AF_UNIX:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError:  # it has left, or did not make the group: its end says which
-            channel.close()
+        except OSError:  # it has left
+            connection.close()
             return
         self._counters.open_channel(buffers=2)
         self._open += 1
-        self._selector.register(connection, selectors.EVENT_READ, channel)
+        self._selector.register(connection, selectors.EVENT_READ, ExpertChannel(connection, greeting, buffers))
 
     def _greeted(self, connection: socket.socket) -> tuple[Greeting, tuple[RowBuffer, RowBuffer]]:
         """Read and check a greeting, and make the buffers of the channel."""
@@ -216,15 +181,13 @@ class ExpertInbox:
         if own != theirs:
             names = "worker, experts, layers, hidden size, dtype"
             raise EngineError(f"the two ends were started for different models ({names}: {theirs} instead of {own})")
-        if (greeting.group_number > 0) != (shape.backend is not None):
-            raise EngineError("the two ends were started for different transports")
         if max(greeting.capacity, greeting.shared_rows) > shape.max_rows or greeting.capacity < 1:
             raise EngineError(f"a channel of {greeting.capacity} rows is more than the {shape.max_rows} allowed")
         if greeting.shared_rows:
             if len(files) != 1:
                 raise EngineError("the shared memory was not sent")
             return mapped_buffers(files[0], greeting.shared_rows, shape.hidden, shape.dtype)
-        size = (greeting.capacity, shape.hidden, shape.dtype, shape.device)
+        size = (greeting.capacity, shape.hidden, shape.dtype)
         return private_buffer(*size), private_buffer(*size)
 
 

@@ -69,7 +69,6 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True):
     capacity            most rows of one message
     shared_rows         rows of the slot's buffers in shared memory, whose file comes along; 0: no shared memory
     dtype               of the rows, as torch names it
-    group_number        of the process group that the two ends make for their rows; 0: they make none
     """
 
     secret: bytes
@@ -82,7 +81,6 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     num_experts: int
     num_layers: int
-    group_number: int = 0
     version: Literal[3] = VERSION
 
     def packed(self) -> bytes:

@@ -41,7 +41,7 @@ class AttentionWorker:
         recorder   of its timeline; None: nothing is recorded
         raises     ConfigError, EngineError as `read_structure` and `load_attention` do
         """
-        structure = read_structure(folder, dtype, layout.device)
+        structure = read_structure(folder, dtype)
         self.layout, self.number, self._recorder = layout, number, recorder
         self.token = ComputeToken()
         self.model: Any = load_attention(structure, open_checkpoint(folder))
@@ -53,8 +53,6 @@ class AttentionWorker:
             hidden=structure.hidden,
             dtype=structure.dtype,
             num_layers=len(structure.experts),
-            backend=layout.backend,
-            device=layout.device,
         )
         self.most_cache_bytes = _most_cache_bytes(self.model, layout)
         self.micro_batches: list[MicroBatch] = []
@@ -151,11 +149,7 @@ def _most_cache_bytes(model: Any, layout: WorkerLayout) -> int:
     """
     with without_experts():
         one, two = (
-            cache_bytes(
-                model(input_ids=torch.zeros((1, tokens), dtype=torch.int64, device=layout.device), use_cache=True)[
-                    CACHE_NAME
-                ]
-            )
+            cache_bytes(model(input_ids=torch.zeros((1, tokens), dtype=torch.int64), use_cache=True)[CACHE_NAME])
             for tokens in (1, 2)
         )
     token, request = two - one, 2 * one - two

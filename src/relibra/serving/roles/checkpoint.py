@@ -83,7 +83,6 @@ class ModelStructure:
     num_experts   per layer
     top_k         experts per token
     hidden        width of the rows that experts take and return
-    device        that weights are loaded to
     """
 
     model: nn.Module
@@ -92,14 +91,12 @@ class ModelStructure:
     top_k: int
     hidden: int
     dtype: torch.dtype
-    device: str = "cpu"
 
 
-def read_structure(folder: Path, dtype: str = "auto", device: str = "cpu") -> ModelStructure:
+def read_structure(folder: Path, dtype: str = "auto") -> ModelStructure:
     """Build a model from its configuration, without weights.
 
     dtype    of the weights; "auto": as the configuration says
-    device   that they are loaded to
     raises   ConfigError for a folder without a model, EngineError for a model that cannot be split, by the name of its
              family
     """
@@ -127,7 +124,6 @@ def read_structure(folder: Path, dtype: str = "auto", device: str = "cpu") -> Mo
         top_k=routers[0].top_k,
         hidden=_hidden_size(model.get_submodule(experts[0]), routers[0].num_experts),
         dtype=chosen,
-        device=device,
     )
 
 
@@ -143,7 +139,7 @@ def load_attention(structure: ModelStructure, tensors: Mapping[str, CheckpointTe
         raise ConfigError(f"the checkpoint lacks {len(lost)} tensors of the model, such as {min(lost)!r}")
     with quiet_loading():
         model._finalize_model_loading(model, config, info)
-    return _on_device(model, structure.device).eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)
 
 
 def load_experts(
@@ -169,13 +165,7 @@ def load_experts(
     lost = {name for name in info.missing_keys if _inside(name, structure.experts)}
     if lost:
         raise ConfigError(f"the checkpoint lacks {len(lost)} tensors of experts, such as {min(lost)!r}")
-    modules = [_on_device(model.get_submodule(path), structure.device) for path in structure.experts]
-    return [module.eval().requires_grad_(False) for module in modules]
-
-
-def _on_device(module: nn.Module, device: str) -> nn.Module:
-    """Move loaded tensors to a device; tensors of the other role stay on meta."""
-    return module if device == "cpu" else module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    return [model.get_submodule(path).eval().requires_grad_(False) for path in structure.experts]
 
 
 def _convert(model: Any, tensors: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, LoadStateDictConfig]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -39,7 +38,6 @@ class MicroBatch:
         self.engine = Engine(self._forward, model.config, limits, pad_id=pad_id)  # type: ignore[arg-type]
         self._model, self._listener = model, listener
         self._route_dtype = narrow_dtype(len(experts.load_E))
-        self._device = torch.device(experts.exchange.shape.device)
         self._work = threading.Condition()
         self._sequences: dict[int, Sequence] = {}
         self._fresh: list[Sequence] = []
@@ -90,15 +88,13 @@ class MicroBatch:
     @torch.inference_mode()
     def _run(self) -> None:
         """Serve until closed. An error ends the requests of this micro-batch, not the process."""
-        on_cuda = self._device.type == "cuda"
-        with torch.cuda.stream(torch.cuda.Stream(self._device)) if on_cuda else nullcontext():
-            while self._await_work():
-                try:
-                    self._rejoin_workers()
-                    self._take_requests()
-                    self._report(self.engine.step())
-                except Exception as error:  # noqa: BLE001 - the boundary of the thread: its requests get the sentence
-                    self._end_all(str(error) if isinstance(error, RelibraError) else in_a_line(error))
+        while self._await_work():
+            try:
+                self._rejoin_workers()
+                self._take_requests()
+                self._report(self.engine.step())
+            except Exception as error:  # noqa: BLE001 - the boundary of the thread: its requests get the sentence
+                self._end_all(str(error) if isinstance(error, RelibraError) else in_a_line(error))
 
     def _await_work(self) -> bool:
         with self._work:
@@ -152,8 +148,7 @@ class MicroBatch:
     def _forward(
         self, input_BN: Int[Tensor, "B N"], mask_BC: Bool[Tensor, "B C"], cache: Cache, *, last: int = 1
     ) -> tuple[Float[Tensor, "B Z V"], Tensor | None]:
-        """Run the model with remote experts, see `Forward`. Logits and routes come back on the host."""
+        """Run the model with remote experts, see `Forward`."""
         with self.experts.forward_pass() as routes_LTK:
-            logits_BZV = run_model(self._model, input_BN.to(self._device), mask_BC.to(self._device), cache, last)
-        routes_TLK = torch.stack(routes_LTK, dim=1).to(self._route_dtype)
-        return logits_BZV.cpu(), routes_TLK.cpu()
+            logits_BZV = run_model(self._model, input_BN, mask_BC, cache, last)
+        return logits_BZV, torch.stack(routes_LTK, dim=1).to(self._route_dtype)

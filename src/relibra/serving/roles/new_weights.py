@@ -18,15 +18,12 @@ from relibra.serving.roles.expert_worker import ExpertWorker
 class NewWeights:
     """Weights that a worker has read and does not use yet: it has room for both."""
 
-    def __init__(
-        self, worker: AttentionWorker | ExpertWorker, dtype: str, device: str, experts: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, worker: AttentionWorker | ExpertWorker, dtype: str, experts: Sequence[int] = ()) -> None:
         """Begin with none.
 
-        device    of the worker
         experts   of an expert worker
         """
-        self._worker, self._dtype, self._device, self._experts = worker, dtype, device, experts
+        self._worker, self._dtype, self._experts = worker, dtype, experts
         self._read: list[nn.Module] = []
 
     def change(self, frame: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +40,7 @@ class NewWeights:
         return {"read": frame["read"]}
 
     def _load(self, folder: Path) -> list[nn.Module]:
-        structure, tensors = read_structure(folder, self._dtype, self._device), open_checkpoint(folder)
+        structure, tensors = read_structure(folder, self._dtype), open_checkpoint(folder)
         if isinstance(self._worker, ExpertWorker):
             read = load_experts(structure, tensors, self._experts)
         else:

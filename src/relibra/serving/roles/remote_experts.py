@@ -85,12 +85,11 @@ class RemoteExperts:
         ids_TK: Int64[Tensor, "T K"],
         weights_TK: Float[Tensor, "T K"],
     ) -> Float[Tensor, "T H"]:
-        top_k, device = ids_TK.shape[1], hidden_TH.device
-        expert_Y = ids_TK.cpu().numpy().ravel()  # waits for the device: the host has to know the counts
+        top_k, expert_Y = ids_TK.shape[1], ids_TK.numpy().ravel()
         self.load_E += np.bincount(expert_Y, minlength=len(self.load_E))
         while True:
             place_Y = self._places().place_rows(expert_Y)
-            order_Y = torch.from_numpy(np.argsort(place_Y, kind="stable")).to(device)
+            order_Y = torch.from_numpy(np.argsort(place_Y, kind="stable"))
             rows_YH = self.exchange.rows(len(place_Y))
             torch.index_select(hidden_TH, 0, order_Y // top_k, out=rows_YH)
             self.exchange.dispatch(layer, rows_YH, np.bincount(place_Y, minlength=self._table.num_places))
@@ -104,7 +103,7 @@ class RemoteExperts:
                 self._record("await experts", layer)
                 self._take_token()
         inverse_Y = torch.empty_like(order_Y)
-        inverse_Y[order_Y] = torch.arange(len(order_Y), device=device)
+        inverse_Y[order_Y] = torch.arange(len(order_Y))
         weighted_TKH = result_YH[inverse_Y].view(-1, top_k, result_YH.shape[1]) * weights_TK.unsqueeze(-1)
         return weighted_TKH.sum(dim=1).to(hidden_TH.dtype)
 
