@@ -64,7 +64,7 @@ class StartedRun:
         """Return the process ids of the ranks, in their order; fewer while they start."""
         try:
             children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-            return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            return [int(pid) for pid in children if b"relibra.rl.run.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         except OSError:
             return []
 

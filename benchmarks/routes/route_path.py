@@ -9,7 +9,6 @@ Run: relibra bench route_path [--quick] [--json] [--output FOLDER]
 
 import json
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from relibra.rl.batch.training_batch import build_batch
 from relibra.rl.config.run_config import load_config
 from relibra.rl.model.policy import Policy
 from relibra.rl.rollout.response import Window, new_response
-from relibra.rl.run.ranks import Rendezvous, joined_ranks
+from relibra.rl.run.ranks import connect_ranks, joined_ranks
 from relibra.rl.run.step_trace import StepTraces, record_routes
 from relibra.routing.synthetic import TraceShape, domain_trace
 
@@ -58,10 +57,8 @@ def main() -> None:
 def measured(samples: int, repetitions: int) -> list[dict]:
     """Take the same windows through a step's stages, again and again; one row per stage and one for all."""
     windows = _windows(samples)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        rendezvous = Rendezvous(0, 1, listener.getsockname()[1], listener)
-        with joined_ranks(60.0, torch.device("cpu"), rendezvous):
-            seconds = [_pass(windows) for _ in range(repetitions + 1)][1:]  # the first one compiles and warms caches
+    with joined_ranks(60.0, torch.device("cpu"), connect_ranks(60.0, "tcp://127.0.0.1:0?rank=0&world_size=1")):
+        seconds = [_pass(windows) for _ in range(repetitions + 1)][1:]  # the first one compiles and warms caches
     tokens = samples * TOKENS
     by_stage = dict(zip(STAGES, zip(*seconds, strict=True), strict=True))
     cases = {"all": [sum(one) for one in seconds], **{stage: list(found) for stage, found in by_stage.items()}}

@@ -8,26 +8,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Ctrl-C, and what schedulers send some time before they kill: the first one stops a run after its step."""
-
-SERVER_KEY = "RELIBRA_SERVER_KEY"
-"""Variable with the key of servers that a run starts; in the servers, and inside the processes of the ranks."""
-_SERVER_URLS = "RELIBRA_SERVER_URLS"
-
-
-@dataclass(frozen=True)
-class StartedServers:
-    """Rollout servers that a run has started before its ranks.
-
-    key    that they ask for
-    """
-
-    urls: tuple[str, ...]
-    key: str = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -54,16 +41,6 @@ def environment_value(name: str) -> str:
 def server_environment(**added: str) -> dict[str, str]:
     """Return the environment of a server from another Python environment: without our path of modules."""
     return {**{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, **added}
-
-
-def tell_started_servers(servers: StartedServers) -> None:
-    """Let this process know the servers of its run; what it starts from now on has the key in its environment."""
-    os.environ.update({_SERVER_URLS: ",".join(servers.urls), SERVER_KEY: servers.key})
-
-
-def started_server_urls() -> tuple[str, ...]:
-    """Return the addresses of servers that were started for this rank; their key is in SERVER_KEY."""
-    return tuple(url for url in os.environ.get(_SERVER_URLS, "").split(",") if url)
 
 
 def ray_address() -> str:
@@ -103,11 +80,6 @@ def error_file() -> Path | None:
     return Path(given) if given else None
 
 
-def rendezvous_address() -> tuple[str, int]:
-    """Return host and port of the store of the process group, as `torchrun` tells them."""
-    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-
-
 def cache_folder() -> Path:
     """Return the folder of the user for files that can be made again; it may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relibra"
@@ -131,22 +103,20 @@ def keep_hub_offline() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def keep_torch_quiet() -> None:
-    """Let torch in processes we start report errors only: of a rank that failed, the others print C++ stacks."""
+@contextmanager
+def rank_environment(threads: int) -> Iterator[None]:
+    """Set inside what ranks that are started there find in their environment: threads of torch, and errors only.
+
+    Of a rank that failed, the others would print C++ stacks.
+    """
+    before = dict(os.environ)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-
-def set_rendezvous(launched: LaunchedRank, address: tuple[str, int], threads: int) -> None:
-    """Tell torch in this process what `torchrun` would have told it, for processes we start ourselves."""
-    os.environ.update(
-        RANK=str(launched.rank),
-        LOCAL_RANK=str(launched.local_rank),
-        WORLD_SIZE=str(launched.num_ranks),
-        LOCAL_WORLD_SIZE=str(launched.num_local_ranks),
-        MASTER_ADDR=address[0],
-        MASTER_PORT=str(address[1]),
-        OMP_NUM_THREADS=str(threads),
-    )
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def chosen_placement() -> str:

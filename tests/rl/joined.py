@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 
 from relibra.rl.config.run_config import RunConfig, load_config
 from relibra.rl.model.policy import Policy, build_policy
-from relibra.rl.run.ranks import Rendezvous, joined_ranks
+from relibra.rl.run.ranks import Rendezvous, connect_ranks, joined_ranks
 
 CPU = torch.device("cpu")
 VOCAB = 64
@@ -55,16 +55,24 @@ def policy_of(config: RunConfig, folder: Path, vocab: int = VOCAB) -> Policy:
 @contextmanager
 def alone() -> Iterator[None]:
     """Be the only rank of a group."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    with joined_ranks(GROUP_TIMEOUT_S, CPU, Rendezvous(0, 1, listener.getsockname()[1], listener)):
+    with joined_ranks(GROUP_TIMEOUT_S, CPU, rendezvous()):
         yield
+
+
+def rendezvous(rank: int = 0, num_ranks: int = 1, port: int = 0) -> Rendezvous:
+    """Return where ranks of this machine meet; rank 0 listens from now on, at a free port if `port` is 0."""
+    return connect_ranks(GROUP_TIMEOUT_S, f"tcp://127.0.0.1:{port}?rank={rank}&world_size={num_ranks}")
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody uses now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def on_ranks(num_ranks: int, work: Callable[..., Any], folder: Path, *, expect_deaths: bool = False) -> list[Any]:
     """Run `work(folder)` on joined processes; return what each found, None of one that was killed."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    processes = mp.spawn(_work, args=(num_ranks, port, work, folder), nprocs=num_ranks, join=False)
+    processes = mp.spawn(_work, args=(num_ranks, free_port(), work, folder), nprocs=num_ranks, join=False)
     deadline = time.monotonic() + TIMEOUT_S
     try:
         if expect_deaths:
@@ -87,6 +95,5 @@ def on_ranks(num_ranks: int, work: Callable[..., Any], folder: Path, *, expect_d
 
 def _work(rank: int, num_ranks: int, port: int, work: Callable[..., Any], folder: Path) -> None:
     torch.set_num_threads(1)
-    listener = socket.create_server(("127.0.0.1", port)) if rank == 0 else None
-    with joined_ranks(GROUP_TIMEOUT_S, CPU, Rendezvous(rank, num_ranks, port, listener)):
+    with joined_ranks(GROUP_TIMEOUT_S, CPU, rendezvous(rank, num_ranks, port)):
         torch.save(work(folder), folder / f"found-{rank}.pt")

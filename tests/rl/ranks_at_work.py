@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,10 +20,11 @@ from safetensors.torch import load_file
 from relibra.environment import STOP_SIGNALS
 from relibra.rl import step, trainer
 from relibra.rl.config.run_config import RunConfig, load_config
-from relibra.rl.run.ranks import Rendezvous, joined_ranks
+from relibra.rl.run.ranks import joined_ranks
 from relibra.rl.tasks.task import Prompt
 from relibra.rl.toy.tasks import Arithmetic
 from relibra.rl.update.policy_update import update_policy
+from tests.rl.joined import CPU, GROUP_TIMEOUT_S, free_port, rendezvous
 
 TINY = (
     "warmup.steps=2",
@@ -41,18 +41,10 @@ TINY = (
     "critic.min_finished=1",
     "critic.explained_variance_gate=off",
 )
-CPU = torch.device("cpu")
-GROUP_TIMEOUT_S = 120.0
 
 
 def tiny_config(*overrides: str, ranks: int = 2) -> RunConfig:
     return load_config(None, [*TINY, f"parallel.ranks={ranks}", *overrides])
-
-
-def rendezvous(rank: int = 0, num_ranks: int = 1, port: int = 0) -> Rendezvous:
-    """Return where to meet; rank 0 listens from now on, at a free port if `port` is 0."""
-    listener = socket.create_server(("127.0.0.1", port)) if rank == 0 else None
-    return Rendezvous(rank, num_ranks, listener.getsockname()[1] if listener else port, listener)
 
 
 @dataclass(frozen=True)
@@ -139,10 +131,8 @@ def run_on_ranks(
 ) -> dict[str, Outcome]:
     """Make all runs one after another in a few processes; return what each left, by case."""
     folder.mkdir(parents=True, exist_ok=True)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     mp.spawn(
-        partial(_work, num_ranks=num_ranks, port=port, cases=dict(cases), folder=folder, descent=descent),
+        partial(_work, num_ranks=num_ranks, port=free_port(), cases=dict(cases), folder=folder, descent=descent),
         nprocs=num_ranks,
     )
     found = {}

@@ -129,7 +129,7 @@ class LongRun:
     def workers(self) -> list[int]:
         """Return the process ids of the ranks, in their order."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [int(pid) for pid in children if b"relibra.rl.run.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     def wait_for_workers(self, number: int) -> list[int]:
         """Wait until so many ranks have been started."""

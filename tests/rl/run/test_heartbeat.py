@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import threading
 import time
 from datetime import timedelta
@@ -14,8 +13,8 @@ import torch.multiprocessing as mp
 
 from relibra.rl.run import heartbeat
 from relibra.rl.run.heartbeat import Heartbeat, heartbeats
-from relibra.rl.run.ranks import Rendezvous, joined_ranks, wait_for_ranks
-from tests.rl.joined import CPU
+from relibra.rl.run.ranks import joined_ranks, wait_for_ranks
+from tests.rl.joined import CPU, free_port, rendezvous
 
 BEAT = 0.05
 
@@ -30,7 +29,7 @@ def rank_0(server, tmp_path):
     """Return the watch of the store of two ranks, and what it says when the other one is lost."""
     said = []
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-    beat = Heartbeat(client, 0, 2, tmp_path / "stacks", said.append, 0.5, beat_seconds=BEAT, note_seconds=0.3)
+    beat = Heartbeat(client, 0, 2, tmp_path / "stacks", said.append, 0.5, 1.0, beat_seconds=BEAT, note_seconds=0.3)
     yield beat, said
     beat.stop()
 
@@ -66,11 +65,11 @@ def test_a_rank_that_stops_before_its_first_sign_of_life_is_named(rank_0):
     beat, said = rank_0
     beat.start()
     wait_until(lambda: said)
-    assert said[0].startswith("no sign of life of rank 1 (start, for 0 s) for 0.5 s")
+    assert said[0].startswith("no sign of life of rank 1 (start, for 0 s) for 1 s (parallel.timeout_seconds)")
 
 
 class SilentStore:
-    """The store of a rank 0 that was stopped: requests go out, and no answer comes."""
+    """The store of a process that was stopped: requests go out, and no answer comes."""
 
     def __init__(self):
         self.end = threading.Event()
@@ -89,14 +88,16 @@ class SilentStore:
         raise RuntimeError("closed")
 
 
-def test_a_rank_0_that_never_answers_is_named(tmp_path):
+def test_a_store_that_never_answers_is_named(tmp_path):
     said, store = [], SilentStore()
-    beat = Heartbeat(store, 1, 2, tmp_path / "stacks", said.append, 0.5, beat_seconds=BEAT)
+    beat = Heartbeat(store, 1, 2, tmp_path / "stacks", said.append, 0.5, 1.0, beat_seconds=BEAT)
     beat.start()
     wait_until(lambda: said)
     store.end.set()
     beat.stop()
-    assert said[0].startswith("no sign of life of rank 0, which has the store of the group, for 0.5 s")
+    assert said[0].startswith(
+        "no sign of life of the process that has the store of the group (the launcher, or rank 0) for 0.5 s"
+    )
     assert "test_heartbeat.py" in (tmp_path / "stacks" / "rank-00001.txt").read_text()
 
 
@@ -177,8 +178,7 @@ def test_a_peer_that_ended_does_not_hang(server, rank_0):
 
 def _differ(rank, port):
     """Join with a deadline of 2 s, and let rank 1 work for 4 s before a wait."""
-    listener = socket.create_server(("127.0.0.1", port)) if rank == 0 else None
-    with joined_ranks(2.0, CPU, Rendezvous(rank, 2, port, listener)):
+    with joined_ranks(2.0, CPU, rendezvous(rank, 2, port)):
         time.sleep(4.0 * rank)
         start = time.monotonic()
         wait_for_ranks()
@@ -187,35 +187,30 @@ def _differ(rank, port):
 
 @pytest.mark.slow
 def test_ranks_wait_for_uneven_work_beyond_the_deadline_of_collectives():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    mp.spawn(_differ, args=(port,), nprocs=2)
+    mp.spawn(_differ, args=(free_port(),), nprocs=2)
 
 
-def _stop_after_the_last_work(rank, port, folder):
-    """Join; rank 1 is stopped when its work is done, and rank 0 writes for whom it waits."""
+def _stop(rank, port, folder, moment):
+    """Join; rank 1 is stopped at a moment, and rank 0 writes for whom it waits."""
 
     def on_lost(sentence):
         (folder / "said.txt").write_text(sentence)
         os._exit(0)
 
-    listener = socket.create_server(("127.0.0.1", port)) if rank == 0 else None
-    with (
-        joined_ranks(60.0, CPU, Rendezvous(rank, 2, port, listener)),
-        heartbeats(folder, ("127.0.0.1", port), 60.0, 2.0, on_lost=on_lost),
-    ):
-        if rank == 1:
+    met = rendezvous(rank, 2, port)
+    with heartbeats(folder, met, 60.0, 2.0, on_lost=on_lost):
+        if rank == 1 and moment == "before it joins":
             os.kill(os.getpid(), signal.SIGSTOP)
+        with joined_ranks(60.0, CPU, met):
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_after_its_last_work_is_named(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    ranks = [
-        mp.get_context("spawn").Process(target=_stop_after_the_last_work, args=(rank, port, tmp_path))
-        for rank in range(2)
-    ]
+@pytest.mark.parametrize("moment", ["before it joins", "after its last work"])
+def test_a_rank_that_is_stopped_is_named(moment, tmp_path):
+    port = free_port()
+    ranks = [mp.get_context("spawn").Process(target=_stop, args=(rank, port, tmp_path, moment)) for rank in range(2)]
     for process in ranks:
         process.start()
     ranks[0].join(60)

@@ -1,21 +1,16 @@
 """What becomes of a run whose ranks are lost, or do not end; a supervised one restarts a bounded number of times."""
 
 import os
-import shutil
 import signal
-import threading
-import time
-from pathlib import Path
 
 import pytest
 
 from relibra.errors import ConfigError, EngineError
 from relibra.rl.config.run_config import load_config
 from relibra.rl.run import launch as launching
-from relibra.rl.run import rank_processes
+from relibra.rl.run import node_ranks
 from relibra.rl.run.launch import MAX_RESTARTS, launch
 from relibra.rl.run.run_failure import LostRankError
-from relibra.rl.run.worker import LAST_WORDS, Exit
 
 
 @pytest.fixture
@@ -71,42 +66,18 @@ def test_a_bad_row_of_the_task_is_told_before_processes_start_and_leaves_no_fold
     assert not (tmp_path / "runs").exists()
 
 
-def stand_in(_rank, _config, run, _address, _listener, last_word, _output, _servers):
-    """Stand for a rank, and end as the name of the run folder says."""
-    run = Path(run)
-    if run.name == "killed_beside_a_helper":
-        helper = os.fork()
-        if not helper:
-            signal.pause()
-        (run.parent / "helper.txt").write_text(str(helper))
-        os.kill(os.getpid(), signal.SIGKILL)
-    if run.name == "removed":
-        shutil.rmtree(run)
-        (run / "traces").mkdir(parents=True)
-        last_word.send_bytes(b"the folder is gone")
-        os._exit(Exit.FAILED)
-    if run.name == "asked_to_stop_then_killed":
-        (run / "checkpoints" / "step-00001").mkdir(parents=True)
-        os.kill(os.getppid(), signal.SIGTERM)
-        time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGKILL)
-    last_word.send_bytes(LAST_WORDS[Exit.STOPPED if run.name == "stopped" else Exit.DONE])
-    if run.name == "crashing_at_its_end":
-        os.kill(os.getpid(), signal.SIGABRT)
-    if run.name == "with_a_thread_that_stays":
-        threading.Thread(target=time.sleep, args=(1e5,)).start()
-
-
 @pytest.fixture
 def launched(monkeypatch, tmp_path):
     """Return a function that launches a run of one stand-in."""
-    monkeypatch.setattr(rank_processes, "run_worker", stand_in)
-    monkeypatch.setattr(rank_processes, "GRACE_SECONDS", 0.3)
-    monkeypatch.setattr(rank_processes, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(
+        node_ranks, "START_RANK", node_ranks.START_RANK.replace("relibra.rl.run.rank", "tests.rl.run.stand_in")
+    )
+    monkeypatch.setattr(node_ranks, "STOPPED_SECONDS", -0.5)  # beyond a heartbeat of a second
+    monkeypatch.setattr(node_ranks, "POLL_SECONDS", 0.1)
 
     def run(name, **options):
         words = [f"run.folder={tmp_path}", f"run.name={name}", "plan.balancer=static", "parallel.ranks=1"]
-        return launch(load_config(None, words), **options)
+        return launch(load_config(None, [*words, "parallel.heartbeat_seconds=1"]), **options)
 
     return run
 
@@ -116,16 +87,22 @@ def launched(monkeypatch, tmp_path):
     [
         ("stopped", False, ""),
         ("crashing_at_its_end", True, "rank 0 had done its work when its process was ended by SIGABRT"),
-        (
-            "with_a_thread_that_stays",
-            True,
-            "rank 0 has done its work, and is ended: threads or processes that a reward",
-        ),
     ],
 )
-def test_after_its_last_word_a_rank_cannot_fail(name, complete, said, launched, capfd):
+def test_after_its_work_a_rank_cannot_fail(name, complete, said, launched, capfd):
     assert launched(name).complete is complete
     assert said in capfd.readouterr().err
+
+
+def test_a_rank_that_is_stopped_for_long_is_named_where_no_other_rank_is_left(launched):
+    with pytest.raises(LostRankError, match=r"the process of rank 0 is stopped \(SIGSTOP\)"):
+        launched("stopped_for_long")
+
+
+def test_the_launcher_leaves_environment_and_signal_handlers_as_they_were(launched):
+    before = dict(os.environ), [signal.getsignal(number) for number in signal.valid_signals()]
+    launched("done")
+    assert (dict(os.environ), [signal.getsignal(number) for number in signal.valid_signals()]) == before
 
 
 def test_a_killed_rank_is_noticed_where_a_helper_keeps_its_files_open(launched, tmp_path):

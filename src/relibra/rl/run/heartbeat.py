@@ -1,8 +1,8 @@
 """Signs of life of the ranks: which rank is awaited, which one is lost, and the Python stacks of all.
 
 Work that may take longer on one rank than on others (rollout, rewards, writing) ends in `wait_for_ranks`
-(`run/ranks.py`), which has no deadline. A thread of each rank therefore tells the others, through the store of the
-group, that its process lives and what it does. Collectives keep the deadline of `parallel.timeout_seconds`.
+(`run/ranks.py`), which has no deadline. A thread of each rank therefore tells the others, through the store at which
+they meet, that its process lives and what it does. Collectives keep the deadline of `parallel.timeout_seconds`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from relibra.errors import LostPeerError
-from relibra.rl.run.ranks import is_peer_loss, present_work, wait_for_ranks
+from relibra.rl.run.ranks import Rendezvous, present_work
 
 BEAT_SECONDS = 2.0
 NOTE_SECONDS = 60.0
@@ -35,21 +33,25 @@ STORE_SECONDS = 10.0
 _log = logging.getLogger(__name__)
 
 
+class HangingPeerError(LostPeerError):
+    """Names the rank that hangs, or gives no sign of life."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Beat:
     """What a rank told last.
 
-    number    grows with every beat
+    number    grows with every beat; 0: it has not told anything
     stage     what it does, such as "reward of step 3"
     seconds   for so long
     waiting   it waits for the others
-    failed    None, or how its collective failed: "timed out", or "closed": a peer ended
+    failed    None, or how its collective failed: "timed out", or "closed": a peer ended; "left": its work is done
     """
 
-    number: int
-    stage: str
-    seconds: float
-    waiting: bool
+    number: int = 0
+    stage: str = "start"
+    seconds: float = 0.0
+    waiting: bool = False
     failed: str | None = None
 
 
@@ -57,10 +59,11 @@ class Beat:
 class Heartbeat:
     """The thread that tells the other ranks of this one, and watches them.
 
-    store          a connection of its own to the store of the group
-    stacks         folder for the Python stacks of the ranks
-    on_lost        called with a sentence when a rank is lost; ends the process
-    lost_seconds   without a beat, a rank is lost
+    store           a connection of its own to the store at which the ranks meet
+    stacks          folder for the Python stacks of the ranks
+    on_lost         called with a sentence when a rank is lost; ends the process
+    lost_seconds    without a beat, a rank is lost
+    start_seconds   before its first beat, a rank is lost
     """
 
     store: Any
@@ -69,13 +72,13 @@ class Heartbeat:
     stacks: Path
     on_lost: Callable[[str], None]
     lost_seconds: float
+    start_seconds: float
     beat_seconds: float = BEAT_SECONDS
     note_seconds: float = NOTE_SECONDS
     _failed: str | None = None
     _number: int = 0
     _seen: dict[int, tuple[int, float]] = field(default_factory=dict)
     _next_note: float = 0.0
-    _next_busy: float = 0.0
     _dumped: bool = False
     _stop: threading.Event = field(default_factory=threading.Event)
     _answered: float = 0.0
@@ -83,12 +86,10 @@ class Heartbeat:
     def start(self) -> None:
         """Tell the first beat and start the thread."""
         self.store.set_timeout(timedelta(seconds=STORE_SECONDS))
-        self._next_note = self.note_seconds
         self.stacks.mkdir(exist_ok=True)
         self._file = (self.stacks / f"rank-{self.rank:05d}.txt").open("w", encoding="utf-8")
-        unheard = json.dumps(asdict(Beat(number=0, stage="start", seconds=0.0, waiting=False)))
-        for rank in range(self.num_ranks):  # so that one that never tells anything is missed too
-            self.store.compare_set(f"beat/{rank}", "", unheard)
+        for rank in range(self.num_ranks):
+            self.store.compare_set(f"beat/{rank}", "", json.dumps(asdict(Beat())))
         self.tell()
         self._answered = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
@@ -111,8 +112,14 @@ class Heartbeat:
         """Tell the other ranks what this one does."""
         self._number += 1
         stage, seconds, waiting = present_work()
-        beat = {"number": self._number, "stage": stage, "seconds": seconds, "waiting": waiting, "failed": self._failed}
-        self.store.set(f"beat/{self.rank}", json.dumps(beat))
+        beat = Beat(number=self._number, stage=stage, seconds=seconds, waiting=waiting, failed=self._failed)
+        self.store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))
+
+    def leave(self) -> None:
+        """Tell the other ranks that this one has done its work: from now on nobody waits for it."""
+        self._failed = "left"
+        with suppress(RuntimeError):
+            self.tell()
 
     def ask(self) -> list[Beat]:
         """Return what each rank told last."""
@@ -138,8 +145,8 @@ class Heartbeat:
                 time.sleep(2 * self.beat_seconds)  # the others notice, and threads of those that hang write stacks
             beats = self.ask()
             if self.rank == 0:
-                time.sleep(self.beat_seconds)  # this process has the store that the others ask
-        except RuntimeError:  # rank 0, which has the store, is gone
+                time.sleep(self.beat_seconds)  # without an agent this process has the store that the others ask
+        except RuntimeError:  # the process that has the store is gone
             return None
         if all(beat.failed != "timed out" for beat in beats):
             return None
@@ -168,14 +175,14 @@ class Heartbeat:
                 beats = self.ask()
                 asked = self.store.check(["dump"])
             except RuntimeError:
-                continue  # rank 0 ended, which its peers notice by themselves, or `_watch_store` does
+                continue  # the process that has the store ended, which `_watch_store` notices
             self._answered = time.monotonic()
             if asked:
                 self._dump()
             self._watch(beats, self._answered)
 
     def _watch_store(self) -> None:
-        """End this process when rank 0, which has the store, does not answer: requests to it may wait for ever."""
+        """End this process when the store does not answer: requests to it may wait for ever."""
         before = time.monotonic()
         while not self._stop.wait(self.beat_seconds):
             now = time.monotonic()
@@ -183,53 +190,37 @@ class Heartbeat:
                 self._answered = now
             before = now
             if now - self._answered > self.lost_seconds + self.beat_seconds:
-                self._dump()
-                self._give_up(
-                    f"no sign of life of rank 0, which has the store of the group, for {self.lost_seconds:g} s "
-                    f"(parallel.heartbeat_seconds): its process is stopped, or its machine is gone; stacks of "
-                    f"the ranks are in {self.stacks}"
-                )
+                holder = "the process that has the store of the group (the launcher, or rank 0)"
+                self._give_up(holder, self.lost_seconds)
 
     def _watch(self, beats: Sequence[Beat], now: float) -> None:
         for rank, beat in enumerate(beats):
             if rank not in self._seen or self._seen[rank][0] != beat.number:
                 self._seen[rank] = (beat.number, now)
-        lost = [
-            rank
-            for rank, (_, since) in self._seen.items()
-            if now - since > self.lost_seconds and rank != self.rank and beats[rank].failed is None
-        ]
-        if lost:
-            self.store.set("dump", "1")
-            self._dump()
-            self._give_up(
-                f"no sign of life of {describe(lost, beats)} for {self.lost_seconds:g} s "
-                f"(parallel.heartbeat_seconds): its process is stopped, or its machine is gone; stacks of "
-                f"the ranks are in {self.stacks}"
-            )
+        for seconds, started in ((self.lost_seconds, True), (self.start_seconds, False)):
+            lost = [
+                rank
+                for rank, (number, since) in self._seen.items()
+                if rank != self.rank and (number > 0) is started and not beats[rank].failed and now - since > seconds
+            ]
+            if lost:
+                self.store.set("dump", "1")
+                self._give_up(describe(lost, beats), seconds)
         self._note_waiting(beats)
 
     def _note_waiting(self, beats: Sequence[Beat]) -> None:
-        """Say for whom ranks wait; the first of them says it."""
+        """Say for whom ranks wait, or what they do where none has waited for long; one of them says it."""
         waiting = [rank for rank, beat in enumerate(beats) if beat.waiting]
-        self._note_busy(beats, max(beat.seconds for beat in beats) if not waiting else 0.0)
-        if not waiting or len(waiting) == len(beats):
-            self._next_note = self.note_seconds
-            return
-        seconds = beats[waiting[0]].seconds
-        if waiting[0] == self.rank and seconds >= self._next_note:
+        speaker, least = (waiting[0], self.note_seconds) if waiting else (0, BUSY_NOTES * self.note_seconds)
+        late = [rank for rank in range(len(beats)) if rank not in waiting]
+        seconds = beats[speaker].seconds if waiting else max(beat.seconds for beat in beats)
+        if seconds < least or not late:
+            self._next_note = least
+        elif speaker == self.rank and seconds >= self._next_note:
             self._next_note = 2 * seconds
-            late = [rank for rank in range(len(beats)) if rank not in waiting]
-            _log.warning(f"waiting {seconds:.0f} s for {describe(late, beats)}")
-
-    def _note_busy(self, beats: Sequence[Beat], seconds: float) -> None:
-        """Say what the ranks do that have not waited for one another for so long; rank 0 says it."""
-        if seconds < BUSY_NOTES * self.note_seconds:
-            self._next_busy = BUSY_NOTES * self.note_seconds
-        elif self.rank == 0 and seconds >= self._next_busy:
-            self._next_busy = 2 * seconds
-            longest = max(range(len(beats)), key=lambda rank: beats[rank].seconds)
-            _log.warning(f"all ranks are at work, longest {describe([longest], beats)}")
+            longest = max(late, key=lambda rank: beats[rank].seconds)
+            busy = f"all ranks are at work, longest {describe([longest], beats)}"
+            _log.warning(f"waiting {seconds:.0f} s for {describe(late, beats)}" if waiting else busy)
 
     def _dump(self) -> None:
         """Write the stacks of this process, once."""
@@ -237,51 +228,43 @@ class Heartbeat:
             self._dumped = True
             faulthandler.dump_traceback(self._file, all_threads=True)
 
-    def _give_up(self, sentence: str) -> None:
+    def _give_up(self, lost: str, seconds: float) -> None:
+        self._dump()
         self._stop.set()
-        time.sleep(self.beat_seconds)  # the others write their stacks; the store ends with rank 0
-        self.on_lost(sentence)
+        time.sleep(self.beat_seconds)  # the others write their stacks
+        setting = "heartbeat_seconds" if seconds == self.lost_seconds else "timeout_seconds"
+        self.on_lost(
+            f"no sign of life of {lost} for {seconds:g} s (parallel.{setting}): its process is stopped, or its machine "
+            f"is gone; stacks of the ranks are in {self.stacks}"
+        )
 
 
 @contextmanager
 def heartbeats(
-    run: Path,
-    address: tuple[str, int],
-    timeout_seconds: float,
-    lost_seconds: float,
-    *,
-    on_lost: Callable[[str], None],
-    attempt: int = 0,
+    run: Path, rendezvous: Rendezvous, timeout_seconds: float, lost_seconds: float, *, on_lost: Callable[[str], None]
 ) -> Iterator[None]:
-    """Show signs of life inside, and name the rank that hangs where a collective fails; collective.
+    """Show signs of life while ranks join, work and leave, and name the rank that hangs where a collective fails.
 
     run               run folder, for stacks
-    address           host and port of the store of the group
-    timeout_seconds   of collectives
+    timeout_seconds   of collectives, and until a rank shows its first sign of life
     lost_seconds      parallel.heartbeat_seconds
     on_lost           called with a sentence, in a thread, when a rank gives no sign of life; ends the process
-    attempt           how often `torchrun` has started the ranks again
-    raises            LostPeerError if a peer ended or hangs
+    raises            LostPeerError if a peer ended, HangingPeerError if one hangs
     """
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    if num_ranks == 1:
+    if rendezvous.num_ranks == 1:
         yield
         return
-    host, port = address
-    timeout = timedelta(seconds=timeout_seconds)
-    shared = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
-    store = dist.PrefixStore(f"beats-{attempt}", shared)  # type: ignore[attr-defined]
-    beat = Heartbeat(store, rank, num_ranks, run / "stacks", on_lost, lost_seconds)
+    rank, num_ranks = rendezvous.rank, rendezvous.num_ranks
+    beat = Heartbeat(rendezvous.store.clone(), rank, num_ranks, run / "stacks", on_lost, lost_seconds, timeout_seconds)
     beat.start()
     try:
-        dist.barrier()
         yield
-        wait_for_ranks()  # inside: one that stops after its last work is missed as well
-    except RuntimeError as error:
-        sentence = beat.find_hanging(error, timeout_seconds) if is_peer_loss(error) else None
+        beat.leave()
+    except LostPeerError as error:
+        sentence = beat.find_hanging(error.__cause__ or error, timeout_seconds)
         if sentence is None:
             raise
-        raise LostPeerError(sentence) from error
+        raise HangingPeerError(sentence) from error
     finally:
         beat.stop()
 

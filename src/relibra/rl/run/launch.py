@@ -1,32 +1,35 @@
 """Launch a run: start its processes, here or on Ray, and wait for them, or run as a rank that `torchrun` started.
 
-Imports no torch, so that the waiting process starts fast and uses little memory.
+Imports no torch before the ranks start: a bad setting is refused at once.
 """
 
 from __future__ import annotations
 
 import signal
-import socket
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
 from relibra.environment import STOP_SIGNALS, LaunchedRank, keep_hub_offline, launched_rank
-from relibra.errors import INSTALL_TRAINING, ConfigError
+from relibra.errors import INSTALL_TRAINING, ConfigError, EngineError
 from relibra.printable import printable
 from relibra.rl.config.model_folder import check_expert_ranks, check_model_path, names_hub
 from relibra.rl.config.run_config import RunConfig, describe_training
-from relibra.rl.run.on_ray.connection import check_ray, connected_ray
-from relibra.rl.run.on_ray.driver import RayRanks
-from relibra.rl.run.rank_processes import RankProcesses
+from relibra.rl.run.node_ranks import Node, run_node_ranks
+from relibra.rl.run.ray_nodes import check_ray, connected_ray, run_on_ray
 from relibra.rl.run.run_failure import LostRankError, check_ended, print_resume_hint
-from relibra.rl.run.run_folder import latest_checkpoint, locked_run_folder, open_or_create, remove_if_unused
+from relibra.rl.run.run_folder import (
+    latest_checkpoint,
+    locked_run_folder,
+    open_or_create,
+    remove_if_unused,
+    running_file,
+)
 from relibra.rl.run.stderr_writer import lenient_stderr
-from relibra.rl.run.worker import run_launched
 from relibra.rl.tasks.make import check_task
 from relibra.user_function import check_function
 
@@ -62,7 +65,7 @@ def launch(config: RunConfig, resume: Path | None = None, *, supervise: bool = F
     launched = launched_rank()
     on_ray = config.parallel.launcher == "ray"
     if on_ray:
-        check_ray()
+        check_ray(config)
     if launched is None or launched.rank == 0:
         for line in describe_training(config):
             print(printable(line), file=sys.stderr, flush=True)
@@ -89,6 +92,8 @@ def _run_as_rank(config: RunConfig, launched: LaunchedRank, resume: Path | None,
             "--supervise starts again the processes that relibra started: under torchrun leave it out and use "
             "torchrun's --max-restarts, after which a run continues from its last checkpoint"
         )
+    from relibra.rl.run.rank import run_launched
+
     run, complete = run_launched(config, launched, resume)
     if launched.rank != 0:
         return None
@@ -152,48 +157,37 @@ def _run_supervised(config: RunConfig, run: Path) -> bool:
 
 def _run_processes(config: RunConfig, run: Path) -> bool:
     """Run the ranks once, on this machine or on Ray; return False if stopped by Ctrl-C or SIGTERM."""
-    if config.parallel.launcher == "ray":
-        return _watch(RayRanks(config, run), config, run)
-    num_ranks = config.parallel.ranks
-    places = [LaunchedRank(rank, rank, num_ranks, num_ranks) for rank in range(num_ranks)]
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # from here on, no other program can take the port
-        address = ("127.0.0.1", listener.getsockname()[1])
-        ranks = RankProcesses(places, config.model_dump_json(), str(run), address=address, listener=listener)
-        return _watch(ranks, config, run)
-
-
-def _watch(ranks: RankProcesses | RayRanks, config: RunConfig, run: Path) -> bool:
-    forward = _InterruptForwarder(ranks.interrupt)
+    running = running_file(run)
     try:
-        ranks.start()
-        ended = ranks.wait(config.parallel.heartbeat_seconds)
+        running.touch()
+        with _stop_on_signals(running) as signals:
+            if config.parallel.launcher == "ray":
+                ended = run_on_ray(config, run)
+            else:
+                ended = run_node_ranks(config, run, Node(num_ranks=config.parallel.ranks))
+    except OSError as error:
+        raise EngineError(f"cannot start the ranks ({error}): make room there, or set TMPDIR") from error
     finally:
-        ranks.end()
-        forward.restore()
-    return check_ended(ended, run, asked=forward.asked)
+        running.unlink(missing_ok=True)
+    return check_ended(ended, run, asked=bool(signals))
 
 
-class _InterruptForwarder:
-    """Forwards the first Ctrl-C or SIGTERM to the ranks, and raises KeyboardInterrupt at the second."""
+@contextmanager
+def _stop_on_signals(running: Path) -> Iterator[list[int]]:
+    """Remove a file at the first Ctrl-C or SIGTERM inside, and raise KeyboardInterrupt at the second; yield them."""
+    signals: list[int] = []
 
-    def __init__(self, interrupt: Callable[[], None]) -> None:
-        self._interrupt = interrupt
-        self._count = 0
-        self._before = {number: signal.signal(number, self._on_interrupt) for number in STOP_SIGNALS}
-
-    @property
-    def asked(self) -> bool:
-        """Return whether the run was asked to stop."""
-        return self._count > 0
-
-    def restore(self) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-
-    def _on_interrupt(self, number: int, _frame: FrameType | None) -> None:
-        self._count += 1
-        if self._count > 1:
+    def stop(number: int, _frame: FrameType | None) -> None:
+        signals.append(number)
+        if len(signals) > 1:
             raise KeyboardInterrupt
         again = "press Ctrl-C again" if number == signal.SIGINT else "send SIGTERM again"
         print(f"stopping after this step; {again} to stop at once", file=sys.stderr, flush=True)
-        self._interrupt()
+        running.unlink(missing_ok=True)  # takes no room on a full disk
+
+    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

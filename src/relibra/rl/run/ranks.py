@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy import ndarray
-from torch.distributed.rendezvous import rendezvous as store_of_environment
+from torch.distributed.rendezvous import rendezvous as open_store
 
 from relibra.environment import STOP_SIGNALS
 from relibra.errors import ConfigError, EngineError, LostPeerError
@@ -31,108 +29,63 @@ MAX_ARRAY_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Rank, and host and port where the ranks connect.
+    """The store at which ranks meet, and who this process is among them."""
 
-    listener   on rank 0: socket that already listens on the port
-    """
-
+    store: Any
     rank: int
     num_ranks: int
-    port: int
-    listener: socket.socket | None
-    host: str = "127.0.0.1"
-
-    def store(self, timeout: timedelta) -> Any:
-        """Connect to the store that rank 0 serves, and wait until all ranks have; collective.
-
-        raises    LostPeerError, naming the ranks that did not come in time
-        """
-        late = (
-            f"did not start within {timeout.total_seconds():g} s (parallel.timeout_seconds): its process hangs or is "
-            "stopped"
-        )
-        found: list[Any] = []
-
-        def connect() -> None:
-            try:
-                found.append(self._meet(timeout))
-            except BaseException as error:  # noqa: BLE001 - raised below
-                found.append(error)
-
-        meeting = threading.Thread(target=connect, daemon=True)
-        meeting.start()
-        meeting.join(timeout.total_seconds() + 1.0)  # a request to a process that was stopped may wait for ever
-        result = found[0] if found else None
-        if isinstance(result, list):
-            raise LostPeerError(f"{', '.join(f'rank {rank}' for rank in result)} {late}")
-        if self.rank and (result is None or isinstance(result, RuntimeError)):
-            raise LostPeerError(f"rank 0 {late}") from result
-        if isinstance(result, BaseException):
-            raise result
-        return result
-
-    def _meet(self, timeout: timedelta) -> Any:
-        """Return the store when all ranks are connected to it; a list of those that are not after the time is up."""
-        deadline = time.monotonic() + timeout.total_seconds()
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            self.host,
-            self.port,
-            self.num_ranks,
-            is_master=self.listener is not None,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=self.listener.detach() if self.listener else None,
-        )
-        store.set(f"started/{self.rank}", "")
-        while missing := [rank for rank in range(self.num_ranks) if not store.check([f"started/{rank}"])]:
-            if time.monotonic() > deadline:
-                return missing
-            time.sleep(0.05)
-        return store
 
 
-@contextmanager
-def joined_ranks(
-    timeout_seconds: float, device: torch.device, rendezvous: Rendezvous | None = None, *, attempt: int = 0
-) -> Iterator[None]:
-    """Join the process group, and leave it at the end.
+def connect_ranks(timeout_seconds: float, url: str = "env://", *, attempt: int = 0) -> Rendezvous:
+    """Connect to the store at which the ranks meet; does not wait for them.
 
-    After an error the group is not left, because that would wait for peers that may have ended.
-
-    rendezvous   None: from environment variables, as under `torchrun`
-    attempt      how often `torchrun` has started the ranks again: its store remembers where earlier ones listened
-    raises       LostPeerError if a peer ended or does not answer in time
+    url        as for `torch.distributed.init_process_group`: "tcp://HOST:PORT?rank=0&world_size=2", or the environment
+    attempt    how often `torchrun` has started the ranks again: a store may remember those before
+    raises     ConfigError where another program has the port; LostPeerError where nobody answers in time
     """
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    timeout = timedelta(seconds=timeout_seconds)
     try:
-        if rendezvous is None:
-            shared, rank, num_ranks = next(store_of_environment("env://", timeout=timeout))
-            store: Any = dist.PrefixStore(f"attempt-{attempt}", shared)  # type: ignore[attr-defined]
-            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=num_ranks)
-        else:
-            store = rendezvous.store(timeout)
-            dist.init_process_group(
-                backend, timeout=timeout, store=store, rank=rendezvous.rank, world_size=rendezvous.num_ranks
-            )
-        _STATE.group = dist.new_group(backend="gloo", timeout=NO_DEADLINE)
-        _STATE.background = dist.new_group(backend="gloo", timeout=NO_DEADLINE)
-        yield
-        dist.barrier()  # a peer may still need this rank
+        shared, rank, num_ranks = next(open_store(url, timeout=timedelta(seconds=timeout_seconds)))
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise ConfigError(
                 "the port of the process group (MASTER_PORT) is in use by another program: end it, or choose another "
                 "port (torchrun --master-port)"
             ) from error
+        raise _lost_peer(error, timeout_seconds) from error
+    return Rendezvous(dist.PrefixStore(f"attempt-{attempt}", shared), rank, num_ranks)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def joined_ranks(timeout_seconds: float, device: torch.device, rendezvous: Rendezvous | None = None) -> Iterator[None]:
+    """Join the process group, and leave it at the end; collective.
+
+    After an error the group is not left, because that would wait for peers that may have ended.
+
+    rendezvous   None: of the environment, as under `torchrun`
+    raises       LostPeerError if a peer ended or does not answer in time
+    """
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    met = rendezvous or connect_ranks(timeout_seconds)
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        dist.init_process_group(backend, timeout=timeout, store=met.store, rank=met.rank, world_size=met.num_ranks)
+        _STATE.group = dist.new_group(backend="gloo", timeout=NO_DEADLINE)
+        _STATE.background = dist.new_group(backend="gloo", timeout=NO_DEADLINE)
+        yield
+        wait_for_ranks()  # a peer may still need this rank
+    except RuntimeError as error:
         if not is_peer_loss(error):
             raise
-        raise LostPeerError(
-            f"a peer ended, or took longer than {timeout_seconds:g} s (parallel.timeout_seconds): "
-            f"{str(error).splitlines()[0].partition('. ')[0]}"
-        ) from error
+        raise _lost_peer(error, timeout_seconds) from error
     dist.destroy_process_group()
     _STATE.group = _STATE.background = None
+
+
+def _lost_peer(error: RuntimeError, timeout_seconds: float) -> LostPeerError:
+    return LostPeerError(
+        f"a peer ended, or took longer than {timeout_seconds:g} s (parallel.timeout_seconds): "
+        f"{str(error).splitlines()[0].partition('. ')[0]}"
+    )
 
 
 @dataclass
@@ -280,12 +233,11 @@ class StopRequest:
     """Records SIGINT (Ctrl-C) and SIGTERM (of schedulers), so that all ranks stop together after a whole step."""
 
     def __init__(self) -> None:
-        """Install the signal handler; signals that were blocked since the process started are delivered now."""
+        """Install the signal handler."""
         self._requested = False
         self.on_request: Callable[[], None] = lambda: None
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def on_any_rank(self) -> bool:
         """Return whether any rank was asked to stop; collective."""

@@ -1,17 +1,61 @@
-"""How the ranks of a run ended: done, stopped, or which of them failed, and what to do next. Imports no torch."""
+"""How the ranks of a run ended: done, stopped, or which of them failed first, and what to do next. Imports no torch."""
 
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 
 from relibra.errors import EngineError
 from relibra.printable import printable
-from relibra.rl.run.rank_processes import EndedRanks, signal_name
 from relibra.rl.run.run_folder import has_checkpoint, is_unused
-from relibra.rl.run.worker import Exit
+
+
+class Exit(IntEnum):
+    """Exit codes of a rank that failed; negative codes are the signal that killed it."""
+
+    FAILED = 1
+    """An expected error."""
+    CRASHED = 3
+    """An unexpected error, with its traceback on stderr; or the process that started the rank ended."""
+    LOST_PEER = 4
+    """Another rank ended."""
+    HANGING_PEER = 5
+    """Another rank hangs, or gives no sign of life, which the error names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFailure:
+    """How the process of a rank failed.
+
+    code      exit code; negative: the signal
+    message   of its error; empty: it wrote none
+    stopped   it was killed because it was stopped (SIGSTOP)
+    """
+
+    code: int
+    message: str = ""
+    stopped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndedRanks:
+    """How the ranks of a run ended.
+
+    done       of ranks that have done their work, and written the policy: whether that were all steps. After that their
+               exit codes say nothing: what a reward leaves behind may crash as the interpreter ends
+    failures   of processes with an exit code other than 0, the first one first
+    lost       which machines were lost with their ranks
+    """
+
+    num_ranks: int
+    done: Mapping[int, bool]
+    failures: Mapping[int, RankFailure]
+    lost: tuple[str, ...] = field(default=())
 
 
 class LostRankError(EngineError):
@@ -21,19 +65,17 @@ class LostRankError(EngineError):
 def check_ended(ended: EndedRanks, run: Path, *, asked: bool) -> bool:
     """Return whether a run is complete; False: stopped by Ctrl-C or SIGTERM.
 
-    Each different message of a failed run is printed once.
-
-    ended    all ranks of the run
     asked    whether the run was asked to stop
     raises   EngineError if a rank failed; LostRankError if one was lost
     """
-    for note in ended.notes:
-        print(note, file=sys.stderr, flush=True)
-    if all(code in (Exit.DONE, Exit.STOPPED) for code in ended.codes):
-        return all(code == Exit.DONE for code in ended.codes)
-    _print_messages(ended)
-    kind = EngineError if Exit.FAILED in ended.codes or asked else LostRankError
-    raise kind(_explain_failure(ended, run))
+    if len(ended.done) == ended.num_ranks:
+        for rank, failure in ended.failures.items():
+            if failure.code < 0 and failure.code != -signal.SIGTERM:
+                how = f"was ended by {signal_name(-failure.code)}"
+                print(f"rank {rank} had done its work when its process {how}", file=sys.stderr, flush=True)
+        return all(ended.done.values())
+    kind = EngineError if asked or any(one.code == Exit.FAILED for one in ended.failures.values()) else LostRankError
+    raise kind(f"the run ended early: {_cause(ended)}{_next_step(run)}")
 
 
 def print_resume_hint(run: Path) -> None:
@@ -48,47 +90,40 @@ def resume_hint(run: Path, *overrides: str) -> str:
     return f"to resume from its last checkpoint: relibra train --resume {' '.join(words)}"
 
 
-def _print_messages(ended: EndedRanks) -> None:
-    """Print each different message of the ranks once; those about lost peers only if there is no other cause."""
-    messages = [word.decode(errors="ignore").strip() for word in ended.last_words]
-    caused = any(code not in (None, Exit.DONE, Exit.STOPPED, Exit.LOST_PEER) for code in ended.codes)
-    caused = caused or bool(ended.lost)
-    causes = [text for text, code in zip(messages, ended.codes, strict=True) if not (caused and code == Exit.LOST_PEER)]
-    for message in dict.fromkeys(causes):
-        ranks = [str(rank) for rank, own in enumerate(messages) if own == message]
-        if message:
-            print(printable(f"{_ranks(ranks)}: {message}"), file=sys.stderr, flush=True)
+def signal_name(number: int) -> str:
+    """Return the name of a signal."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
-def _explain_failure(ended: EndedRanks, run: Path) -> str:
-    """Return which ranks ended the run and the next step; a lost peer counts only if there is no other cause."""
-    codes = ended.codes
-    causes = [*ended.lost, *(f"the process of rank {rank} is stopped (SIGSTOP)" for rank in ended.stopped)]
-    causes += [
-        f"rank {rank} was killed by {signal_name(-code)}"
-        for rank, code in enumerate(codes)
-        if code is not None and code < 0
-    ]
-    left = [str(rank) for rank, code in enumerate(codes) if code == Exit.LEFT]
-    if left:
-        causes.append(
-            f"{_ranks(left)} ended before the run was complete, without an error: does the reward, or a library, call "
-            "os._exit?"
-        )
-    failed = [str(rank) for rank, code in enumerate(codes) if code in (Exit.FAILED, Exit.CRASHED)]
-    if failed:
-        causes.append(f"{_ranks(failed)} failed (see above)")
-    if not causes:
-        lost = ", ".join(str(rank) for rank, code in enumerate(codes) if code == Exit.LOST_PEER)
-        causes.append(f"rank {lost} lost its peers (see above)")
-    cause = f"the run ended early: {', '.join(causes)}"
+def _cause(ended: EndedRanks) -> str:
+    """Return what ended a run: the first failure that is no consequence of another one; print the error of its rank."""
+    failures = {rank: one for rank, one in ended.failures.items() if rank not in ended.done}
+    left = [rank for rank in range(ended.num_ranks) if rank not in {*ended.done, *failures}]
+    # After the first failure the launcher sends SIGTERM to the others, and ranks notice that they lost a peer.
+    own = {rank: one for rank, one in failures.items() if one.code not in (-signal.SIGTERM, Exit.LOST_PEER)}
+    if ended.lost:
+        return ", ".join(ended.lost)
+    if left and not own:
+        return _left(left[0])
+    rank, failure = next(iter((own or failures).items()))
+    if failure.message:
+        print(printable(f"rank {rank}: {failure.message}"), file=sys.stderr, flush=True)
+        lost = failure.code in (Exit.LOST_PEER, Exit.HANGING_PEER)
+        return f"rank {rank} {'lost its peers' if lost else 'failed'} (see above)"
+    if failure.stopped:
+        return f"the process of rank {rank} is stopped (SIGSTOP)"
+    return f"rank {rank} was killed by {signal_name(-failure.code)}" if failure.code < 0 else _left(rank)
+
+
+def _left(rank: int) -> str:
+    cause = "does the reward, or a library, call os._exit?"
+    return f"rank {rank} ended before the run was complete, without an error: {cause}"
+
+
+def _next_step(run: Path) -> str:
     if not (run / "config.json").exists():  # removed by somebody else
-        return cause
+        return ""
     if is_unused(run):
-        return f"{cause}; no step was finished, and {run} was removed"
+        return f"; no step was finished, and {run} was removed"
     next_step = resume_hint(run) if has_checkpoint(run) else "start a new run"
-    return f"{cause}; {run} keeps every finished step; {next_step}"
-
-
-def _ranks(ranks: Sequence[str]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+    return f"; {run} keeps every finished step; {next_step}"

@@ -11,6 +11,7 @@ policy/                the trained policy, a plain `transformers` folder
 server/                log of the run's own rollout server, and weights on their way there (rollout.engine=serve)
 stacks/                Python stacks of the ranks, if one was lost or hung
 .lock                  empty; locked by the process that writes into the folder
+.running               there while `relibra train` waits for its ranks; they stop after a step when it is removed
 .launch                which `torchrun` made the folder: started again by it, the ranks continue there
 report.html            written at the end of a run, and by `relibra report`
 """
@@ -107,6 +108,14 @@ def _folder_of_launch(config: RunConfig, launch: str) -> Path | None:
         if file.read_text(encoding="utf-8", errors="replace") == launch
     ]
     return max(made)[1] if made else None
+
+
+def running_file(run: Path) -> Path:
+    """Return the file that is there while a run goes on: its ranks stop after the present step when it is removed.
+
+    Unlike a signal it reaches ranks that only begin to start, and those on other machines; it takes no room.
+    """
+    return run / ".running"
 
 
 def is_unused(run: Path) -> bool:

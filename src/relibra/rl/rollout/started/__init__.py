@@ -1,5 +1,4 @@
-"""Rollout servers that a run starts itself. In: `RunConfig`, a folder of weights. Out: an address, `StartedServers`.
+"""The rollout server that a run starts itself. In: `RunConfig`, a folder of weights. Out: an address.
 
-Start with `own_server.py`; `commands.py` has the words of a server's command and what it reserves of a node,
-`server_process.py` runs one on this machine. They import no torch, but for `own_server.py`.
+Start with `own_server.py`; `server_process.py` runs a server on this machine, and imports no torch.
 """

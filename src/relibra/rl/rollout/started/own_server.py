@@ -1,7 +1,9 @@
-"""The rollout servers that a run starts itself (`rollout.engine=serve`; on Ray vllm, too), as its ranks see them."""
+"""The rollout server that a run starts itself (`rollout.engine=serve`): its command, its start by rank 0, its end."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,22 +11,24 @@ from typing import Any
 
 import torch.distributed as dist
 
-from relibra.environment import SERVER_KEY, launched_rank, started_server_urls, worker_environment
+from relibra.environment import launched_rank, worker_environment
 from relibra.errors import ConfigError, EngineError
 from relibra.rl.config.rollout_settings import RolloutSettings
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.served.weights import write_version
-from relibra.rl.rollout.started.commands import serve_command
 from relibra.rl.rollout.started.server_process import ServerProcess
 from relibra.rl.run.ranks import broadcast_json
+
+LEAST_CACHE = 1 << 16
+"""Tokens of the KV cache of each attention worker, unless responses are long."""
 
 
 @contextmanager
 def own_server(config: RunConfig, run: Path, model: Any, tokenizer: Tokenizer) -> Iterator[RolloutSettings]:
-    """Yield the settings of the rollout, with the addresses of servers that the run starts itself; collective.
+    """Yield the settings of the rollout, with the address of the server that rank 0 starts; collective.
 
-    On Ray they run already (`rl/run/on_ray`). Else rank 0 starts one, which ends with the block.
+    The server ends with the block.
 
     run         its folder `server` holds the log of the server, and the weights on their way there
     model       full copy of the policy, which the server starts from
@@ -33,9 +37,6 @@ def own_server(config: RunConfig, run: Path, model: Any, tokenizer: Tokenizer) -
     """
     rollout = config.rollout
     weights = {"server_weights": rollout.server_weights or run / "server" / "weights"}
-    if urls := started_server_urls():
-        yield rollout.model_copy(update={**weights, "url": urls, "api_key_from": f"env:{SERVER_KEY}"})
-        return
     if rollout.engine != "serve":
         yield rollout
         return
@@ -43,8 +44,7 @@ def own_server(config: RunConfig, run: Path, model: Any, tokenizer: Tokenizer) -
     if launched is not None and launched.num_local_ranks < launched.num_ranks:
         raise ConfigError(
             "rollout.engine=serve starts a server on the machine of the first rank, and this run has several: start "
-            "relibra serve --updates where all ranks reach it, and set rollout.engine=vllm and rollout.url; or place "
-            "the run on Ray (parallel.launcher=ray)"
+            "relibra serve --updates where all ranks reach it, and set rollout.engine=vllm and rollout.url"
         )
     server, outcome = None, None
     if dist.get_rank() == 0:
@@ -71,3 +71,18 @@ def _start(config: RunConfig, folder: Path, model: Any, tokenizer: Tokenizer) ->
     start = write_version(model, folder / "start", "the server of the run", 0)
     tokenizer.save(start)
     return ServerProcess(serve_command(config, str(start)), worker_environment(1), folder / "log")
+
+
+def serve_command(config: RunConfig, model: str) -> list[str]:
+    """Return the words that start `relibra serve` at a free port; it ends with its standard input.
+
+    model   folder that it starts from
+    """
+    rollout = config.rollout
+    longest = rollout.max_prompt + rollout.max_response
+    words = [sys.executable, "-m", "relibra", "serve", model, "--port", "0", "--name", "policy", "--updates"]
+    words += ["--until-eof", "--dtype", config.model.dtype, "--max-length", str(longest)]
+    words += ["--kv-tokens", str(max(LEAST_CACHE, 8 * longest)), "--threads", "0"]
+    words += ["--max-batch", str(rollout.max_batch), "--max-waiting", str(1 << 20)]
+    words += ["--deadline", str(rollout.timeout_seconds * max(1.0, longest / 1024))]
+    return words + shlex.split(rollout.server_options)

@@ -9,15 +9,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import httpx
-
 from relibra.errors import EngineError
 
 POLL_SECONDS = 0.2
 STOPPING_SECONDS = 15.0
 """How long a server may take to end, before it is killed."""
-LOOK_SECONDS = 5.0
-"""For an answer to whether a server is healthy."""
 LAST_LINES = 15
 """Lines of its log that say why a server did not start."""
 ERROR = "error: "
@@ -33,18 +29,9 @@ class ServerProcess:
         command: Sequence[str],
         environment: Mapping[str, str],
         log: Path,
-        *,
-        url: str = "",
-        stopping_seconds: float = STOPPING_SECONDS,
     ) -> None:
-        """Start it.
-
-        log                receives what it prints, after what an earlier one printed
-        url                where it will be; empty: it prints that
-        stopping_seconds   how long it may take to end
-        """
+        """Start it; log receives what it prints, after what an earlier one printed."""
         self.log = log
-        self._url, self._stopping_seconds = url, stopping_seconds
         with log.open("ab") as output:
             self._printed = output.tell()
             self._process = subprocess.Popen(
@@ -93,18 +80,13 @@ class ServerProcess:
         assert self._process.stdin is not None, "it was started with a pipe"
         with suppress(BrokenPipeError):
             self._process.stdin.close()
-        if self.wait_for_end(self._stopping_seconds) is None:
+        if self.wait_for_end(STOPPING_SECONDS) is None:
             self._process.kill()
             self._process.wait()
 
     def _find_address(self) -> str | None:
-        if not self._url:
-            found = _ADDRESS.search(self._log_text())
-            return found and found.group(1)
-        with suppress(httpx.HTTPError):
-            if httpx.get(f"{self._url}/health", timeout=LOOK_SECONDS, trust_env=False).status_code == httpx.codes.OK:
-                return self._url
-        return None
+        found = _ADDRESS.search(self._log_text())
+        return found and found.group(1)
 
     def _log_text(self) -> str:
         with self.log.open("rb") as file:

@@ -1,0 +1,161 @@
+"""The ranks of one machine, which torch's elastic agent starts and ends, and how they ended.
+
+Imports torch only to start them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from relibra.environment import rank_environment
+from relibra.rl.config.run_config import RunConfig
+from relibra.rl.run.run_failure import EndedRanks, RankFailure
+
+STOPPED_SECONDS = 30.0
+"""Seconds beyond `parallel.heartbeat_seconds` after which a rank that is stopped is killed: other ranks notice it
+themselves before, with their stacks, where there are others."""
+POLL_SECONDS = 2.0
+START_RANK = (
+    "import json, sys; place = json.load(open(sys.argv[1])); sys.path[:] = place['path']; "
+    "from relibra.rl.run.rank import main; main(place)"
+)
+_NO_SIGNALS = "none"
+"""Names no signal: `launch` handles those that stop a run, and torch takes no empty list."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A machine among those of a run.
+
+    num_ranks    on each machine
+    number       of this one
+    host, port   of the first one, where the ranks of all meet; port 0: any that is free, for one machine
+    """
+
+    num_ranks: int
+    number: int = 0
+    num_nodes: int = 1
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
+def run_node_ranks(config: RunConfig, run: Path, node: Node) -> EndedRanks:
+    """Start the ranks of this machine, and wait until they ended; the first failure ends all.
+
+    Ranks stop after the present step when `running_file` is removed. A signal handler that raises KeyboardInterrupt
+    kills them.
+    """
+    with (
+        TemporaryDirectory(prefix="relibra-") as name,
+        rank_environment(config.parallel.threads_per_rank),
+        _killing_stopped(Path(name), config.parallel.heartbeat_seconds + STOPPED_SECONDS) as stopped,
+    ):
+        folder = Path(name)
+        place = {"config": config.model_dump_json(), "run": str(run), "launcher": os.getpid(), "path": sys.path}
+        (folder / "place.json").write_text(json.dumps(place), encoding="utf-8")
+        failures = _launch(node, folder)
+        first = node.number * node.num_ranks
+        return EndedRanks(
+            num_ranks=node.num_ranks,
+            done={first + int(file.parent.name): file.read_text() == "complete" for file in folder.rglob("done")},
+            failures={rank: _failure(failure, stopped) for rank, failure in failures.items()},
+        )
+
+
+def _launch(node: Node, folder: Path) -> dict[int, Any]:
+    """Start the ranks and wait for them; return torch's `ProcessFailure` of those that failed, the first one first."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    _silence_agent()
+    port = node.port
+    if not port:  # the agent shares the server of this process, so that no other program takes the port
+        store = TCPStore(node.host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        port = store.port
+    config = LaunchConfig(
+        min_nodes=node.num_nodes,
+        max_nodes=node.num_nodes,
+        nproc_per_node=node.num_ranks,
+        run_id="relibra",
+        rdzv_backend="static",
+        rdzv_endpoint=f"[{node.host}]:{port}" if ":" in node.host else f"{node.host}:{port}",
+        rdzv_configs={"rank": node.number},
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
+        signals_to_handle=_NO_SIGNALS,
+        shutdown_timeout=0,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-c", START_RANK, str(folder / "place.json"))
+    except ChildFailedError as error:
+        return dict(error.failures)
+    return {}
+
+
+def _silence_agent() -> None:
+    """Leave out what the agent logs of ranks that end: `run_failure.py` says it in one sentence."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.propagate = False
+    logger.addHandler(logging.NullHandler())
+
+
+def _failure(failure: Any, stopped: set[int]) -> RankFailure:
+    message = failure.message["message"] if isinstance(failure.message, dict) else ""
+    return RankFailure(code=failure.exitcode, message=message, stopped=failure.pid in stopped)
+
+
+@contextmanager
+def _killing_stopped(folder: Path, seconds: float) -> Iterator[set[int]]:
+    """Kill a rank inside whose process was stopped (SIGSTOP) for so long, or that another one gave up; yield which.
+
+    Otherwise the agent waits half a minute for it, and where no other rank is left to notice it, for ever.
+
+    folder   of the launch, which the command of each rank names
+    """
+    killed: set[int] = set()
+    ended = threading.Event()
+
+    def watch() -> None:
+        pid, since = None, 0.0
+        while not ended.wait(POLL_SECONDS):
+            before, pid = pid, _stopped_child(folder)
+            since = since if pid == before else time.monotonic()
+            given_up = any(folder.rglob("error.json"))
+            if pid is not None and pid == before and (given_up or time.monotonic() - since > seconds):
+                killed.add(pid)
+                os.kill(pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=watch, daemon=True, name="stopped ranks")
+    thread.start()
+    try:
+        yield killed
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _stopped_child(folder: Path) -> int | None:
+    """Return a rank whose process is stopped, by SIGSTOP or a terminal; None: there is none, or this is no Linux."""
+    if sys.platform != "linux":
+        return None
+    try:
+        found = os.waitid(os.P_ALL, 0, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        if found is None or found.si_code != os.CLD_STOPPED:
+            return None
+        return found.si_pid if str(folder).encode() in Path(f"/proc/{found.si_pid}/cmdline").read_bytes() else None
+    except (ChildProcessError, FileNotFoundError):  # there is no child, or it ended just now
+        return None
