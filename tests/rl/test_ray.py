@@ -144,7 +144,7 @@ def rank_processes(folder):
         try:
             if entry.name.isdigit() and os.readlink(f"/proc/{entry.name}/cwd") == str(folder):
                 words = Path(entry.path, "cmdline").read_bytes()
-                found += [int(entry.name)] * (b"spawn_main" in words)
+                found += [int(entry.name)] * (b"relibra.rl.run.rank" in words)
         except OSError:
             continue
     return found

@@ -207,11 +207,9 @@ def _watch_launcher(launcher: int, running: Path | None) -> None:
 @contextmanager
 def _printing_to_stderr() -> Iterator[None]:
     """Send what a reward, or a process of it, prints inside to stderr: stdout belongs to the outcome of the run."""
-    try:
+    before: int | None = None
+    with suppress(OSError):  # one of them is closed
         before = os.dup(1)
-    except OSError:  # closed
-        before = None
-    with suppress(OSError):
         os.dup2(2, 1)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)

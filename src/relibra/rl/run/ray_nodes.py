@@ -39,20 +39,9 @@ GRACE_SECONDS = 10.0
 """Seconds that other nodes get to end by themselves after one failed."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Nodes of a run, and ranks on each; ranks of a node have consecutive numbers."""
-
-    num_nodes: int
-    ranks_per_node: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlacedNode:
-    """A node with a bundle of the placement group.
-
-    bundle   its number, which is that of the node in the run
-    """
+    """A node with a bundle of the placement group, whose number is that of the node in the run."""
 
     group: Any
     bundle: int
@@ -288,21 +277,17 @@ def reserve_nodes(config: RunConfig, run: Path) -> list[PlacedNode]:
         room_N = sorted((room_for_ranks(one, parallel.threads_per_rank, gpus=gpus) for one in nodes), reverse=True)
         layouts = possible_layouts(parallel.ranks, room_N)
         if layouts:
-            layout = layouts[attempt % len(layouts)]
-            bundle = resources_of_ranks(layout.ranks_per_node, parallel.threads_per_rank, gpus=gpus)
-            group = placement_group([bundle] * layout.num_nodes, strategy="STRICT_SPREAD")
+            size = layouts[attempt % len(layouts)]
+            num_nodes, bundle = parallel.ranks // size, resources_of_ranks(size, parallel.threads_per_rank, gpus=gpus)
+            group = placement_group([bundle] * num_nodes, strategy="STRICT_SPREAD")
             if group.wait(TRY_SECONDS):
                 hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in _alive_nodes()}
                 found = placement_group_table(group)["bundles_to_node_id"]
                 return [
                     PlacedNode(
-                        group=group,
-                        bundle=number,
-                        node_id=found[number],
-                        host=hosts.get(found[number], ""),
-                        num_ranks=layout.ranks_per_node,
+                        group=group, bundle=one, node_id=found[one], host=hosts.get(found[one], ""), num_ranks=size
                     )
-                    for number in range(layout.num_nodes)
+                    for one in range(num_nodes)
                 ]
             remove_placement_group(group)
         if not running_file(run).exists():
@@ -317,20 +302,18 @@ def reserve_nodes(config: RunConfig, run: Path) -> list[PlacedNode]:
         time.sleep(0.0 if layouts else 1.0)
 
 
-def possible_layouts(num_ranks: int, room_N: Sequence[int]) -> list[Layout]:
-    """Return the layouts for which there is room, those with fewer nodes first.
+def possible_layouts(num_ranks: int, room_N: Sequence[int]) -> list[int]:
+    """Return for how many ranks on each node there is room, most first.
 
-    Nodes are equal because a plan's `Cluster` has as many ranks on each.
+    Nodes are equal because a plan's `Cluster` has as many ranks on each. Ranks of a node are consecutive.
 
     room_N   ranks that fit on each node
 
-    >>> possible_layouts(4, [2, 3])
-    [Layout(num_nodes=2, ranks_per_node=2)]
-    >>> possible_layouts(4, [3, 1])
-    []
+    >>> possible_layouts(4, [2, 3]), possible_layouts(4, [3, 1])
+    ([2], [])
     """
-    layouts = [Layout(nodes, num_ranks // nodes) for nodes in range(1, num_ranks + 1) if num_ranks % nodes == 0]
-    return [one for one in layouts if sum(room >= one.ranks_per_node for room in room_N) >= one.num_nodes]
+    sizes = [size for size in range(num_ranks, 0, -1) if num_ranks % size == 0]
+    return [size for size in sizes if sum(room >= size for room in room_N) >= num_ranks // size]
 
 
 def resources_of_ranks(num_ranks: int, threads_per_rank: int, *, gpus: bool) -> dict[str, int]:
