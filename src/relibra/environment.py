@@ -115,7 +115,8 @@ def rank_environment(threads: int) -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ.clear()
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
         os.environ.update(before)
 
 

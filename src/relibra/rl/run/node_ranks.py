@@ -21,16 +21,20 @@ from typing import Any
 
 from relibra.environment import rank_environment
 from relibra.rl.config.run_config import RunConfig
-from relibra.rl.run.run_failure import EndedRanks, RankFailure
+from relibra.rl.run.run_failure import EndedRanks, Exit, RankFailure
+from relibra.rl.run.run_folder import running_file
 
 STOPPED_SECONDS = 30.0
 """Seconds beyond `parallel.heartbeat_seconds` after which a rank that is stopped is killed: other ranks notice it
 themselves before, with their stacks, where there are others."""
 POLL_SECONDS = 2.0
+WATCH_SECONDS = 0.2
 START_RANK = (
     "import json, sys; place = json.load(open(sys.argv[1])); sys.path[:] = place['path']; "
+    "from relibra.rl.run.node_ranks import watch_launcher; watch_launcher(place['launcher'], place['run']); "
     "from relibra.rl.run.rank import main; main(place)"
 )
+"""Program of a rank: it watches the launcher while it imports torch."""
 _NO_SIGNALS = "none"
 """Names no signal: `launch` handles those that stop a run, and torch takes no empty list."""
 
@@ -58,7 +62,7 @@ def run_node_ranks(config: RunConfig, run: Path, node: Node) -> EndedRanks:
     kills them.
     """
     with (
-        TemporaryDirectory(prefix="relibra-") as name,
+        TemporaryDirectory(prefix="relibra-", ignore_cleanup_errors=True) as name,
         rank_environment(config.parallel.threads_per_rank),
         _killing_stopped(Path(name), config.parallel.heartbeat_seconds + STOPPED_SECONDS) as stopped,
     ):
@@ -159,3 +163,23 @@ def _stopped_child(folder: Path) -> int | None:
         return found.si_pid if str(folder).encode() in Path(f"/proc/{found.si_pid}/cmdline").read_bytes() else None
     except (ChildProcessError, FileNotFoundError):  # there is no child, or it ended just now
         return None
+
+
+def watch_launcher(launcher: int, run: str = "") -> None:
+    """End this rank when the process that started it is gone, even by SIGKILL; ask it to stop when the run shall stop.
+
+    launcher   process id
+    run        run folder, of which `running_file` is removed; empty: the launcher sends signals
+    """
+
+    def watch() -> None:
+        file = running_file(Path(run)) if run else None
+        while os.getppid() == launcher:
+            handled = callable(signal.getsignal(signal.SIGTERM))  # not yet, while the rank starts
+            if file is not None and handled and not file.exists():
+                file = None
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(WATCH_SECONDS)
+        os._exit(Exit.CRASHED)
+
+    threading.Thread(target=watch, daemon=True, name="watch of the launcher").start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import signal
 import sys
 import threading
 import time
@@ -25,9 +24,10 @@ from relibra.files import write_text
 from relibra.printable import escape_logs_and_tracebacks, print_traceback, printable
 from relibra.rl.config.run_config import RunConfig, with_ranks
 from relibra.rl.run.heartbeat import HangingPeerError, heartbeats
+from relibra.rl.run.node_ranks import watch_launcher
 from relibra.rl.run.ranks import Rendezvous, connect_ranks, is_peer_loss, joined_ranks
 from relibra.rl.run.run_failure import Exit
-from relibra.rl.run.run_folder import open_launched, remove_if_unused, running_file
+from relibra.rl.run.run_folder import open_launched, remove_if_unused
 from relibra.rl.run.stderr_writer import lenient_stderr
 from relibra.rl.trainer import train_rank
 
@@ -37,7 +37,6 @@ LATER_SECONDS = 2.0
 """By how much a rank that lost a peer ends later: a launcher takes the first that ends for the cause."""
 LEAVE_SECONDS = 10.0
 """Seconds that a rank gets to end after its work."""
-WATCH_SECONDS = 0.2
 _EXPECTED = (RelibraError, OSError)
 
 
@@ -45,13 +44,12 @@ _EXPECTED = (RelibraError, OSError)
 def main(place: Mapping[str, Any]) -> None:
     """Run one of the ranks that `launch` started.
 
-    place   config: settings as JSON; run: its folder; launcher: process id of the one that started this one
+    place   config: settings as JSON; run: its folder
     """
     launched, told = launched_rank(), error_file()
     assert launched is not None, "the agent tells a rank who it is"
     assert told is not None, "the agent tells a rank where to write"
     run = Path(place["run"])
-    _watch_launcher(place["launcher"], running_file(run))
     config = RunConfig.model_validate_json(place["config"])
     _, complete = run_rank(config, launched, lambda _: (run, False), prints=False)
     write_text(told.with_name("done"), "complete" if complete else "stopped")
@@ -79,7 +77,7 @@ def run_launched(config: RunConfig, launched: LaunchedRank, resume: Path | None)
     """
     config = with_ranks(config, launched.num_ranks)
     if error_file() is not None:  # an agent started it
-        _watch_launcher(os.getppid(), None)
+        watch_launcher(os.getppid())
     return run_rank(config, launched, lambda met: _open_together(config, resume, launched, met), prints=True)
 
 
@@ -187,21 +185,6 @@ class _FailureRecord(ErrorHandler):
         sys.stderr.flush()
         kinds = ((HangingPeerError, Exit.HANGING_PEER), (LostPeerError, Exit.LOST_PEER), (_EXPECTED, Exit.FAILED))
         os._exit(next((code for kind, code in kinds if isinstance(error, kind)), Exit.CRASHED))
-
-
-def _watch_launcher(launcher: int, running: Path | None) -> None:
-    """End this process when the one that started it is gone, even by SIGKILL; ask it to stop when a file is removed."""
-
-    def watch() -> None:
-        file = running
-        while os.getppid() == launcher:
-            if file is not None and not file.exists() and callable(signal.getsignal(signal.SIGTERM)):
-                file = None
-                os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(WATCH_SECONDS)
-        os._exit(Exit.CRASHED)
-
-    threading.Thread(target=watch, daemon=True, name="watch of the launcher").start()
 
 
 @contextmanager

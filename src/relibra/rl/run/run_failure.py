@@ -74,6 +74,8 @@ def check_ended(ended: EndedRanks, run: Path, *, asked: bool) -> bool:
                 how = f"was ended by {signal_name(-failure.code)}"
                 print(f"rank {rank} had done its work when its process {how}", file=sys.stderr, flush=True)
         return all(ended.done.values())
+    if asked and {one.code for one in ended.failures.values()} == {-signal.SIGTERM}:
+        return False  # it went to all, before the ranks could handle it
     kind = EngineError if asked or any(one.code == Exit.FAILED for one in ended.failures.values()) else LostRankError
     raise kind(f"the run ended early: {_cause(ended)}{_next_step(run)}")
 
