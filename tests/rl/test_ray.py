@@ -185,7 +185,6 @@ def test_a_lost_node_is_replaced_by_another_or_the_run_says_what_it_lacks(tmp_pa
                         time.sleep(0.1)
                     assert lost not in nodes_of(going.stderr)[1][1]
                     assert f"({lost}) of Ray, with ranks 2 to 3, was lost" in going.stderr
-                    assert "raylet" not in going.stderr
             assert going.exit_code(240) == 1
     last = going.stderr.splitlines()[-1]
     assert last.startswith("error: 4 ranks, each with 1 CPU, need nodes with the same")

@@ -49,6 +49,8 @@ def main(place: Mapping[str, Any]) -> None:
     launched, told = launched_rank(), error_file()
     assert launched is not None, "the agent tells a rank who it is"
     assert told is not None, "the agent tells a rank where to write"
+    with suppress(OSError):  # one of them is closed
+        os.dup2(2, 1)  # to its end: what a reward prints at exit is no outcome either
     run = Path(place["run"])
     config = RunConfig.model_validate_json(place["config"])
     _, complete = run_rank(config, launched, lambda _: (run, False), prints=False)
