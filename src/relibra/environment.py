@@ -80,6 +80,11 @@ def error_file() -> Path | None:
     return Path(given) if given else None
 
 
+def agent_has_store() -> bool:
+    """Return whether the store of the process group is in the agent that started this rank, and not in rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def cache_folder() -> Path:
     """Return the folder of the user for files that can be made again; it may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relibra"

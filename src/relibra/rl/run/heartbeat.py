@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from relibra.environment import agent_has_store
 from relibra.errors import LostPeerError
 from relibra.rl.run.ranks import Rendezvous, present_work
 
@@ -144,8 +145,8 @@ class Heartbeat:
             if any(beat.failed == "timed out" for beat in self.ask()):
                 time.sleep(2 * self.beat_seconds)  # the others notice, and threads of those that hang write stacks
             beats = self.ask()
-            if self.rank == 0:
-                time.sleep(self.beat_seconds)  # without an agent this process has the store that the others ask
+            if self.rank == 0 and not agent_has_store():
+                time.sleep(self.beat_seconds)  # this process has the store that the others ask
         except RuntimeError:  # the process that has the store is gone
             return None
         if all(beat.failed != "timed out" for beat in beats):

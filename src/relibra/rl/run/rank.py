@@ -33,8 +33,9 @@ from relibra.rl.trainer import train_rank
 
 OUTSIDE = "the run failed before, between or after its steps"
 """Begins the message of an error of a library; those of a step name its stage."""
-LATER_SECONDS = 2.0
-"""By how much a rank that lost a peer ends later: a launcher takes the first that ends for the cause."""
+LATER_SECONDS = 1.0
+"""By how much a rank that lost a peer ends later: a launcher, which looks ten times a second, takes the first that ends
+for the cause."""
 LEAVE_SECONDS = 10.0
 """Seconds that a rank gets to end after its work."""
 _EXPECTED = (RelibraError, OSError)
