@@ -466,6 +466,13 @@ def test_errors_are_one_tree_and_survive_a_process_border():
     from relibra import errors
 
     for name in ("TraceError", "PlanError", "ConfigError", "ClusterError", "EngineError"):
-        error = getattr(errors, name)("what, where, got")
-        assert isinstance(error, errors.RelibraError)
-        assert str(pickle.loads(pickle.dumps(error))) == "what, where, got"
+        error = getattr(errors, name)("what", where="where", got=1, allowed="allowed", next_step="next")
+        again = pickle.loads(pickle.dumps(error))
+        assert isinstance(again, errors.RelibraError)
+        assert str(again) == str(error)
+        assert (
+            vars(again)
+            == vars(error)
+            == {"what": "what", "where": "where", "got": 1, "allowed": "allowed", "next_step": "next"}
+        )
+        assert str(getattr(errors, name)("a whole sentence")) == "a whole sentence"

@@ -7,7 +7,8 @@
       ClusterError   a cluster description is impossible, or does not fit the job
       EngineError    a rollout engine, a model or a process did something we cannot go on from
 
-Each message is one sentence: what, where, got, allowed, next step. Broken beliefs about our own code are `assert`s.
+Each message is one sentence made of fields: what, got, where, allowed, next step. Broken beliefs about our own code are
+`assert`s.
 `library_errors` turns errors of other libraries into ours; `missing_packages` says how to install what an import lacks.
 """
 
@@ -16,14 +17,37 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from relibra.printable import excerpt
+
 INSTALL_TRAINING = "install torch (choose its build), then, in the checkout, pip install -e '.[train]'"
 """What to do where a package is missing that only training needs."""
 LONGEST_MESSAGE = 2000
 """Characters; the middle of a longer message, which quotes a file, is left out."""
+LONGEST_VALUE = 160
+"""Characters of a refused value in a message."""
 
 
 class RelibraError(Exception):
-    """Root of every error that relibra raises on purpose."""
+    """Root of every error that relibra raises on purpose: a whole sentence, or its parts.
+
+    what        is wrong: a setting, a file, a value by its name; or the whole sentence
+    got         the value that is refused; None: `what` says it
+    where       it was given
+    allowed     what would have been accepted, or why this is not
+    next_step   what the user may do
+
+    >>> str(RelibraError("run.steps", got=-1, where="run.toml", allowed="0 or more", next_step="set run.steps=0"))
+    'run.steps, got -1 (in run.toml): 0 or more; set run.steps=0'
+    """
+
+    def __init__(
+        self, what: str = "", *, got: object = None, where: str = "", allowed: str = "", next_step: str = ""
+    ) -> None:
+        """Keep the parts, and make the sentence of them."""
+        self.what, self.got, self.where, self.allowed, self.next_step = what, got, where, allowed, next_step
+        subject = what + (f", got {excerpt(got, LONGEST_VALUE)}" if got is not None else "")
+        subject += f" (in {where})" if where else ""
+        super().__init__(": ".join(filter(None, (subject, "; ".join(filter(None, (allowed, next_step)))))))
 
     def __str__(self) -> str:
         """Return the message."""
