@@ -107,17 +107,11 @@ def test_a_wrong_loss_is_told_in_a_sentence(module, body, said):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("algorithm.loss=cispo", "loss 'cispo' is unknown: allowed are ppo, tppo, grpo, dapo, gspo, or a function"),
-        ("algorithm.ratio=sequence", "algorithm.ratio went: set algorithm.loss to 'gspo'"),
-        ("algorithm.positive_coefficient=0.1", "is a term of loss 'tppo', and loss is 'dapo'"),
-    ],
-)
-def test_settings_that_do_not_fit_the_loss_are_refused(override, said):
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        load_config(None, [override])
+@pytest.mark.parametrize(("name", "value"), [("loss", "cispo"), ("ratio", "sequence"), ("positive_coefficient", 0.1)])
+def test_settings_that_do_not_fit_the_loss_are_refused(name, value):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [f"algorithm.{name}={value}"])
+    assert (caught.value.what, caught.value.got) == (f"algorithm.{name}", value)
 
 
 def test_settings_of_earlier_runs_name_the_ratio_that_their_preset_has():

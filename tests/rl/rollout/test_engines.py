@@ -80,8 +80,10 @@ def test_windows_go_on_at_any_of_several_servers_one_of_which_ends(tmp_path, sma
 
 
 def test_a_server_needs_an_address_and_a_folder():
-    with pytest.raises(ConfigError, match=r"engine 'vllm' needs rollout.url .* and rollout.server_weights"):
-        load_config(None, ["rollout.engine=vllm"])
+    for settings in ((), ("rollout.url=http://h:1",), ("rollout.server_weights=w",)):
+        with pytest.raises(ConfigError) as caught:
+            load_config(None, ["rollout.engine=vllm", *settings])
+        assert caught.value.what == "rollout.engine"
 
 
 def test_spares_begin_only_where_the_time_left_is_enough():

@@ -61,6 +61,7 @@ def test_a_second_run_of_the_same_name_gets_a_number(tmp_path):
     assert about["versions"].keys() >= {"relibra", "torch", "transformers", "python"}
     about.pop("versions")
     assert about.pop("changed") == ["run.name", "run.folder"]
+    assert "run.name=a" in (made[1] / "settings.txt").read_text().splitlines()[0]
     assert RunConfig.model_validate(about) == config_of(tmp_path / "runs", "run.name=a")
 
 

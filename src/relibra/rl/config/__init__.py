@@ -1,5 +1,6 @@
 """Configuration of a run. In: a TOML file and overrides. Out: `RunConfig`, one frozen section per stage.
 
-`settings.py` explains every setting (start there), `defaults.py` fills what was not given, and `run_config.py` has the
-rules between sections, and loads. Imports no torch.
+`settings.py` explains every setting (start there). `run_config.py` reads them and fills in what was not given, in the
+order in which it is written; `rules.py` holds what does not fit together, `removed.py` the names of earlier versions.
+Imports no torch.
 """

@@ -1,63 +1,81 @@
-"""What a refused configuration says: all mistakes at once, where each was given, and what may have been meant."""
+"""Refusals of a configuration: all of them at once, where each value was given, and what may have been meant."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from relibra.printable import excerpt
+from relibra.errors import LONGEST_VALUE, ConfigError
 
-MAX_SHOWN = 160
-"""Characters of a value in a message."""
-MAX_MISTAKES = 8
-"""Mistakes that one message tells."""
-
-Origin = Mapping[tuple[str, ...], str]
-"""Where the settings of overrides come from, by their keys."""
+MAX_SHOWN = 8
+"""Refusals in one message."""
 
 
-def describe_mistakes(error: ValidationError, source: str, origin: Origin, schema: type[BaseModel]) -> str:
-    """Return one sentence for one mistake, and a numbered list in one line for several.
+def raise_all(refusals: Sequence[ConfigError]) -> None:
+    """Raise the only refusal, or one error with all of them as its `causes`; return where there is none."""
+    if len(refusals) == 1:
+        raise refusals[0]
+    if refusals:
+        listed = "; ".join(f"({number}) {one}" for number, one in enumerate(refusals[:MAX_SHOWN], start=1))
+        left = len(refusals) - MAX_SHOWN
+        together = ConfigError(
+            f"{len(refusals)} mistakes in the settings",
+            allowed=listed,
+            next_step=f"and {left} more" if left > 0 else "",
+        )
+        together.causes = tuple(refusals)
+        raise together
 
-    source   of the settings that no override gave
+
+def refusals_of_types(
+    error: ValidationError, sources: Mapping[str, str], elsewhere: str, schema: type[BaseModel]
+) -> list[ConfigError]:
+    """Return what pydantic refuses: unknown settings, values of another type or out of range.
+
+    sources     where settings were given, by section.key
+    elsewhere   where all others were
     """
-    said = [_describe(dict(one), source, origin, schema) for one in error.errors()]
-    mistakes = list(dict.fromkeys(said))
-    if len(mistakes) == 1:
-        return mistakes[0]
-    listed = "; ".join(f"({number}) {text}" for number, text in enumerate(mistakes[:MAX_MISTAKES], start=1))
-    left = len(mistakes) - MAX_MISTAKES
-    return f"{len(mistakes)} mistakes in the settings: {listed}" + (f"; and {left} more" if left > 0 else "")
+    return [_refusal(dict(one), sources, elsewhere, schema) for one in error.errors()]
 
 
-def _describe(mistake: Mapping[str, Any], source: str, origin: Origin, schema: type[BaseModel]) -> str:
-    key = tuple(str(part) for part in mistake["loc"])
-    between_settings = mistake["type"] == "value_error"  # a rule of ours: its message names the settings
-    message = mistake["msg"].removeprefix("Value error, ")
-    overrides = [
-        override
-        for name, override in origin.items()
-        if name[: len(key)] == key[: len(name)] and (not between_settings or name[-1] in message)
+def where_given(names: Iterable[str], sources: Mapping[str, str], elsewhere: str) -> str:
+    """Return where settings were given; a section stands for all of its settings."""
+    places = [
+        place
+        for given, place in sources.items()
+        if any(f"{given}.".startswith(f"{name}.") or f"{name}.".startswith(f"{given}.") for name in names)
     ]
-    where = " and ".join(overrides) or source
-    name = ".".join(key) or "the configuration"
+    return " and ".join(dict.fromkeys(places)) or elsewhere
+
+
+def _refusal(
+    mistake: Mapping[str, Any], sources: Mapping[str, str], elsewhere: str, schema: type[BaseModel]
+) -> ConfigError:
+    key = tuple(str(part) for part in mistake["loc"])
+    name, message, got = ".".join(key) or "the configuration", mistake["msg"], mistake["input"]
+    where = where_given([name], sources, elsewhere)
     if mistake["type"] == "extra_forbidden":
-        meant = _nearest_setting(key, schema)
-        return f"{name} is not a setting (in {where}){_question(meant)}; allowed here: {', '.join(_names(key, schema))}"
-    got = "" if between_settings else f", got {excerpt(mistake['input'], MAX_SHOWN)}"
-    meant = _nearest(mistake["input"], re.findall(r"'([^']*)'", message)) if mistake["type"] == "literal_error" else ""
-    return f"{name}{got} (in {where}): {message[0].lower()}{message[1:]}{_question(meant)}"
+        known = _settings_of(schema)
+        allowed = f"allowed here: {', '.join(known if len(key) == 1 else known[key[0]])}"
+        meant = _nearest_setting(key, known)
+        return ConfigError(f"{name} is not a setting", where=where, allowed=allowed, next_step=_question(meant))
+    if mistake["type"] == "value_error":  # a check of ours, which says what it got: it may be a key, not to be shown
+        where = "the command line" if where.startswith("override ") else where
+        return ConfigError(name, where=where, allowed=message.removeprefix("Value error, "))
+    meant = _nearest(got, re.findall(r"'([^']*)'", message)) if mistake["type"] == "literal_error" else ""
+    allowed = message[0].lower() + message[1:]
+    return ConfigError(name, got=got, where=where, allowed=allowed, next_step=_question(meant))
 
 
 def _question(meant: str) -> str:
-    return f": did you mean {meant}?" if meant else ""
+    return f"did you mean {meant}?" if meant else ""
 
 
-def _sections(schema: type[BaseModel]) -> dict[str, list[str]]:
+def _settings_of(schema: type[BaseModel]) -> dict[str, list[str]]:
     """Return the names of the settings of each section."""
     return {
         name: list(field.annotation.model_fields)
@@ -66,22 +84,14 @@ def _sections(schema: type[BaseModel]) -> dict[str, list[str]]:
     }
 
 
-def _names(key: tuple[str, ...], schema: type[BaseModel]) -> list[str]:
-    """Return the names that are allowed beside an unknown key."""
-    sections = _sections(schema)
-    return list(sections) if len(key) == 1 else sections[key[0]]
-
-
-def _nearest_setting(key: tuple[str, ...], schema: type[BaseModel]) -> str:
+def _nearest_setting(key: tuple[str, ...], known: Mapping[str, Sequence[str]]) -> str:
     """Return the setting that an unknown key may stand for: of the same name elsewhere, or of a similar name."""
-    sections = _sections(schema)
-    if len(key) == 1:
-        places = [f"{section}.{name}" for section, names in sections.items() for name in names if name == key[0]]
-        return _nearest(key[0], list(sections)) or next(iter(places), "")
     section, name = key[0], key[-1]
-    elsewhere = [f"{other}.{name}" for other, names in sections.items() if name in names]
-    near = _nearest(name, sections[section])
-    return elsewhere[0] if elsewhere else f"{section}.{near}" if near else ""
+    elsewhere = next((f"{other}.{name}" for other, names in known.items() if name in names), "")
+    if len(key) == 1:
+        return _nearest(name, list(known)) or elsewhere
+    near = _nearest(name, known[section])
+    return elsewhere or (f"{section}.{near}" if near else "")
 
 
 def _nearest(given: object, allowed: Sequence[str]) -> str:
@@ -89,5 +99,5 @@ def _nearest(given: object, allowed: Sequence[str]) -> str:
     if not isinstance(given, str):
         return ""
     lowered = {name.lower(): name for name in allowed}
-    found = get_close_matches(given.lower()[:MAX_SHOWN], list(lowered), n=1)
+    found = get_close_matches(given.lower()[:LONGEST_VALUE], list(lowered), n=1)
     return lowered[found[0]] if found else ""

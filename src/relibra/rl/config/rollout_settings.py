@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 MAX_LENGTH = 1 << 20
 """Most tokens of a prompt, and of a response."""
@@ -134,31 +134,3 @@ class RolloutSettings(Section):
         if not re.fullmatch(r"(env:[A-Za-z_][A-Za-z0-9_]*|file:.+)?", value):  # it may be the key: not repeated
             raise ValueError("write env:NAME of an environment variable, or file:PATH, and not the key itself")
         return value
-
-    @model_validator(mode="after")
-    def _parts_fit(self) -> RolloutSettings:
-        if self.responses_per_step > MOST_RESPONSES:
-            raise ValueError(
-                f"prompts_per_step {self.prompts_per_step} x responses_per_prompt {self.responses_per_prompt} are more "
-                f"than {MOST_RESPONSES:,} responses in a step"
-            )
-        if self.engine == "serve" and self.url:
-            raise ValueError(
-                "engine 'serve' starts its server itself: leave out url, or set engine=vllm for a server of relibra "
-                "that runs already"
-            )
-        if self.engine in ("sglang", "vllm") and self.url and not self.server_weights:
-            raise ValueError(f"engine {self.engine!r} needs server_weights (a folder that server and trainer see)")
-        if self.refill and self.engine != "embedded":
-            raise ValueError(
-                f"refill needs engine 'embedded', got {self.engine!r}: servers do not report decode steps; set "
-                "refill=false"
-            )
-        if self.max_response % self.window_tokens:
-            longer = self.max_response + -self.max_response % self.window_tokens
-            fitting = max(w for w in range(1, self.window_tokens + 1) if self.max_response % w == 0)
-            raise ValueError(
-                f"window {self.window} does not divide max_response {self.max_response}: a response has a whole number "
-                f"of windows; set rollout.max_response to {longer} or the window to {fitting}"
-            )
-        return self

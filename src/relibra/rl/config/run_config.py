@@ -9,28 +9,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError, model_validator
+from pydantic import ValidationError
 
-from relibra.errors import ConfigError
+from relibra.errors import LONGEST_VALUE, ConfigError
 from relibra.printable import excerpt
-from relibra.rl.config.defaults import BUILT_IN_MODEL, FILLS
-from relibra.rl.config.messages import MAX_SHOWN, describe_mistakes
-from relibra.rl.config.rollout_settings import RolloutSettings, Section
-from relibra.rl.config.settings import (
-    NO_EXPERTS,
-    AlgorithmSettings,
-    CheckpointSettings,
-    CriticSettings,
-    EvaluationSettings,
-    ModelSettings,
-    ParallelSettings,
-    PlanSettings,
-    RunSettings,
-    TaskSettings,
-    TraceSettings,
-    UpdateSettings,
-    WarmupSettings,
-)
+from relibra.rl.algorithms import tppo
+from relibra.rl.config.defaults import BUILT_IN_MODEL, LEAST_SERVED_HEAD, PRESETS
+from relibra.rl.config.messages import raise_all, refusals_of_types, where_given
+from relibra.rl.config.model_folder import read_model_sizes
+from relibra.rl.config.removed import REMOVED, kept_values
+from relibra.rl.config.rollout_settings import RolloutSettings
+from relibra.rl.config.rules import broken_rules
+from relibra.rl.config.settings import RunConfig as RunConfig
+from relibra.rl.config.settings import UpdateSettings
 
 USUAL_RATE = UpdateSettings().learning_rate
 HIGH_RATE = 20 * USUAL_RATE
@@ -40,186 +31,179 @@ MAX_DEPTH = 8
 """Parts of an override's key; settings have two."""
 
 
-class RunConfig(Section):
-    """All settings of a run."""
+def load_config(path: Path | None, overrides: Sequence[str] = (), *, base: dict[str, Any] | None = None) -> RunConfig:
+    """Load a TOML file (None: defaults) and apply `section.key=value` overrides; the last one wins.
 
-    run: RunSettings = RunSettings()
-    task: TaskSettings = TaskSettings()
-    model: ModelSettings = ModelSettings()
-    warmup: WarmupSettings = WarmupSettings()
-    rollout: RolloutSettings = RolloutSettings()
-    algorithm: AlgorithmSettings = AlgorithmSettings()
-    update: UpdateSettings = UpdateSettings()
-    critic: CriticSettings = CriticSettings()
-    plan: PlanSettings = PlanSettings()
-    parallel: ParallelSettings = ParallelSettings()
-    checkpoint: CheckpointSettings = CheckpointSettings()
-    trace: TraceSettings = TraceSettings()
-    evaluation: EvaluationSettings = EvaluationSettings()
-
-    @property
-    def follows_plans(self) -> bool:
-        """Whether experts, if the model has any, are balanced (`relibra.parallel`): by plans, or live."""
-        wanted = self.plan.balancer != "static" or self.plan.sums == "canonical"
-        return wanted and (self.algorithm.replay != "off" or self.plan.live) and self.parallel.ranks > 1
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_defaults(cls, settings: Any) -> Any:
-        """Set what was not given and follows from what was, in the order in which one follows from the other."""
-        if not isinstance(settings, dict):
-            return settings
-        settings = {key: _as_given(section) for key, section in settings.items()}
-        if not all(isinstance(settings.get(name, {}), dict) for name in ("model", "rollout", "algorithm", "critic")):
-            return settings  # refused when the sections are checked
-        for fill in FILLS:
-            settings = fill(settings)
-        return settings
-
-    @model_validator(mode="after")
-    def _check_sections(self) -> RunConfig:
-        mistakes = []
-        for check in (_check_model, _check_task, _check_groups, _check_windows, _check_plan, _check_server):
-            try:
-                check(self)
-            except ValueError as error:
-                mistakes.append(str(error))
-        if mistakes:
-            raise ValueError("; also: ".join(mistakes))
-        return self
+    base      settings to start from without a file: those of a resumed run
+    raises    ConfigError naming key, value, allowed values and where the value was set
+    """
+    elsewhere = str(path) if path else "the defaults" if base is None else "the run that is resumed"
+    try:
+        settings = _read_toml(path) if path else copy.deepcopy(base or {})
+        sources = dict.fromkeys(_names(settings), elsewhere)
+        for override in overrides:
+            key, value = _parse_override(override)
+            _set(settings, key, value, override)
+            sources[".".join(key)] = f"override {excerpt(override, LONGEST_VALUE)}"
+        return resolve(settings, sources, elsewhere)
+    except RecursionError as error:
+        raise ConfigError(f"the settings in {elsewhere} are nested too deeply") from error
 
 
-def _check_model(config: RunConfig) -> None:
-    """Check the built-in model; the sizes of others are known only when they are loaded."""
-    model, algorithm, parallel = config.model, config.algorithm, config.parallel
-    if model.path:
-        return
-    if not model.num_experts and algorithm.replay != "off":
-        raise ValueError(
-            f"algorithm.replay {algorithm.replay!r} needs a model with experts, and model.num_experts is 0: set "
-            f"algorithm.replay=off; {NO_EXPERTS}"
-        )
-    if model.num_experts % parallel.ranks:
-        raise ValueError(
-            f"parallel.ranks {parallel.ranks} does not divide model.num_experts {model.num_experts}: every rank needs "
-            "the same number of experts"
-        )
+def resolve(given: Mapping[str, Any], sources: Mapping[str, str], elsewhere: str) -> RunConfig:
+    """Return the whole configuration, with the sources of its values.
+
+    given       sections with settings, of any type
+    sources     where settings were given, by section.key
+    elsewhere   where all others were
+    raises      ConfigError with all mistakes
+    """
+    config = _fill_in(given, sources, elsewhere).finished(sources, elsewhere)
+    raise_all([_refusal(config, *broken, sources, elsewhere) for broken in broken_rules(config)])
+    return config
 
 
-def _check_task(config: RunConfig) -> None:
-    """Check that prompts of a file have a file and a model."""
-    task, model = config.task, config.model
-    if task.name != "prompts":
-        return
-    if task.file is None:
-        raise ValueError("task.name 'prompts' needs task.file: a .jsonl or .parquet file with one prompt per row")
-    if not model.path:
-        raise ValueError("task.name 'prompts' needs model.path: the built-in model knows only the built-in tasks")
+def _fill_in(given: Mapping[str, Any], sources: Mapping[str, str], elsewhere: str) -> _Filling:
+    """Fill in what was not given, in this order: each part below follows from the parts above it."""
+    # What was given: names of earlier versions, types and ranges. From here on values have their types.
+    given = _without_removed(given, sources, elsewhere)
+    try:
+        filling = _Filling(RunConfig.model_validate(given))
+    except ValidationError as error:
+        raise_all(refusals_of_types(error, sources, elsewhere, RunConfig))
+        raise
+    fill, config = filling.fill, filling.config
+
+    # The model: all of the built-in one; the lengths of another fit its context.
+    path, rollout = config.model.path, config.rollout
+    if path:
+        rollout = fill("rollout", _lengths(path, rollout, filling.given), f"the context of {path}")
+    else:
+        for section, values in BUILT_IN_MODEL.items():
+            fill(section, values, "the built-in model")
+        rollout, model = filling.config.rollout, filling.config.model
+        if rollout.engine not in ("embedded", "serve"):
+            width = max(LEAST_SERVED_HEAD, model.hidden_size // model.num_heads)
+            fill("model", {"head_dim": width}, f"rollout.engine {rollout.engine}")
+
+    # The algorithm, and the range of its correction.
+    preset = config.algorithm.preset
+    algorithm = fill("algorithm", PRESETS[preset], f"algorithm {preset}")
+    if algorithm.correction == "icepop":
+        fill("algorithm", {"correction_high": 5.0}, "algorithm.correction icepop")
+
+    # Windows of T-PPO: about a quarter of a response; the end of each does not train.
+    if preset == "tppo":
+        window = tppo.choose_window(rollout.max_response)
+        rollout = fill("rollout", {"window": window or 0}, f"algorithm {preset}")
+        if rollout.window:
+            fill("algorithm", {"tail_drop": min(8, rollout.window // 4)}, f"algorithm {preset}")
+
+    # The value model is trained alone until all responses of the first step have ended.
+    if preset in ("ppo", "tppo"):
+        first_steps, ended = max(10, rollout.max_windows), min(64, rollout.responses_per_step)
+        warm_up = {"pretrain_steps": first_steps, "min_finished": ended, "explained_variance_gate": 0.0}
+        fill("critic", warm_up, f"algorithm {preset}")
+    return filling
 
 
-def _check_groups(config: RunConfig) -> None:
-    """Check that every mini-batch has responses, and whole groups if advantages compare a group."""
-    rollout, algorithm, update = config.rollout, config.algorithm, config.update
-    if algorithm.advantage == "gae":
-        if update.mini_batches > rollout.responses_per_step:
-            raise ValueError(
-                f"update.mini_batches {update.mini_batches} exceeds the {rollout.responses_per_step} responses of a "
-                "step (rollout.prompts_per_step x rollout.responses_per_prompt)"
-            )
-        return
-    if rollout.responses_per_prompt < 2:
-        raise ValueError(
-            "rollout.responses_per_prompt 1 does not work with algorithm.advantage 'group', which compares responses "
-            "to the same prompt: set 2 or more, or use preset 'ppo'"
-        )
-    if update.mini_batches > rollout.prompts_per_step:
-        raise ValueError(
-            f"update.mini_batches {update.mini_batches} exceeds rollout.prompts_per_step {rollout.prompts_per_step}: a "
-            "mini-batch holds at least one whole group"
-        )
+class _Filling:
+    """A configuration that gets values of settings that were not given.
+
+    usual   values that settings have unless they are given, and where these come from: "" for the defaults of fields
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.given = {f"{section}.{key}" for section, part in config for key in part.model_fields_set}
+        self.usual = {f"{section}.{key}": (value, "") for section, part in RunConfig() for key, value in part}
+
+    def fill(self, section: str, values: Mapping[str, Any], source: str) -> Any:
+        """Set values that were not given, and return the section."""
+        self.usual |= {f"{section}.{key}": (value, source) for key, value in values.items()}
+        missing = {key: value for key, value in values.items() if f"{section}.{key}" not in self.given}
+        filled = getattr(self.config, section).model_copy(update=missing)
+        self.config = self.config.model_copy(update={section: filled})
+        return filled
+
+    def changed(self) -> list[str]:
+        """Return the settings that were given another value than they have otherwise."""
+        return [name for name, (usual, _) in self.usual.items() if value_of(self.config, name) != usual]
+
+    def finished(self, sources: Mapping[str, str], elsewhere: str) -> RunConfig:
+        """Return the configuration with the sources of all values that are not the defaults of fields."""
+        changed, plain = self.changed(), RunConfig()
+        self.config._sources = {
+            name: where_given([name], sources, elsewhere) if name in self.given else source
+            for name, (_, source) in self.usual.items()
+            if name in changed or value_of(self.config, name) != value_of(plain, name)
+        }
+        return self.config
 
 
-def _check_windows(config: RunConfig) -> None:
-    """Check what depends on windows: responses that end in a later step than they begin."""
-    rollout, algorithm, parallel = config.rollout, config.algorithm, config.parallel
-    window, longest = rollout.window_tokens, rollout.max_response
-    if window < longest and algorithm.advantage == "group":
-        raise ValueError(
-            f"rollout.window {window} is below rollout.max_response {longest}, which does not work with "
-            "algorithm.advantage 'group': unfinished responses have no reward; use preset 'tppo', or window 0"
-        )
-    if window < longest and algorithm.group_filter != "off":
-        raise ValueError(
-            f"algorithm.group_filter {algorithm.group_filter!r} compares the responses of a group, and with "
-            f"rollout.window {window} below rollout.max_response {longest} they end in different steps: set "
-            "algorithm.group_filter=off"
-        )
-    if rollout.refill and window == longest:
-        raise ValueError(
-            f"rollout.refill needs rollout.window below rollout.max_response {longest}: without windows a step ends "
-            "when all its responses end; set a window, or rollout.refill=false"
-        )
-    of_rank = -(-rollout.responses_per_step // parallel.ranks)
-    if rollout.refill and of_rank > rollout.max_batch:
-        raise ValueError(
-            f"rollout.max_batch {rollout.max_batch} is below the {of_rank} responses of a rank "
-            "(rollout.prompts_per_step x rollout.responses_per_prompt / parallel.ranks), and rollout.refill decodes "
-            "all of them at once: increase it, or set rollout.refill=false"
-        )
-    if window < longest and algorithm.tail_drop >= window:
-        raise ValueError(
-            f"algorithm.tail_drop {algorithm.tail_drop} leaves nothing of rollout.window {window}: set a smaller one"
-        )
-    if algorithm.overlong_buffer > longest:
-        raise ValueError(
-            f"algorithm.overlong_buffer {algorithm.overlong_buffer} exceeds rollout.max_response {longest}"
-        )
+def value_of(config: RunConfig, name: str) -> Any:
+    """Return the value of a setting that is named as section.key."""
+    section, key = name.split(".")
+    return getattr(getattr(config, section), key)
 
 
-def _check_server(config: RunConfig) -> None:
-    """Check that there are servers where they sample, and that the folder of new weights is not that of the model."""
-    rollout, model, parallel = config.rollout, config.model, config.parallel
-    on_ray = parallel.launcher == "ray"
-    if rollout.engine in ("sglang", "vllm") and not rollout.url and not (on_ray and rollout.starts_servers):
-        alone = "; with parallel.launcher=ray a run starts vLLM itself" if rollout.engine == "vllm" else ""
-        raise ValueError(
-            f"rollout.engine {rollout.engine!r} needs rollout.url (the server) and rollout.server_weights (a folder "
-            f"that both see){alone}"
-        )
-    if rollout.servers > 1 and not (on_ray and rollout.starts_servers):
-        raise ValueError(
-            f"rollout.servers {rollout.servers} are started on Ray only, with rollout.engine=serve, or vllm without "
-            "rollout.url: set parallel.launcher=ray, or leave it out"
-        )
-    if rollout.engine == "embedded" or not model.path or rollout.server_weights is None:
-        return
-    if rollout.server_weights.expanduser().resolve() == Path(model.source).resolve():
-        raise ValueError(
-            f"rollout.server_weights {str(rollout.server_weights)!r} is the folder of model.path: set it to a folder "
-            "of its own, in which new weights are written"
-        )
+def _lengths(path: str, rollout: RolloutSettings, given: set[str]) -> dict[str, int]:
+    """Return lengths of prompt and response that fit the context of a model; a window given divides the response."""
+    context, usual = read_model_sizes(path).get("max_position_embeddings"), RolloutSettings()
+    prompt, response = usual.max_prompt, usual.max_response
+    if type(context) is int and 2 <= context < 1 << 30:
+        prompt = min(prompt, context // 2)
+        response = max(1, min(response, context - (rollout.max_prompt if "rollout.max_prompt" in given else prompt)))
+    if 0 < rollout.window <= response:
+        response -= response % rollout.window
+    return {"max_prompt": prompt, "max_response": response}
 
 
-def _check_plan(config: RunConfig) -> None:
-    """Check the name of the balancer."""
-    name = config.plan.balancer
-    if name in ("relibra", "static", "live") or ":" in name:
-        return  # importing the others loads numba, and of the user's runs his code: `find_balancer` checks that
-    from relibra.planning.registry import find_balancer
+def _without_removed(given: Mapping[str, Any], sources: Mapping[str, str], elsewhere: str) -> dict[str, Any]:
+    """Return settings without those of earlier versions, whose values still hold; refuse other values."""
+    settings = {section: dict(part) if isinstance(part, Mapping) else part for section, part in given.items()}
+    refused = []
+    for name in REMOVED:
+        section, key = name.split(".")
+        part = settings.get(section)
+        if not isinstance(part, dict) or key not in part:
+            continue
+        value = part.pop(key)
+        if value not in kept_values(name, given):
+            where = where_given([name], sources, elsewhere)
+            refused.append(ConfigError(name, got=value, where=where, allowed=REMOVED[name].instead))
+    raise_all(refused)
+    return settings
 
-    find_balancer(name)
+
+def _refusal(
+    config: RunConfig, name: str, why: str, instead: str, sources: Mapping[str, str], elsewhere: str
+) -> ConfigError:
+    """Return the error of a setting that does not fit, with the places of all settings that it names."""
+    where = where_given([name, *(other for other in sources if other in why)], sources, elsewhere)
+    return ConfigError(name, got=value_of(config, name), where=where, allowed=why, next_step=instead)
 
 
-def _as_given(section: Any) -> Any:
-    """Return what was given of a section that is an object already, so that the rest is filled like that of a file."""
-    return section.model_dump(exclude_unset=True) if isinstance(section, Section) else section
+def describe_sources(config: RunConfig) -> list[str]:
+    """Return a table of values that are not the defaults of fields: a row for each place that they came from."""
+    rows: dict[str, list[str]] = {}
+    values = config.model_dump(mode="json")
+    for name, source in config.sources.items():
+        section, key = name.split(".")
+        value = values[section][key]
+        place = "the command line" if source.startswith("override ") else source
+        rows.setdefault(place, []).append(f"{name}={value if isinstance(value, str) else json.dumps(value)}")
+    width = max(map(len, rows), default=0)
+    return [f"{place:{width}}  {' '.join(settings)}" for place, settings in rows.items()]
 
 
 def describe_training(config: RunConfig) -> list[str]:
-    """Return lines that say how a model of the user is trained, with a warning of a high learning rate.
+    """Return the first lines of a run: sources of its settings, how a model of the user is trained, and warnings."""
+    return [*describe_sources(config), *_describe_model(config)]
 
-    Of the built-in model only that its policy is not trained: where all steps warm up the value model.
-    """
+
+def _describe_model(config: RunConfig) -> list[str]:
+    """Return how a model of the user is trained, and warnings: a high learning rate, a policy that is not trained."""
     alone = []
     if config.algorithm.advantage == "gae" and config.run.steps:
         first = config.critic.pretrain_steps
@@ -245,30 +229,6 @@ def describe_training(config: RunConfig) -> list[str]:
             "models lose what they know in a few steps"
         )
     return lines + alone
-
-
-def load_config(path: Path | None, overrides: Sequence[str] = (), *, base: dict[str, Any] | None = None) -> RunConfig:
-    """Load a TOML file (None: defaults) and apply `section.key=value` overrides; the last one wins.
-
-    base      settings to start from without a file: those of a resumed run
-    raises    ConfigError naming key, value, allowed values and where the value was set
-    """
-    try:
-        settings = _read_toml(path) if path else copy.deepcopy(base or {})
-    except RecursionError as error:
-        raise ConfigError("the settings of the run are nested too deeply") from error
-    origin: dict[tuple[str, ...], str] = {}
-    for override in overrides:
-        key, value = _parse_override(override)
-        _set(settings, key, value, override)
-        origin[key] = f"override {excerpt(override, MAX_SHOWN)}"
-    source = str(path) if path else "the defaults"
-    try:
-        return RunConfig.model_validate(settings)
-    except ValidationError as error:
-        raise ConfigError(describe_mistakes(error, source, origin, RunConfig)) from error
-    except RecursionError as error:
-        raise ConfigError(f"the settings in {source} are nested too deeply") from error
 
 
 _MAY_CHANGE = (
@@ -302,24 +262,7 @@ def changed_settings(config: RunConfig) -> list[str]:
 
     A default that follows from another setting, as the window of T-PPO from the longest response, is no difference.
     """
-    same = {"model": {"path": config.model.path}, "algorithm": {"preset": config.algorithm.preset}}
-    given, default = config.model_dump(mode="json"), RunConfig.model_validate(same).model_dump(mode="json")
-    default["model"]["path"], default["algorithm"]["preset"] = ModelSettings().path, AlgorithmSettings().preset
-    return [
-        f"{section}.{key}"
-        for section, settings in given.items()
-        for key, value in settings.items()
-        if value != default[section][key] and not _follows(given, section, key)
-    ]
-
-
-def _follows(given: Mapping[str, dict[str, Any]], section: str, key: str) -> bool:
-    """Return whether a setting has the value that it gets from all others."""
-    others = {**given, section: {name: value for name, value in given[section].items() if name != key}}
-    try:
-        return bool(RunConfig.model_validate(others).model_dump(mode="json")[section][key] == given[section][key])
-    except ValueError:
-        return False
+    return _fill_in(config.model_dump(mode="json"), {}, "").changed()
 
 
 def as_toml(config: RunConfig) -> str:
@@ -346,12 +289,11 @@ def with_ranks(config: RunConfig, ranks: int) -> RunConfig:
 
     raises    ConfigError if it does not divide the number of experts
     """
-    settings = config.model_dump(mode="json")
+    settings, launcher = config.model_dump(mode="json"), "the launcher's WORLD_SIZE"
     settings["parallel"]["ranks"] = ranks
-    try:
-        return RunConfig.model_validate(settings)
-    except ValidationError as error:
-        raise ConfigError(describe_mistakes(error, "the launcher's WORLD_SIZE", {}, RunConfig)) from error
+    launched = resolve(settings, {}, launcher)
+    launched._sources = {**config.sources, "parallel.ranks": launcher}
+    return launched
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -373,7 +315,7 @@ def _parse_override(override: str) -> tuple[tuple[str, ...], Any]:
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")) or key.count(".") >= MAX_DEPTH:
         raise ConfigError(
-            f"cannot read the override {excerpt(override, MAX_SHOWN)}: write section.key=value, as in "
+            f"cannot read the override {excerpt(override, LONGEST_VALUE)}: write section.key=value, as in "
             "update.learning_rate=1e-3"
         )
     try:
@@ -389,6 +331,10 @@ def _set(settings: dict[str, Any], key: tuple[str, ...], value: Any, override: s
         section = section.setdefault(part, {})
         if not isinstance(section, dict):
             raise ConfigError(
-                f"override {excerpt(override, MAX_SHOWN)} sets a key of {part!r}, which is a value, not a section"
+                f"override {excerpt(override, LONGEST_VALUE)} sets a key of {part!r}, which is a value, not a section"
             )
     section[key[-1]] = value
+
+
+def _names(settings: Mapping[str, Any]) -> list[str]:
+    return [f"{section}.{key}" for section, part in settings.items() if isinstance(part, dict) for key in part]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator
 
 from relibra.cluster import Cluster, Dispatch
 from relibra.planning.budget import MOST_SLOTS, MOST_TOLERANCE, PEER_SLOTS, Budget
 from relibra.planning.costs.expert_shape import GradientWire
-from relibra.rl.config.rollout_settings import MAX_LENGTH, Section
+from relibra.rl.config.rollout_settings import MAX_LENGTH, RolloutSettings, Section
 
 Preset = Literal["ppo", "tppo", "grpo", "dapo", "gspo"]
 PRESET_NAMES: tuple[str, ...] = get_args(Preset)
@@ -99,14 +99,6 @@ class ModelSettings(Section):
         name = self.path.removeprefix("hub:")
         return str(Path(name).expanduser()) if name.startswith("~") else name
 
-    @model_validator(mode="after")
-    def _sizes_fit(self) -> ModelSettings:
-        if self.num_experts and self.experts_per_token > self.num_experts:
-            raise ValueError(f"experts_per_token {self.experts_per_token} exceeds num_experts {self.num_experts}")
-        if self.hidden_size % (2 * self.num_heads):
-            raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of 2 x num_heads {self.num_heads}")
-        return self
-
 
 class WarmupSettings(Section):
     """Supervised steps before RL on demonstrations with random errors; built-in tasks only."""
@@ -183,35 +175,6 @@ class AlgorithmSettings(Section):
     """Largest trainer/sampler probability ratio: truncated there (tis), or masked above it (icepop, mis). icepop: 5
     unless given (arXiv 2510.18855)."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _read_removed(cls, settings: Any) -> Any:
-        """Leave out `ratio`, which earlier runs hold, where the loss has it; refuse another one."""
-        if not isinstance(settings, dict) or "ratio" not in settings:
-            return settings
-        if settings["ratio"] != ("sequence" if settings.get("loss") == "gspo" else "token"):
-            raise ValueError(
-                "algorithm.ratio went: set algorithm.loss to 'gspo' for one ratio per response, or to 'grpo' for one "
-                "per token"
-            )
-        return {name: value for name, value in settings.items() if name != "ratio"}
-
-    @model_validator(mode="after")
-    def _parts_fit(self) -> AlgorithmSettings:
-        if 0 < self.dual_clip <= 1:
-            raise ValueError(f"dual_clip {self.dual_clip} must be above 1, or 0 for none")
-        if ":" not in self.loss and self.loss not in PRESET_NAMES:
-            raise ValueError(
-                f"loss {self.loss!r} is unknown: allowed are {', '.join(PRESET_NAMES)}, or a function of yours as "
-                "'module:function'"
-            )
-        if self.positive_coefficient and self.loss != "tppo" and self.loss in PRESET_NAMES:
-            raise ValueError(
-                f"positive_coefficient {self.positive_coefficient:g} is a term of loss 'tppo', and loss is "
-                f"{self.loss!r}: set loss to 'tppo', or positive_coefficient to 0"
-            )
-        return self
-
 
 class UpdateSettings(Section):
     """Optimizer steps of policy and value model."""
@@ -259,13 +222,6 @@ class CriticSettings(Section):
         return None if value == "off" else value
 
 
-_REMOVED: dict[str, tuple[Any, str]] = {
-    "objective": ("seconds", 'plan.balancer = "relibra_paper_tokens" evens token-slots out'),
-    "static_rows": (False, "leave it out; with plan.pack = true loads are even"),
-}
-"""Removed settings of plans: the default that earlier runs hold, and what replaces another value."""
-
-
 class PlanSettings(Section):
     """Balanced expert parallelism, planned from the recorded routes, or live. Needs at least 2 ranks; plans replay."""
 
@@ -301,17 +257,6 @@ class PlanSettings(Section):
     float32."""
     sums: Literal["fast", "canonical"] = "fast"
     """"canonical": bitwise the same results under every plan of one schedule; slower, and turns `pack` off."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_removed(cls, settings: Any) -> Any:
-        """Leave out removed settings at their defaults, as earlier runs hold them; refuse other values."""
-        if not isinstance(settings, dict):
-            return settings
-        for name, (default, instead) in _REMOVED.items():
-            if settings.get(name, default) != default:
-                raise ValueError(f"plan.{name} went: {instead}")
-        return {name: value for name, value in settings.items() if name not in _REMOVED}
 
     @property
     def live_slots(self) -> int:
@@ -375,3 +320,37 @@ class EvaluationSettings(Section):
     """Prompts per evaluation."""
     stop_at: float | None = Field(None, ge=-LARGE, le=LARGE)
     """End the run when an evaluation reaches this mean reward; none: after `run.steps` steps."""
+
+
+class RunConfig(Section):
+    """All settings of a run. `load_config` makes one: this class alone neither fills in defaults nor checks rules."""
+
+    run: RunSettings = RunSettings()
+    task: TaskSettings = TaskSettings()
+    model: ModelSettings = ModelSettings()
+    warmup: WarmupSettings = WarmupSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    update: UpdateSettings = UpdateSettings()
+    critic: CriticSettings = CriticSettings()
+    plan: PlanSettings = PlanSettings()
+    parallel: ParallelSettings = ParallelSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    trace: TraceSettings = TraceSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether all settings are equal, wherever they came from."""
+        return isinstance(other, RunConfig) and dict(self) == dict(other)
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Where each value came from that is not the default, by section.key; {} on a rank, which gets values only."""
+        return self._sources
+
+    @property
+    def follows_plans(self) -> bool:
+        """Whether experts, if the model has any, are balanced (`relibra.parallel`): by plans, or live."""
+        wanted = self.plan.balancer != "static" or self.plan.sums == "canonical"
+        return wanted and (self.algorithm.replay != "off" or self.plan.live) and self.parallel.ranks > 1

@@ -1,6 +1,7 @@
 """The run folder: its files, its lock, and its configuration. Imports no torch.
 
 config.json            resolved configuration, sizes of the model and package versions
+settings.txt           where each value came from that is not a default
 metrics.jsonl          one line per finished RL step
 samples.jsonl          some responses of each step, with their rewards
 checkpoints/           from which a stopped run resumes
@@ -35,7 +36,7 @@ import relibra
 from relibra.environment import LaunchedRank
 from relibra.errors import ConfigError, EngineError
 from relibra.files import write_text
-from relibra.rl.config.run_config import RunConfig, changed_settings
+from relibra.rl.config.run_config import RunConfig, changed_settings, describe_sources
 
 _LAUNCH = ".launch"
 _CHECKPOINT = re.compile("step-[0-9]{5,}")
@@ -196,6 +197,8 @@ def write_config(run: Path, config: RunConfig, model_sizes: Mapping[str, Any] | 
     text = json.dumps({**settings, **sizes, "changed": changed_settings(config), "versions": about}, indent=1) + "\n"
     try:
         write_text(run / "config.json", text)
+        if config.sources:
+            write_text(run / "settings.txt", "\n".join(describe_sources(config)) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write to the run folder {run} (run.folder): {error.strerror}") from error
 
