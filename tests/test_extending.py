@@ -107,16 +107,11 @@ def test_a_wrong_loss_is_told_in_a_sentence(module, body, said):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "value"), [("loss", "cispo"), ("ratio", "sequence"), ("positive_coefficient", 0.1)])
+@pytest.mark.parametrize(("name", "value"), [("loss", "cispo"), ("ratio", "sequence")])
 def test_settings_that_do_not_fit_the_loss_are_refused(name, value):
     with pytest.raises(ConfigError) as caught:
         load_config(None, [f"algorithm.{name}={value}"])
     assert (caught.value.what, caught.value.got) == (f"algorithm.{name}", value)
-
-
-def test_settings_of_earlier_runs_name_the_ratio_that_their_preset_has():
-    assert load_config(None, ["algorithm.preset=gspo", "algorithm.ratio=sequence"]).algorithm.loss == "gspo"
-    assert load_config(None, ["algorithm.preset=ppo", "algorithm.ratio=token"]).algorithm.loss == "ppo"
 
 
 def test_the_balancer_plans_as_the_page_prints(module, capsys):

@@ -136,7 +136,7 @@ def fill_during_run(disk: FullDisk, settings: Sequence[str], mount: Path, home: 
     home     folder of the task
     """
     shutil.rmtree(mount / "runs", ignore_errors=True)
-    words = [*settings, f"run.folder={mount / 'runs'}", f"trace.keep={disk.traces}", "trace.keep_every=0"]
+    words = [*settings, f"run.folder={mount / 'runs'}", f"trace.keep={disk.traces}"]
     if disk.step == 0:
         fill(mount, disk.pages)
     with StartedRun(words, home, "stderr.txt") as run:

@@ -24,9 +24,9 @@ EVEN = ("plan.balancer=relibra_paper_tokens",)
 """On processes that share cores, copies of experts this small never pay."""
 REFILL = (*TPPO, "rollout.window=12", "rollout.max_response=24", "rollout.refill=true")
 SETTINGS_OF_PPO = {
-    "lambda_mode": "fixed",
+    "lambda_policy": 0.95,
     "dual_clip": 0,
-    "positive_coefficient": 0,
+    "loss": "ppo",
     "clip_high": 0.2,
 }
 ALGORITHMS = {
@@ -202,14 +202,11 @@ def test_r2_replays_in_the_update_what_the_recompute_pass_took(tmp_path):
     assert all(seen), "before the first update the router still takes what was recorded"
 
 
-def test_an_evaluation_is_reported_and_ends_the_run_when_it_is_good_enough(tmp_path):
-    rows = run_alone(
-        ("run.steps=6", "evaluation.every=2", "evaluation.prompts=5", "evaluation.stop_at=0.01"), tmp_path / "run"
-    )
+def test_an_evaluation_is_reported(tmp_path):
+    rows = run_alone(("run.steps=2", "evaluation.every=2", "evaluation.prompts=5"), tmp_path / "run")
     assert [row["evaluation"] is None for row in rows] == [True, False]
-    assert 0.01 <= rows[1]["evaluation"]["reward"] <= 1
+    assert 0 <= rows[1]["evaluation"]["reward"] <= 1
     assert 1 <= rows[1]["evaluation"]["response_length"] <= 12
-    assert (tmp_path / "run" / "checkpoints" / "step-00002").is_dir(), "a run that stops early can be gone on with"
 
 
 BALANCED = {

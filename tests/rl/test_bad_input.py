@@ -41,7 +41,7 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_made(override, s
 
 def test_a_model_that_is_not_there_is_refused_before_processes_start(tmp_path):
     stderr = refused(train(tmp_path / "runs", "model.path=nowhere"))
-    assert stderr.startswith("error: model.path 'nowhere' is no folder")
+    assert stderr.startswith("error: model.path, got 'nowhere': no folder")
     assert stderr.count("\n") == 1
     assert not (tmp_path / "runs").exists()
 
@@ -83,8 +83,8 @@ UNUSABLE_TASKS = {
     "raises": ("task.reward=my_rewards:raising", "raised ValueError: no idea; a reward returns a number"),
     "returns_nan": ("task.reward=my_rewards:nothing", "returned nan; a reward is a number from -1e+09 to 1e+09"),
     "long_prompt": (
-        ("rollout.max_prompt=3", "rollout.long_prompts=refuse"),
-        "has 4 tokens: allowed are 1 to 3 (rollout.max_prompt)",
+        "rollout.max_prompt=1",
+        "and none is left to train on",
     ),
     "warm_up": ("warmup.steps=3", "the task has no demonstrations: set warmup.steps=0"),
 }

@@ -54,10 +54,11 @@ def test_options_that_the_server_refuses_end_the_run_with_its_words(tmp_path):
 def test_the_client_of_vllm_trains_with_a_server_that_runs_already(tmp_path):
     start = tmp_path / "start"
     of_model = [one for one in TINY if one.startswith("model.")]
-    assert run_command(["export", str(start), *of_model], tmp_path).returncode == 0
+    served = ["rollout.engine=vllm", "rollout.url=http://h:1", "rollout.server_weights=w"]
+    assert run_command(["export", str(start), *of_model, *served], tmp_path).returncode == 0
     with relibra_serve(start, "--updates", "--max-length", "400", "--attention", "2") as (url, _):
         settings = [f"rollout.url={url}", f"rollout.server_weights={tmp_path / 'weights'}"]
-        done = train(tmp_path, "rollout.engine=vllm", "algorithm.preset=ppo", *settings, "model.head_dim=0")
+        done = train(tmp_path, "rollout.engine=vllm", "algorithm.preset=ppo", *settings)
         assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout)
     assert outcome["steps"] == 2

@@ -23,13 +23,10 @@ def evaluate(
     tokenizer: Tokenizer,
     num_prompts: int,
     settings: RolloutSettings,
-    *,
-    max_failed_rewards: float,
 ) -> dict[str, float]:
     """Return mean reward and response length on the held-out prompts; the same on all ranks; collective.
 
-    raises    ConfigError where more rewards failed than `task.max_failed_rewards`, or a prompt is refused for its
-              length (`rollout.long_prompts`)
+    raises    ConfigError where more rewards failed than may, or all prompts are too long
     """
     begin_stage("evaluation")
     encoded = list(enumerate(encode_held_out(task, tokenizer, settings, num_prompts)))
@@ -43,7 +40,7 @@ def evaluate(
             rewards.append(task.reward(prompt, tokenizer.decode(window.tokens_w.tolist()), stopped=window.stopped))
         except RewardError as error:
             errors.append(str(error))
-    failed = check_failed_rewards(errors, len(own), limit=max_failed_rewards, where="evaluation")
+    failed = check_failed_rewards(errors, len(own), where="evaluation")
     lengths = [len(window.tokens_w) for window in windows]
     total, length, count = sum_over_ranks(
         torch.tensor([sum(rewards), sum(lengths), len(own)], dtype=torch.float64)

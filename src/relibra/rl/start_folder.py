@@ -26,7 +26,9 @@ def write_start_folder(config: RunConfig, folder: Path) -> None:
         raise ConfigError(f"{folder} is not empty: choose a new folder")
     task = make_task(config.task, config.run.seed, 0)
     tokenizer = make_tokenizer(config.model.source, task.characters, trust_remote_code=False)
-    model = initial_model(built_in_config(config.model, tokenizer.vocab_size), config.run.seed)
+    model = initial_model(
+        built_in_config(config.model, tokenizer.vocab_size, config.rollout.least_head_dim), config.run.seed
+    )
     temporary = folder.absolute().with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:

@@ -232,7 +232,7 @@ def _sample(
             overlong_buffer=config.algorithm.overlong_buffer,
         )
         rated = sum(response.finish_reason is not None for response in responses)
-        check_failed_rewards(errors, rated, limit=config.task.max_failed_rewards, where=f"step {step}")
+        check_failed_rewards(errors, rated, where=f"step {step}")
         check_versions(responses, step)
     with clock.stage("trace"):
         records_routes = config.rollout.engine == "embedded" or config.algorithm.replay == "R3"
@@ -314,7 +314,7 @@ def _run_value_model(
         return replace(progress, live=(), for_values=()), None, {**nothing, "skipped_value_updates": 0}
     with clock.balanced_stage("values", critic.model, config.plan, learner.cluster):
         values = compute_values(critic.model, responses, config.update.micro_batch_tokens)
-        explained = variance_explained(responses, values, settings.gamma)
+        explained = variance_explained(responses, values)
         explained = progress.explained_variance if explained is None else explained
         gate = config.critic.explained_variance_gate
         credit = compute_gae(
@@ -336,7 +336,6 @@ def _run_value_model(
                 for_values,
                 config.critic,
                 config.update,
-                gamma=settings.gamma,
                 by_group=settings.advantage == "group",
                 seed=config.run.seed,
                 responses_per_step=config.rollout.responses_per_step,

@@ -90,7 +90,7 @@ def _train(
     if resumed:
         display.resumed(step)
     traces = StepTraces(run, config.trace, num_experts=policy.num_experts, layer_ids=policy.layer_ids)
-    saved, stopped, reached = step, stop.on_any_rank(), False
+    saved, stopped = step, stop.on_any_rank()
     if config.follows_plans and step < config.run.steps and not stopped:
         display.compiling()
     with (
@@ -100,7 +100,7 @@ def _train(
         if config.checkpoint.every and warmed and config.warmup.steps and not resumed:
             _stage(writer, 0, learner, progress)  # so that no resume repeats the warm-up
             writer.start()
-        while step < config.run.steps and not stopped and not reached:
+        while step < config.run.steps and not stopped:
             baseline = None
             if config.evaluation.every and step == 0:
                 baseline = _evaluate(learner, config)
@@ -110,8 +110,6 @@ def _train(
             metrics |= {"baseline": baseline, "evaluation": None}
             if config.evaluation.every and (step + 1) % config.evaluation.every == 0:
                 metrics["evaluation"] = _evaluate(learner, config)
-                goal = config.evaluation.stop_at
-                reached = goal is not None and metrics["evaluation"]["reward"] >= goal
             step += 1
             if config.checkpoint.every and step % config.checkpoint.every == 0:
                 saved = _stage(writer, step, learner, progress)
@@ -129,7 +127,7 @@ def _train(
     save_policy(policy, tokenizer, run / "policy")
     if dist.get_rank() == 0:
         check_not_removed(run)
-    return warmed and (step >= config.run.steps or reached)
+    return warmed and step >= config.run.steps
 
 
 def _evaluate(learner: Learner, config: RunConfig) -> dict[str, float]:
@@ -140,7 +138,6 @@ def _evaluate(learner: Learner, config: RunConfig) -> dict[str, float]:
         learner.tokenizer,
         config.evaluation.prompts,
         config.rollout,
-        max_failed_rewards=config.task.max_failed_rewards,
     )
 
 
@@ -204,6 +201,7 @@ def _build_task_and_policy(config: RunConfig, run: Path, device: torch.device) -
         num_ranks=config.parallel.ranks,
         replay=config.algorithm.replay,
         follows_plans=config.follows_plans,
+        least_head_dim=config.rollout.least_head_dim,
     )
     if config.model.path and dist.get_rank() == 0:
         warn_beyond_context(longest, policy.copy, config.model.path)
@@ -277,11 +275,11 @@ def _build_learner(
 
     Also writes config.json (and reference/, if the loss needs it) and gives the engine the weights of the policy.
     """
-    optimizer = make_optimizer(policy.trained, config.update.learning_rate, config.update.weight_decay)
+    optimizer = make_optimizer(policy.trained, config.update.learning_rate)
     critic = None
     if config.algorithm.advantage == "gae":
         critic_model = build_critic(config.model, policy, run, device)
-        critic_optimizer = make_optimizer(critic_model, config.critic.learning_rate, config.update.weight_decay)
+        critic_optimizer = make_optimizer(critic_model, config.critic.learning_rate)
         critic = Trained(model=critic_model, optimizer=critic_optimizer)
     progress, step = _resume(run, _models(policy, optimizer, critic), task) if resumed else (Progress(), 0)
     if dist.get_rank() == 0:

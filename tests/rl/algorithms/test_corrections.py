@@ -10,15 +10,14 @@ from hypothesis import strategies as st
 
 from relibra.rl.algorithms.mismatch import mismatch_metrics, mismatch_sums
 from relibra.rl.algorithms.terms import correction_weights
-from relibra.rl.config.run_config import load_config
 from relibra.rl.config.settings import AlgorithmSettings
 
 KINDS = ("off", "tis", "sequence_tis", "icepop", "mis")
 
 
-def weights_of(kind, log_ratio_X, response_X=None, responses=1, low=0.5, high=2.0):
+def weights_of(kind, log_ratio_X, response_X=None, responses=1):
     response_X = torch.zeros(len(log_ratio_X), dtype=torch.int64) if response_X is None else response_X
-    settings = AlgorithmSettings(correction=kind, correction_low=low, correction_high=high)
+    settings = AlgorithmSettings(correction=kind)
     return correction_weights(settings, log_ratio_X, response_X, responses)
 
 
@@ -27,16 +26,16 @@ def test_weights_follow_their_rule(seed, responses, kind):
     rng = np.random.default_rng(seed)
     response_X = np.repeat(np.arange(responses), rng.integers(1, 5, size=responses))
     log_ratio = rng.normal(scale=0.7, size=len(response_X))
-    got_X = weights_of(kind, torch.from_numpy(log_ratio), torch.from_numpy(response_X), responses, 0.4, 3.0)
+    got_X = weights_of(kind, torch.from_numpy(log_ratio), torch.from_numpy(response_X), responses)
     for x, s in enumerate(response_X):
         k = math.exp(log_ratio[x])
         of_response = math.exp(sum(log_ratio[y] for y in range(len(response_X)) if response_X[y] == s))
         expected = {
             "off": 1.0,
-            "tis": min(k, 3.0),
-            "sequence_tis": min(of_response, 3.0),
-            "icepop": k if 0.4 <= k <= 3.0 else 0.0,
-            "mis": 1.0 if 0.4 <= k <= 3.0 else 0.0,
+            "tis": min(k, 2.0),
+            "sequence_tis": min(of_response, 2.0),
+            "icepop": k if 0.5 <= k <= 5.0 else 0.0,
+            "mis": 1.0 if 0.5 <= k <= 2.0 else 0.0,
         }[kind]
         assert float(got_X[x]) == pytest.approx(expected, rel=1e-9)
 
@@ -78,13 +77,3 @@ def test_a_few_tokens_that_the_engine_got_wrong_are_removed():
         metrics = mismatch_metrics(mismatch_sums(sampled_X + seen_X, sampled_X, weight_X))
         assert 0.001 < metrics["masked_share"] < 0.003
         assert metrics["masked_share"] == metrics["ratio_above_2"] == pytest.approx(float(wrong_X.double().mean()))
-
-
-def test_icepop_has_the_bounds_of_its_paper_unless_others_are_given():
-    def bounds(*overrides):
-        settings = load_config(None, overrides).algorithm
-        return settings.correction_low, settings.correction_high
-
-    assert bounds("algorithm.correction=icepop") == (0.5, 5.0)
-    assert bounds("algorithm.preset=grpo", "algorithm.correction=mis") == (0.5, 2.0)
-    assert bounds("algorithm.correction=icepop", "algorithm.correction_high=3") == (0.5, 3.0)

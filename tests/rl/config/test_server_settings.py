@@ -5,18 +5,17 @@ import pytest
 from relibra.errors import ConfigError
 from relibra.rl.config.run_config import load_config
 from relibra.rl.rollout.served.api_key import read_api_key
+from relibra.rl.toy.model import built_in_config
 
 SERVED = ("rollout.engine=vllm", "rollout.url=http://h:1", "rollout.server_weights=weights")
 
 
 def test_heads_of_the_built_in_model_fit_a_server():
-    assert load_config(None).model.head_dim == 0
-    assert load_config(None, SERVED).model.head_dim == 32
-    assert load_config(None, [*SERVED, "model.hidden_size=512"]).model.head_dim == 128
-    assert load_config(None, [*SERVED, "model.head_dim=16"]).model.head_dim == 16
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, [*SERVED, "model.hidden_size=65"])
-    assert caught.value.what == "model.hidden_size"
+    def width(*overrides):
+        config = load_config(None, overrides)
+        return built_in_config(config.model, 32, config.rollout.least_head_dim).head_dim
+
+    assert (width(), width(*SERVED), width(*SERVED, "model.hidden_size=512")) == (16, 32, 128)
 
 
 def test_new_weights_do_not_overwrite_the_model(tmp_path):

@@ -114,7 +114,7 @@ def learn_on_this_rank(folder, ranks):
         policy = policy_of(config, folder)
         critic = build_critic(config.model, policy, folder, CPU)
         randomise_head(critic)
-        optimizer = make_optimizer(critic, 1e-2, 0.0)
+        optimizer = make_optimizer(critic, 1e-2)
         own = range(2) if ranks == 1 else [torch.distributed.get_rank()]
         before, loss = [], torch.zeros(())
         for seed in own:

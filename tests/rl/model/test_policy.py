@@ -49,7 +49,7 @@ def loss_of(model, seed=0):
 
 def step(model, ranks=1):
     """Make one optimizer step on two micro-batches, one per rank if there are two; return loss and gradient norm."""
-    optimizer = make_optimizer(model, 1e-2, 0.1)
+    optimizer = make_optimizer(model, 1e-2)
     seeds = range(2) if ranks == 1 else [dist.get_rank()]
     losses = []
     for seed in seeds:
@@ -163,7 +163,7 @@ def test_weights_that_differ_in_the_files_are_not_tied(tmp_path):
 def train_tied(folder):
     """Train a tied model on two ranks, save it, train on, and resume; return what came of it."""
     policy = build(folder, f"model.path={folder / 'model'}", ranks=2)
-    optimizer = make_optimizer(policy.trained, 1e-2, 0.0)
+    optimizer = make_optimizer(policy.trained, 1e-2)
 
     def steps(model, optimizer, number):
         for _ in range(number):
@@ -181,7 +181,7 @@ def train_tied(folder):
     assert "lm_head.weight" not in states
     expected = steps(policy.trained, optimizer, 2)
     resumed = build(folder, f"model.path={folder / 'model'}", ranks=2)
-    again = make_optimizer(resumed.trained, 1e-2, 0.0)
+    again = make_optimizer(resumed.trained, 1e-2)
     load_checkpoint(folder, models={"policy": (resumed.trained, again)})
     check_tied(resumed, folder / "resumed")
     found = steps(resumed.trained, again, 2)

@@ -1,4 +1,4 @@
-"""Prompts that are too long are left out with a count, cut, or refused by name; on all ranks alike."""
+"""Prompts that are too long are left out with a count, on all ranks alike."""
 
 import json
 import logging
@@ -23,8 +23,8 @@ def _group():
         yield
 
 
-def settings_of(limit, long_prompts="skip"):
-    return load_config(None, [f"rollout.max_prompt={limit}", f"rollout.long_prompts={long_prompts}"]).rollout
+def settings_of(limit):
+    return load_config(None, [f"rollout.max_prompt={limit}"]).rollout
 
 
 @pytest.fixture
@@ -53,15 +53,7 @@ def test_long_prompts_are_left_out_with_a_count(task, caplog):
         assert texts == ["11", "111", "1111"]
 
 
-def test_long_prompts_are_cut_or_refused_by_choice(task, caplog):
-    settings = settings_of(4, "cut")
-    with caplog.at_level(logging.WARNING):
-        fitting, longest = fit_prompts(task, TOKENIZER, settings)
-    assert longest == 4
-    assert lengths(fitting, settings) == [2, 3, 4, 4, 4]
-    assert "2 of 5 prompts have more tokens than rollout.max_prompt 4 and lose their first tokens" in caplog.text
-    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2 has 9 tokens: allowed are 1 to 8 .*'skip' or 'cut'"):
-        fit_prompts(task, TOKENIZER, settings_of(8, "refuse"))
+def test_where_all_prompts_are_too_long_none_is_left(task):
     with pytest.raises(ConfigError, match=r"5 of 5 prompts have more tokens .*, and none is left"):
         fit_prompts(task, TOKENIZER, settings_of(1))
 
@@ -81,14 +73,11 @@ def test_held_out_prompts_have_the_same_limit(tmp_path):
     prompts = task.evaluation_prompts(5)
     assert len(prompts) == 5
 
-    def held_out(limit, long_prompts):
-        return [len(ids) for _, ids in encode_held_out(task, TOKENIZER, settings_of(limit, long_prompts), 5)]
+    def held_out(limit):
+        return [len(ids) for _, ids in encode_held_out(task, TOKENIZER, settings_of(limit), 5)]
 
     given = [len(TOKENIZER.encode(prompt.text)) for prompt in prompts]
-    assert held_out(9, "refuse") == given
-    assert held_out(4, "skip") == [n for n in given if n <= 4]
-    assert held_out(4, "cut") == [min(n, 4) for n in given]
-    with pytest.raises(ConfigError, match="allowed are 1 to 1 "):
-        held_out(1, "refuse")
+    assert held_out(9) == given
+    assert held_out(4) == [n for n in given if n <= 4]
     with pytest.raises(ConfigError, match=r"evaluation have more tokens than rollout.max_prompt 1"):
-        held_out(1, "skip")
+        held_out(1)

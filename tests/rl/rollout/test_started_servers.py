@@ -22,14 +22,12 @@ def test_options_of_the_user_come_last():
     assert words[3:5] == ["serve", "model"]
 
 
-def test_only_a_run_on_ray_starts_vllm_or_several_servers():
-    assert load_config(None, [ON_RAY, "rollout.engine=vllm", "rollout.servers=3"]).rollout.starts_servers
-    assert load_config(None, [ON_RAY, "rollout.engine=serve", "rollout.servers=3"]).rollout.starts_servers
+def test_only_a_run_on_ray_starts_vllm():
+    assert load_config(None, [ON_RAY, "rollout.engine=vllm"]).rollout.starts_servers
+    assert load_config(None, [ON_RAY, "rollout.engine=serve"]).rollout.starts_servers
     for words, what in {
         ("rollout.engine=vllm",): "rollout.engine",
         ("rollout.engine=sglang", ON_RAY): "rollout.engine",
-        ("rollout.engine=serve", "rollout.servers=2"): "rollout.servers",
-        ("rollout.engine=embedded", "rollout.servers=2", ON_RAY): "rollout.servers",
     }.items():
         with pytest.raises(ConfigError) as caught:
             load_config(None, words)

@@ -75,8 +75,8 @@ def models_of(folder, *overrides, ranks=1, seed=0, reference=False):
     policy = policy_of(config, folder)
     critic = build_critic(config.model, policy, folder, CPU)
     models = {
-        "policy": (policy.trained, make_optimizer(policy.trained, 1e-2, 0.1)),
-        "critic": (critic, make_optimizer(critic, 1e-2, 0.1)),
+        "policy": (policy.trained, make_optimizer(policy.trained, 1e-2)),
+        "critic": (critic, make_optimizer(critic, 1e-2)),
     }
     return models | ({"reference": (copy.deepcopy(policy.copy), None)} if reference else {})
 
@@ -186,7 +186,7 @@ def test_bfloat16_runs_resume_with_the_same_bits(tmp_path):
 def small():
     """Return a model that is quickly saved."""
     model = torch.nn.Linear(3, 2)
-    return {"model": (model, make_optimizer(model, 1e-3, 0.0))}
+    return {"model": (model, make_optimizer(model, 1e-3))}
 
 
 def save(run, step, models=None, keep=9, **state):

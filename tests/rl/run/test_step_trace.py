@@ -74,13 +74,13 @@ def written(run):
 
 
 @pytest.mark.parametrize(
-    ("keep", "every", "left"),
-    [(2, 5, [0, 5, 10, 11]), (1, 0, [11]), (0, 0, []), (0, 4, [0, 4, 8]), (3, 10, [0, 9, 10, 11])],
+    ("keep", "every", "left"), [(2, 5, [0, 5, 10, 11]), (0, 5, []), (3, 10, [0, 9, 10, 11]), (1, 50, [0, 11])]
 )
-def test_routes_of_the_latest_steps_and_of_some_others_stay(keep, every, left, tmp_path):
+def test_routes_of_latest_and_of_some_other_steps_stay(keep, every, left, tmp_path, monkeypatch):
+    monkeypatch.setattr(step_trace, "KEPT_EVERY", every)
     (tmp_path / "traces" / "step-00007.mine").mkdir(parents=True)
     with alone():
-        traces = step_traces(tmp_path, keep=keep, keep_every=every)
+        traces = step_traces(tmp_path, keep=keep)
         for step in range(12):
             one = response_of(step)
             [back] = record_routes(step, [one], traces)
@@ -130,4 +130,4 @@ def test_illegal_routes_end_the_run_also_where_none_are_kept(tmp_path):
     one = response_of(0)
     twice = replace(one, experts_mLK=np.zeros_like(one.experts_mLK))
     with alone(), pytest.raises(TraceError):
-        record_routes(0, [twice], step_traces(tmp_path, keep=0, keep_every=0))
+        record_routes(0, [twice], step_traces(tmp_path, keep=0))

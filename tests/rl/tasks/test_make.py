@@ -14,8 +14,8 @@ from relibra.rl.toy.tasks import Arithmetic, Strings
 def test_settings_become_the_task_they_name():
     arithmetic = make_task(TaskSettings(max_terms=5, continue_probability=0.5), 3, 8)
     assert arithmetic == Arithmetic(seed=3, max_terms=5, continue_probability=0.5)
-    words = make_task(TaskSettings(name="strings", operation="sort", max_letters=7), 3, 8)
-    assert words == Strings(seed=3, operation="sort", max_letters=7, continue_probability=0.72)
+    words = make_task(TaskSettings(name="strings", max_terms=7), 3, 8)
+    assert words == Strings(seed=3, max_letters=7, continue_probability=0.72)
 
 
 @pytest.mark.parametrize("module", [rewards, tasks])

@@ -131,6 +131,11 @@ def preset_config(name, *overrides):
     return load_config(None, [f"algorithm.preset={name}", *overrides])
 
 
+def without_positive(name):
+    """Return a preset without the language-model loss on positive examples."""
+    return preset_config(name, *(["algorithm.loss=ppo"] if name == "tppo" else []))
+
+
 CONFIGS = {
     **{name: preset_config(name) for name in PRESETS},
     "constant": preset_config("grpo", "algorithm.aggregate=constant", "algorithm.correction=mis"),
@@ -162,9 +167,9 @@ def loss_by_hand(step, config):
                 gain = max(gain, settings.dual_clip * advantage)
             share = np.exp(log_weight[t])
             gain *= {
-                "tis": min(share, settings.correction_high),
-                "sequence_tis": min(np.exp(log_weight[places].sum()), settings.correction_high),
-                "mis": float(settings.correction_low <= share <= settings.correction_high),
+                "tis": min(share, 2.0),
+                "sequence_tis": min(np.exp(log_weight[places].sum()), 2.0),
+                "mis": float(0.5 <= share <= 2.0),
             }[settings.correction]
             if targets.reference_Sr is not None:
                 difference = logp[t] - targets.reference_Sr[s][t]
@@ -181,7 +186,10 @@ def loss_by_hand(step, config):
             total -= weight * gain
     positive = [s for s, is_positive in enumerate(targets.positive_S) if is_positive]
     positive_tokens = sum(len(logp_Sr[s]) for s in positive)
-    return total - settings.positive_coefficient * sum(logp_Sr[s].sum() for s in positive) / positive_tokens
+    return (
+        total
+        - tppo.POSITIVE_WEIGHT * (settings.loss == "tppo") * sum(logp_Sr[s].sum() for s in positive) / positive_tokens
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -228,7 +236,7 @@ def test_cutting_a_step_into_1_2_or_7_mini_batches_gives_every_token_the_same_we
 def test_before_the_first_update_all_ratios_are_1_and_nothing_is_clipped(name):
     step = step_of(3, drift=0.0)
     step = replace(step, targets=replace(step.targets, sampled_Sr=step.targets.log_probs_old_Sr))
-    config = preset_config(name, "algorithm.positive_coefficient=0")
+    config = without_positive(name)
     gradients, sums = step.gradients(config, [[0, 1, 2], [3, 4, 5, 6]], totals_of(step))
     assert sums["clip_fraction"] == sums["masked_fraction"] == 0
     assert sums["tokens"] > 0
@@ -248,7 +256,7 @@ def test_before_the_first_update_all_ratios_are_1_and_nothing_is_clipped(name):
 @pytest.mark.parametrize("name", PRESETS)
 def test_tokens_that_are_not_trained_have_no_gradient_and_no_share(name):
     """Dropped tails and windows of other versions: they are not in the loss, and their logits do not matter."""
-    config = preset_config(name, "algorithm.positive_coefficient=0")
+    config = without_positive(name)
     step = step_of(4)
     totals = totals_of(step)
     gradients, _ = step.gradients(config, [list(range(7))], totals)
@@ -277,7 +285,7 @@ def test_positive_examples_are_learned_by_all_their_tokens():
     step = step_of(6)
     nothing = [np.zeros_like(advantage) for advantage in step.targets.advantage_Sr]
     step = replace(step, targets=replace(step.targets, advantage_Sr=nothing))
-    config = preset_config("tppo", "algorithm.positive_coefficient=0.5")
+    config = preset_config("tppo")
     totals = totals_of(step)
     gradients, _ = step.gradients(config, [[0, 1, 2], [3, 4, 5, 6]], totals)
     positive_tokens = totals[0].step_positive_tokens
@@ -285,7 +293,7 @@ def test_positive_examples_are_learned_by_all_their_tokens():
     for s, one in enumerate(step.responses):
         tokens_r = torch.from_numpy(one.tokens_n[one.prompt_length :])
         slope_rV = torch.nn.functional.one_hot(tokens_r, VOCAB) - step.logits_SrV[s].detach().softmax(-1)
-        expected = -0.5 / positive_tokens * slope_rV * float(step.targets.positive_S[s])
+        expected = -tppo.POSITIVE_WEIGHT / positive_tokens * slope_rV * float(step.targets.positive_S[s])
         torch.testing.assert_close(gradients[s], expected, atol=1e-7, rtol=0)
 
 

@@ -86,7 +86,6 @@ def learn(critic, responses, config, step=0):
         responses,
         config.critic,
         config.update,
-        gamma=config.algorithm.gamma,
         by_group=False,
         seed=0,
         responses_per_step=config.rollout.responses_per_step,
@@ -100,24 +99,20 @@ def learn(critic, responses, config, step=0):
 def loss_by_hand(critic, part, config, nominal):
     """Sum the clipped value loss of a mini-batch token by token; the slow reference."""
     total = torch.zeros(())
-    settings = config.critic
     for response in part:
         said_n = critic.worth[torch.from_numpy(response.tokens_n)].cumsum(0)
         for t in range(response.length):
             value = said_n[response.prompt_length - 1 + t]
-            target = response.reward * config.algorithm.gamma ** (response.length - 1 - t)
-            old = float(response.values_r[t])
-            cut = value.clamp(old - settings.clip_low, old + settings.clip_high)
+            target, old = response.reward, float(response.values_r[t])
+            cut = value.clamp(old - 0.5, old + 0.6)
             total = total + torch.maximum((value - target) ** 2, (cut - target) ** 2) / response.length / nominal
     return total
 
 
 @pytest.mark.parametrize("tokens", [1, 1000])
-@pytest.mark.parametrize("gamma", [1.0, 0.9])
-def test_the_value_model_steps_once_per_mini_batch_towards_discounted_rewards(tokens, gamma):
+def test_the_value_model_steps_once_per_mini_batch_towards_rewards(tokens):
     config = config_of(
         f"update.micro_batch_tokens={tokens}",
-        f"algorithm.gamma={gamma}",
         "critic.learning_rate=0.1",
         "update.max_grad_norm=0.5",
     )

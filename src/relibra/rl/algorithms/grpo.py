@@ -10,7 +10,6 @@ from typing import Any
 from relibra.rl.algorithms.ppo import loss as loss
 
 SETTINGS: dict[str, Any] = {
-    "advantage": "group",
     "divide_by_std": True,
     "loss": "grpo",
     "aggregate": "response",

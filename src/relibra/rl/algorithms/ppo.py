@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from relibra.rl.algorithms.terms import LossInputs, LossResult
 
 SETTINGS: dict[str, Any] = {
-    "advantage": "gae",
-    "lambda_mode": "fixed",
+    "lambda_policy": 0.95,
     "whiten": True,
     "loss": "ppo",
     "aggregate": "token_over_step",

@@ -182,6 +182,8 @@ def correction_weights(
 ) -> Float[Tensor, " X"]:
     """Return a weight for the surrogate of each token, without gradient; k = probability by trainer / by sampler.
 
+    With low 0.5 and high 2, of icepop 5 as in its paper:
+
     off            1
     tis            min(k, high): truncated importance sampling
     sequence_tis   the same with the product of k over the response
@@ -192,7 +194,7 @@ def correction_weights(
     response_X     index of each token's response, 0 .. num_responses - 1
     """
     log_ratio_X, kind = log_ratio_X.detach(), settings.correction
-    low, high = settings.correction_low, settings.correction_high
+    low, high = 0.5, 5.0 if kind == "icepop" else 2.0
     if kind == "off":
         return torch.ones_like(log_ratio_X)
     if kind == "sequence_tis":

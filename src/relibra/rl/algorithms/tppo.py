@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 SETTINGS: dict[str, Any] = {
     **ppo.SETTINGS,
-    "lambda_mode": "length_adaptive",
-    "bootstrap": "hold",
+    "lambda_policy": "length_adaptive",
     "loss": "tppo",
     "clip_high": 0.28,
     "dual_clip": 10.0,
-    "positive_coefficient": 0.1,
 }
+POSITIVE_WEIGHT = 0.1
+"""Weight of the language-model loss on finished responses with a positive reward."""
 
 
 def choose_window(max_response: int) -> int | None:
@@ -32,12 +32,11 @@ def choose_window(max_response: int) -> int | None:
 def loss(inputs: LossInputs) -> LossResult:
     """Return PPO's loss - p mini_batches / step_positive_tokens x sum over tokens of positive responses of log pi.
 
-    p is `positive_coefficient`.
+    p is POSITIVE_WEIGHT.
     """
-    total, metrics = ppo.loss(inputs)
-    settings, totals = inputs.settings, inputs.totals
-    if settings.positive_coefficient and totals.step_positive_tokens:
+    (total, metrics), totals = ppo.loss(inputs), inputs.totals
+    if totals.step_positive_tokens:
         share = totals.mini_batches / totals.step_positive_tokens
         positive = (inputs.log_probs_X * inputs.positive_X).sum()
-        total = total - settings.positive_coefficient * share * positive
+        total = total - POSITIVE_WEIGHT * share * positive
     return total, metrics

@@ -18,6 +18,3 @@ BUILT_IN_MODEL: Mapping[str, Mapping[str, Any]] = {
     "critic": {"learning_rate": 1e-3},
 }
 """By section, where they differ from those of a model of your own; its sizes are the defaults of `ModelSettings`."""
-
-LEAST_SERVED_HEAD = 32
-"""Width of heads that vLLM's attention on a CPU needs."""

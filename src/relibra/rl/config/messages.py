@@ -39,7 +39,8 @@ def refusals_of_types(
     sources     where settings were given, by section.key
     elsewhere   where all others were
     """
-    return [_refusal(dict(one), sources, elsewhere, schema) for one in error.errors()]
+    found = [_refusal(dict(one), sources, elsewhere, schema) for one in error.errors()]
+    return list({one.what: one for one in reversed(found)}.values())[::-1]  # a union has one for each of its types
 
 
 def where_given(names: Iterable[str], sources: Mapping[str, str], elsewhere: str) -> str:
@@ -55,7 +56,7 @@ def where_given(names: Iterable[str], sources: Mapping[str, str], elsewhere: str
 def _refusal(
     mistake: Mapping[str, Any], sources: Mapping[str, str], elsewhere: str, schema: type[BaseModel]
 ) -> ConfigError:
-    key = tuple(str(part) for part in mistake["loc"])
+    key = tuple(str(part) for part in mistake["loc"][:2])
     name, message, got = ".".join(key) or "the configuration", mistake["msg"], mistake["input"]
     where = where_given([name], sources, elsewhere)
     if mistake["type"] == "extra_forbidden":

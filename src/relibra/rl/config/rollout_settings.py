@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -13,6 +13,7 @@ MAX_LENGTH = 1 << 20
 """Most tokens of a prompt, and of a response."""
 MOST_SERVERS = 64
 """Most rollout servers of a run."""
+LEAST_SERVED_HEAD = 32
 MOST_RESPONSES = 1 << 22
 """Most responses of a step."""
 
@@ -39,9 +40,6 @@ class RolloutSettings(Section):
     """Start a new response as soon as one ends inside a window; a step still has at most `window` decode steps."""
     max_prompt: int = Field(1024, ge=1, le=MAX_LENGTH)
     """Longest prompt in tokens; unless given, at most half of the context of the model."""
-    long_prompts: Literal["skip", "cut", "refuse"] = "skip"
-    """Longer prompts of a file: "skip" leaves them out and says how many, "cut" drops their first tokens, "refuse" ends
-    the run before its first step and names the first."""
     max_batch: int = Field(256, ge=1, le=1 << 16)
     """Most responses that one rank decodes at once; further ones start as others finish. Limits KV-cache memory."""
     engine: Literal["embedded", "serve", "sglang", "vllm"] = "embedded"
@@ -53,25 +51,12 @@ class RolloutSettings(Section):
     server_options: str = Field("", max_length=1000)
     """Servers that the run starts: options of `relibra serve`, as "--attention 2 --experts 2", or of vLLM; the run sets
     address, dtype and lengths."""
-    servers: int = Field(1, ge=1, le=MOST_SERVERS)
-    """Servers that a run on Ray starts, with engine "serve", and with "vllm" unless `url` names some."""
-    server_cpus: int = Field(0, ge=0, le=1 << 12)
-    """On Ray: CPUs reserved for each server. 0: serve: workers x threads of `server_options`; vllm: one, or one per
-    GPU."""
-    server_gpus: int | None = Field(None, ge=0, le=1 << 10)
-    """On Ray: GPUs reserved for each server. Unless given: serve: none; vllm: those of `server_options`, as in
-    "--tensor-parallel-size 4", where the cluster has any and `parallel.device` is "auto"."""
-    server_python: str = Field("", max_length=4096)
-    """vllm on Ray: Python interpreter of the environment that vLLM is installed in, on each node; empty: that of
-    relibra."""
     server_weights: Path | None = None
     """sglang, vllm: folder through which new weights go, a fresh one inside it per version; trainer and server must
     see it under the same path."""
     start_seconds: float = Field(600.0, ge=0, le=1e6)
-    """Servers: seconds to wait, before the run begins, for one that does not answer yet."""
-    retry_seconds: float = Field(300.0, ge=0, le=1e6)
-    """sglang, vllm: seconds during which a request that failed is repeated; a server that is started again meanwhile
-    first loads the weights that were published last."""
+    """Servers: seconds to wait for one that does not answer, before the run begins and during it; one that is started
+    again meanwhile first loads the weights that were published last."""
     api_key_from: str = ""
     """sglang, vllm: where the server's key is, as env:NAME or file:PATH; the key itself is no setting."""
     timeout_seconds: float = Field(600.0, gt=0, le=1e6)
@@ -79,6 +64,17 @@ class RolloutSettings(Section):
     request that takes longer is sent once more."""
     temperature: float = Field(1.0, ge=0.01, le=100)
     """Sampling temperature; log-probs in rollout and training include it."""
+
+    # No settings: a run starts one server, in the environment of relibra, with the CPUs and GPUs of its options.
+    servers: ClassVar[int] = 1
+    server_cpus: ClassVar[int] = 0
+    server_gpus: ClassVar[int | None] = None
+    server_python: ClassVar[str] = ""
+
+    @property
+    def least_head_dim(self) -> int:
+        """Least width of heads that the sampler takes: vLLM's attention on a CPU needs one."""
+        return 0 if self.engine in ("embedded", "serve") else LEAST_SERVED_HEAD
 
     @property
     def starts_servers(self) -> bool:

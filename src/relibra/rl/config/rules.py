@@ -31,8 +31,6 @@ def _of_model(config: RunConfig) -> Iterator[Broken]:
         return
     if 0 < experts < model.experts_per_token:
         yield "model.experts_per_token", f"exceeds model.num_experts {experts}", ""
-    if model.hidden_size % (2 * model.num_heads):
-        yield "model.hidden_size", f"must be a multiple of 2 x model.num_heads {model.num_heads}", ""
     if not experts and config.algorithm.replay != "off":
         why = "needs a model with experts, and model.num_experts is 0"
         yield "algorithm.replay", why, f"set algorithm.replay=off; {NO_EXPERTS}"
@@ -56,9 +54,6 @@ def _of_algorithm(config: RunConfig) -> Iterator[Broken]:
         yield "algorithm.dual_clip", "above 1, or 0 for none", ""
     if ":" not in algorithm.loss and algorithm.loss not in PRESETS:
         yield "algorithm.loss", f"allowed are {', '.join(PRESETS)}, or a function of yours as 'module:function'", ""
-    elif algorithm.positive_coefficient and algorithm.loss != "tppo" and algorithm.loss in PRESETS:
-        why = f"is a term of loss 'tppo', and algorithm.loss is {algorithm.loss!r}"
-        yield "algorithm.positive_coefficient", why, "set algorithm.loss to 'tppo', or this to 0"
     if algorithm.overlong_buffer > longest:
         yield "algorithm.overlong_buffer", f"exceeds rollout.max_response {longest}", ""
 
@@ -72,7 +67,7 @@ def _of_batches(config: RunConfig) -> Iterator[Broken]:
         why = f"with rollout.responses_per_prompt {per_prompt} more than {MOST_RESPONSES:,} responses in a step"
         yield "rollout.prompts_per_step", why, ""
     if by_group and per_prompt < 2:
-        why = "algorithm.advantage 'group' compares responses to the same prompt"
+        why = f"algorithm.preset {config.algorithm.preset!r} compares responses to the same prompt"
         yield "rollout.responses_per_prompt", why, "set 2 or more, or use preset 'ppo'"
     if by_group and mini_batches > prompts:
         why = f"exceeds rollout.prompts_per_step {prompts}: a mini-batch holds at least one whole group"
@@ -92,7 +87,7 @@ def _of_windows(config: RunConfig) -> Iterator[Broken]:
         yield "rollout.window", f"does not divide rollout.max_response {longest}", instead
         return
     if window < longest and algorithm.advantage == "group":
-        why = f"is below rollout.max_response {longest}, and algorithm.advantage is 'group'"
+        why = f"is below rollout.max_response {longest}, and algorithm.preset compares whole responses"
         instead = "unfinished responses have no reward: use preset 'tppo', or rollout.window=0"
         yield "rollout.window", why, instead
     if window < longest and algorithm.group_filter != "off":
@@ -125,9 +120,6 @@ def _of_servers(config: RunConfig) -> Iterator[Broken]:
     if engine in ("sglang", "vllm") and not starts_on_ray and not (rollout.url and weights):
         why = "needs rollout.url (the server) and rollout.server_weights (a folder that both see)"
         yield "rollout.engine", why, "with parallel.launcher=ray a run starts vLLM itself" * (engine == "vllm")
-    if rollout.servers > 1 and not starts_on_ray:
-        why = "servers are started on Ray only, with rollout.engine=serve, or vllm without rollout.url"
-        yield "rollout.servers", why, "set parallel.launcher=ray, or leave it out"
     path = config.model.path and Path(config.model.source).resolve()
     if engine != "embedded" and weights and path and weights.expanduser().resolve() == path:
         instead = "set a folder of its own, in which new weights are written"

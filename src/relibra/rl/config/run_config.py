@@ -14,10 +14,10 @@ from pydantic import ValidationError
 from relibra.errors import LONGEST_VALUE, ConfigError
 from relibra.printable import excerpt
 from relibra.rl.algorithms import tppo
-from relibra.rl.config.defaults import BUILT_IN_MODEL, LEAST_SERVED_HEAD, PRESETS
+from relibra.rl.config.defaults import BUILT_IN_MODEL, PRESETS
 from relibra.rl.config.messages import raise_all, refusals_of_types, where_given
 from relibra.rl.config.model_folder import read_model_sizes
-from relibra.rl.config.removed import REMOVED, kept_values
+from relibra.rl.config.removed import REMOVED, without_removed
 from relibra.rl.config.rollout_settings import RolloutSettings
 from relibra.rl.config.rules import broken_rules
 from relibra.rl.config.settings import RunConfig as RunConfig
@@ -66,7 +66,13 @@ def resolve(given: Mapping[str, Any], sources: Mapping[str, str], elsewhere: str
 def _fill_in(given: Mapping[str, Any], sources: Mapping[str, str], elsewhere: str) -> _Filling:
     """Fill in what was not given, in this order: each part below follows from the parts above it."""
     # What was given: names of earlier versions, types and ranges. From here on values have their types.
-    given = _without_removed(given, sources, elsewhere)
+    given, refused = without_removed(given)
+    raise_all(
+        [
+            ConfigError(name, got=value, where=where_given([name], sources, elsewhere), allowed=REMOVED[name][1])
+            for name, value in refused
+        ]
+    )
     try:
         filling = _Filling(RunConfig.model_validate(given))
     except ValidationError as error:
@@ -81,16 +87,11 @@ def _fill_in(given: Mapping[str, Any], sources: Mapping[str, str], elsewhere: st
     else:
         for section, values in BUILT_IN_MODEL.items():
             fill(section, values, "the built-in model")
-        rollout, model = filling.config.rollout, filling.config.model
-        if rollout.engine not in ("embedded", "serve"):
-            width = max(LEAST_SERVED_HEAD, model.hidden_size // model.num_heads)
-            fill("model", {"head_dim": width}, f"rollout.engine {rollout.engine}")
+        rollout = filling.config.rollout
 
-    # The algorithm, and the range of its correction.
+    # The algorithm.
     preset = config.algorithm.preset
-    algorithm = fill("algorithm", PRESETS[preset], f"algorithm {preset}")
-    if algorithm.correction == "icepop":
-        fill("algorithm", {"correction_high": 5.0}, "algorithm.correction icepop")
+    fill("algorithm", PRESETS[preset], f"algorithm {preset}")
 
     # Windows of T-PPO: about a quarter of a response; the end of each does not train.
     if preset == "tppo":
@@ -159,23 +160,6 @@ def _lengths(path: str, rollout: RolloutSettings, given: set[str]) -> dict[str, 
     return {"max_prompt": prompt, "max_response": response}
 
 
-def _without_removed(given: Mapping[str, Any], sources: Mapping[str, str], elsewhere: str) -> dict[str, Any]:
-    """Return settings without those of earlier versions, whose values still hold; refuse other values."""
-    settings = {section: dict(part) if isinstance(part, Mapping) else part for section, part in given.items()}
-    refused = []
-    for name in REMOVED:
-        section, key = name.split(".")
-        part = settings.get(section)
-        if not isinstance(part, dict) or key not in part:
-            continue
-        value = part.pop(key)
-        if value not in kept_values(name, given):
-            where = where_given([name], sources, elsewhere)
-            refused.append(ConfigError(name, got=value, where=where, allowed=REMOVED[name].instead))
-    raise_all(refused)
-    return settings
-
-
 def _refusal(
     config: RunConfig, name: str, why: str, instead: str, sources: Mapping[str, str], elsewhere: str
 ) -> ConfigError:
@@ -233,10 +217,8 @@ def _describe_model(config: RunConfig) -> list[str]:
 
 _MAY_CHANGE = (
     *("run.steps", "run.name", "run.folder", "update.", "critic.", "plan.", "parallel.", "checkpoint.", "trace."),
-    *("evaluation.stop_at", "task.max_failed_rewards"),
-    *("rollout.max_batch", "rollout.url", "rollout.servers", "rollout.server_weights", "rollout.server_options"),
-    *("rollout.server_cpus", "rollout.server_gpus", "rollout.server_python"),
-    *("rollout.start_seconds", "rollout.timeout_seconds", "rollout.retry_seconds", "rollout.api_key_from"),
+    *("rollout.max_batch", "rollout.url", "rollout.server_weights", "rollout.server_options"),
+    *("rollout.start_seconds", "rollout.timeout_seconds", "rollout.api_key_from"),
 )
 
 

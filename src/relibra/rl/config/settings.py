@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, PrivateAttr, field_validator
 
@@ -39,17 +39,13 @@ class TaskSettings(Section):
     """Prompts and rewards."""
 
     name: Literal["arithmetic", "strings", "prompts"] = "arithmetic"
-    """"arithmetic": chains of additions; "strings": sort or reverse letters; "prompts": your own file."""
+    """"arithmetic": chains of additions; "strings": reverse the letters of a word; "prompts": your own file."""
     max_terms: int = Field(12, ge=2, le=64)
-    """arithmetic: most terms of a sum."""
+    """arithmetic: most terms of a sum; strings: most letters of a word."""
     continue_probability: float = Field(0.72, ge=0, lt=1)
     """arithmetic, strings: probability of one more term or letter; larger values give a longer tail of lengths."""
     tail_exponent: float = Field(0.0, ge=0, le=100)
     """arithmetic: above 0, lengths follow a power law: P(more than n terms) = (2 / (n + 1)) ^ tail_exponent."""
-    operation: Literal["sort", "reverse"] = "reverse"
-    """strings: operation on the letters."""
-    max_letters: int = Field(12, ge=2, le=64)
-    """strings: most letters of a word."""
     file: Path | None = None
     """prompts: a .jsonl or .parquet file with one prompt per row."""
     evaluation_file: Path | None = None
@@ -60,9 +56,6 @@ class TaskSettings(Section):
     """prompts: column with the correct answer, for the rewards "exact" and "maths"."""
     reward: str = "maths"
     """prompts: "exact", "maths", or your own `module:function`, called as function(response, row)."""
-    max_failed_rewards: float = Field(0.1, ge=0, le=1)
-    """prompts: share of a step's rewards that may fail (raise, or return no number). They are logged, and their
-    responses left out; above it the run ends. One at least, but never all of several; 0: none."""
 
 
 class ModelSettings(Section):
@@ -79,11 +72,6 @@ class ModelSettings(Section):
     """Inner width of an expert; 0: half of the hidden size."""
     num_layers: int = Field(3, ge=1, le=1 << 10)
     """Decoder layers; all are MoE layers."""
-    num_heads: int = Field(4, ge=2, le=1 << 10, multiple_of=2)
-    """Query heads; there are half as many key and value heads."""
-    head_dim: int = Field(0, ge=0, le=1 << 10, multiple_of=2)
-    """Width of a head; 0: hidden_size / num_heads. Where a server samples, at least 32 unless given: vLLM's attention
-    on a CPU needs that."""
     num_experts: int = Field(16, ge=0, le=1 << 12)
     """Routed experts per layer; 0: a dense model."""
     experts_per_token: int = Field(2, ge=1, le=1 << 8)
@@ -118,26 +106,15 @@ class AlgorithmSettings(Section):
     """Advantages, probability ratios, clips and corrections. The preset gives the values that you do not set."""
 
     preset: Preset = "dapo"
-    """Published algorithm whose values are the defaults of this section; table in docs/training.md."""
-    advantage: Literal["gae", "group"] = "group"
-    """"gae": generalized advantage estimation with a value model; "group": reward minus the mean of its group."""
-    gamma: float = Field(1.0, gt=0, le=1)
-    """gae: discount factor per token."""
-    lambda_mode: Literal["fixed", "length_adaptive"] = "fixed"
-    """gae: "fixed" is lambda_policy; "length_adaptive" is 1 - 1 / (lambda_alpha x length), at least lambda_policy."""
-    lambda_policy: float = Field(0.95, ge=0, le=1)
-    """gae: lambda of the policy's advantages, or its lower bound."""
-    lambda_alpha: float = Field(0.05, gt=0, le=1e6)
-    """gae: share of a response over which an adaptive lambda averages."""
-    bootstrap: Literal["hold", "value"] = "hold"
-    """gae: value after the last token of an unfinished response: "hold" repeats the one before it (T-PPO)."""
+    """Published algorithm whose values are the defaults of this section; table in docs/training.md. "ppo" and "tppo"
+    have a value model, the others compare the responses to a prompt."""
+    lambda_policy: Annotated[float, Field(ge=0, le=1)] | Literal["length_adaptive"] = 0.95
+    """gae: lambda of the policy's advantages; "length_adaptive": 1 - 1 / (0.05 x length), at least 0.95 (VAPO)."""
     tail_drop: int = Field(8, ge=0, le=MAX_LENGTH)
     """gae: last tokens of an unfinished response that do not train the policy. Preset tppo: a quarter of the window, at
     most 8, unless given."""
     whiten: bool = True
     """gae: normalise the advantages of a step to mean 0 and standard deviation 1."""
-    advantage_clamp: float = Field(10.0, gt=0, le=LARGE)
-    """gae: largest absolute advantage after whitening; larger ones are clamped."""
     divide_by_std: bool = True
     """group: divide by the standard deviation of the group's rewards; false is Dr. GRPO."""
     group_filter: Literal["off", "mixed"] = "off"
@@ -162,18 +139,16 @@ class AlgorithmSettings(Section):
     """Estimator of that divergence from sampled tokens; "k3+" is k3 with an unbiased gradient, as in verl."""
     entropy_coefficient: float = Field(0.0, ge=0, le=1e3)
     """Weight of the entropy bonus."""
-    positive_coefficient: float = Field(0.0, ge=0, le=1e3)
-    """tppo: weight of the language-model loss on finished responses with positive reward (VAPO)."""
     replay: Literal["off", "R2", "R3"] = "R3"
     """Experts in training: the router's; of the recompute pass (R2); of the rollout (R3, arXiv 2510.11370)."""
     correction: Literal["off", "tis", "sequence_tis", "icepop", "mis"] = "off"
-    """Token weights that correct the mismatch of sampler and trainer: truncated importance sampling per token (tis) or
-    per response; or, inside correction_low..correction_high, the ratio (icepop) or 1 (mis), and 0 outside."""
-    correction_low: float = Field(0.5, ge=0, le=1)
-    """icepop, mis: smallest trainer/sampler probability ratio that is trained on."""
-    correction_high: float = Field(2.0, ge=1, le=LARGE)
-    """Largest trainer/sampler probability ratio: truncated there (tis), or masked above it (icepop, mis). icepop: 5
-    unless given (arXiv 2510.18855)."""
+    """Token weights that correct the mismatch of sampler and trainer: importance sampling per token (tis) or per
+    response, truncated at 2; or 0 outside 0.5..5, the ratio inside (icepop); or 0 outside 0.5..2, 1 inside (mis)."""
+
+    @property
+    def advantage(self) -> Literal["gae", "group"]:
+        """Advantages by a value model (generalized advantage estimation), or within the group of a prompt."""
+        return "gae" if self.preset in ("ppo", "tppo") else "group"
 
 
 class UpdateSettings(Section):
@@ -183,8 +158,6 @@ class UpdateSettings(Section):
     """Learning rate of AdamW for the policy."""
     lr_warmup_steps: int = Field(0, ge=0, le=LONGEST)
     """Optimizer steps over which both learning rates rise linearly from 0."""
-    weight_decay: float = Field(0.0, ge=0, le=1e3)
-    """Weight decay of AdamW; not applied to norms and biases."""
     mini_batches: int = Field(8, ge=1, le=1 << 20)
     """Mini-batches, and so optimizer steps, per RL step and epoch."""
     epochs: int = Field(1, ge=1, le=1 << 10)
@@ -193,8 +166,6 @@ class UpdateSettings(Section):
     """Most tokens of a rank's micro-batch; a longer response is one by itself. Limits activation memory."""
     max_grad_norm: float = Field(1.0, gt=0, le=LARGE)
     """Largest global gradient norm; larger gradients are scaled down to it."""
-    max_skipped: int = Field(5, ge=0, le=1 << 20)
-    """Optimizer steps in a row that may be skipped because their gradient is not finite; one more ends the run."""
 
 
 class CriticSettings(Section):
@@ -205,10 +176,6 @@ class CriticSettings(Section):
     pretrain_steps: int = Field(0, ge=0, le=LONGEST)
     """First RL steps that train only the value model. Presets ppo and tppo: 10, or as many as a response has windows,
     unless given."""
-    clip_low: float = Field(0.5, gt=0, le=LARGE)
-    """Value clipping: a new value is clipped at the old one - clip_low."""
-    clip_high: float = Field(0.6, gt=0, le=LARGE)
-    """Value clipping: a new value is clipped at the old one + clip_high."""
     min_finished: int = Field(1, ge=1, le=1 << 30)
     """Fewest finished responses for a value update; fewer are kept for later steps. Presets ppo and tppo: 64, or all of
     a step, unless given."""
@@ -280,15 +247,15 @@ class ParallelSettings(Section):
     """Number of processes; must divide the number of experts. Under `torchrun`: its number of processes."""
     launcher: Literal["local", "ray"] = "local"
     """"local": processes on this machine; "ray": on the nodes of a running Ray cluster, found as Ray finds it."""
-    device: Literal["auto", "cpu"] = "auto"
-    """"auto": a GPU for each rank, and CPU processes on a machine without GPUs; "cpu": CPU processes in any case."""
-    threads_per_rank: int = Field(1, ge=1, le=1 << 10)
-    """CPU threads of each process."""
     timeout_seconds: float = Field(1800.0, gt=0, le=1e7)
     """Seconds that a collective waits for a rank before the run ends with an error. For rollouts, rewards and writing,
     which may take longer on one rank than on others, ranks wait without end. A rank that ends is noticed at once."""
     heartbeat_seconds: float = Field(180.0, ge=1, le=1e7)
     """Seconds without a sign of life after which a rank counts as lost: its process is stopped, or its machine gone."""
+
+    # No settings: a GPU for each rank where the machine has any, and a CPU thread.
+    device: ClassVar[str] = "auto"
+    threads_per_rank: ClassVar[int] = 1
 
 
 class CheckpointSettings(Section):
@@ -306,9 +273,8 @@ class TraceSettings(Section):
     """Recorded routes of rollouts on disk, for reports and `relibra plan`; training needs none of them."""
 
     keep: int = Field(2, ge=0, le=1 << 30)
-    """Latest steps whose routes are kept; a step takes about tokens x MoE layers x experts per token bytes."""
-    keep_every: int = Field(50, ge=0, le=1 << 30)
-    """Steps whose number is a multiple of this keep their routes too; 0: none. With `keep` 0 too none are written."""
+    """Latest steps whose routes are kept, and each 50th; a step takes about tokens x MoE layers x experts per token
+    bytes. 0: none."""
 
 
 class EvaluationSettings(Section):
@@ -318,8 +284,6 @@ class EvaluationSettings(Section):
     """RL steps between evaluations; 0: none."""
     prompts: int = Field(64, ge=1, le=1 << 20)
     """Prompts per evaluation."""
-    stop_at: float | None = Field(None, ge=-LARGE, le=LARGE)
-    """End the run when an evaluation reaches this mean reward; none: after `run.steps` steps."""
 
 
 class RunConfig(Section):

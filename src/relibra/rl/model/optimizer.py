@@ -16,6 +16,8 @@ from relibra.errors import EngineError
 from relibra.rl.config.settings import UpdateSettings
 
 BETAS = (0.9, 0.95)
+MOST_SKIPPED = 5
+"""Optimizer steps in a row that may be skipped; one more ends the run."""
 _log = logging.getLogger(__name__)
 
 
@@ -33,16 +35,13 @@ class StepCount:
     skipped_in_a_row: int = 0
 
 
-def make_optimizer(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
-    """Return AdamW over the parameters of a model; no weight decay for norms, biases and other vectors.
+def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
+    """Return AdamW over the trained parameters of a model, without weight decay.
 
     `foreach=False`, because parameters of dense layers and of experts are on different device meshes.
     """
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    decaying = [parameter for name, parameter in trained if _decays(name, parameter)]
-    others = [parameter for name, parameter in trained if not _decays(name, parameter)]
-    groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, foreach=False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=learning_rate, betas=BETAS, weight_decay=0.0, foreach=False)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, base: float, step: int, warmup_steps: int) -> float:
@@ -72,14 +71,14 @@ def step_or_skip(
     learning_rate   after its warm-up
     name            of the model, for messages
     returns         counts after it, and the norm of the gradient before clipping; None: skipped, on all ranks
-    raises          EngineError, on all ranks, after more than `update.max_skipped` skipped steps in a row
+    raises          EngineError, on all ranks, after more than MOST_SKIPPED skipped steps in a row
     """
     norm = clip_gradients(model.parameters(), update.max_grad_norm)
     if not math.isfinite(norm):
         count = replace(count, skipped_in_a_row=count.skipped_in_a_row + 1)
         what = f"step {count.rl_step}: the gradient of the {name} has the norm {norm}"
-        if count.skipped_in_a_row > update.max_skipped:
-            raise not_finite(f"{what}, {count.skipped_in_a_row} times in a row (update.max_skipped)")
+        if count.skipped_in_a_row > MOST_SKIPPED:
+            raise not_finite(f"{what}, {count.skipped_in_a_row} times in a row")
         if dist.get_rank() == 0:
             _log.warning("%s: optimizer step %d is skipped, the weights are unchanged", what, count.made)
         optimizer.zero_grad(set_to_none=True)
@@ -116,7 +115,3 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
         for gradient in local:
             gradient.mul_(max_norm / (norm + 1e-6))
     return norm
-
-
-def _decays(name: str, parameter: nn.Parameter) -> bool:
-    return parameter.ndim > 1 and not name.endswith("bias")  # biases of experts are matrices: one row per expert

@@ -99,6 +99,7 @@ def build_policy(
     num_ranks: int,
     replay: str,
     follows_plans: bool,
+    least_head_dim: int = 0,
 ) -> Policy:
     """Initialize the built-in model from the seed, or load the one at `model.path`; collective.
 
@@ -106,9 +107,10 @@ def build_policy(
     folder          for a temporary file of initial weights, which all ranks load
     replay          algorithm.replay: routers must be known unless it is "off"
     follows_plans   plans decide where experts are computed, if the model has experts
+    least_head_dim  of the built-in model
     raises          ConfigError, the same on all ranks, if there is no such model, or it does not fit the run
     """
-    model_config = on_all_ranks(lambda: _model_config(settings, vocab_size))
+    model_config = on_all_ranks(lambda: _model_config(settings, vocab_size, least_head_dim))
     structure = on_all_ranks(lambda: _read_structure(model_config, settings, num_ranks, replay))
     with _initial_weights(settings, seed, model_config, folder) as path:
 
@@ -219,9 +221,9 @@ class _Structure:
     shape: ModelShape | None
 
 
-def _model_config(settings: ModelSettings, vocab_size: int) -> Any:
+def _model_config(settings: ModelSettings, vocab_size: int, least_head_dim: int) -> Any:
     if not settings.path:
-        return built_in_config(settings, vocab_size)
+        return built_in_config(settings, vocab_size, least_head_dim)
     if is_missing_folder(settings.source):
         raise ConfigError(
             f"model.path {settings.path!r} is no folder: set it to one written by save_pretrained, or to a causal "

@@ -64,7 +64,7 @@ def make_engine(
         servers=tuple(replace(first, url=url) for url in rollout.url),  # they share `published`
         seed=seed,
         max_batch=rollout.max_batch,
-        retry_seconds=rollout.retry_seconds,
+        retry_seconds=0.0 if rollout.engine == "serve" else rollout.start_seconds,  # nobody else starts it again
         weights=rollout.server_weights,
     )
 

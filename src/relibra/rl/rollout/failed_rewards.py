@@ -13,14 +13,13 @@ from relibra.rl.run.ranks import gather_json, wait_for_ranks
 _log = logging.getLogger(__name__)
 
 
-def check_failed_rewards(errors: Sequence[str], rated: int, *, limit: float, where: str) -> int:
+def check_failed_rewards(errors: Sequence[str], rated: int, *, where: str) -> int:
     """Return how many rewards failed on all ranks, and log the first of their errors; collective.
 
     errors    of this rank
     rated     responses of this rank that were to get a reward
-    limit     task.max_failed_rewards
     where     for messages, such as "step 3"
-    raises    ConfigError, on all ranks, where more failed than the limit allows
+    raises    ConfigError, on all ranks, where more failed than may
     """
     wait_for_ranks()  # a verifier may take long on one rank
     counts_R = gather_json({"failed": len(errors), "rated": rated, "first": errors[0] if errors else ""})
@@ -36,10 +35,10 @@ def check_failed_rewards(errors: Sequence[str], rated: int, *, limit: float, whe
     return failed
 
 
-def allowed_failures(rated: int, limit: float) -> int:
-    """Return how many of so many rewards may fail: a share, but one at least, and never all of several.
+def allowed_failures(rated: int) -> int:
+    """Return how many of so many rewards may fail: a tenth, but one at least, and never all of several.
 
-    >>> [allowed_failures(rated, 0.1) for rated in (1, 2, 40)], allowed_failures(40, 0.0)
-    ([1, 1, 4], 0)
+    >>> [allowed_failures(rated) for rated in (1, 2, 40)]
+    [1, 1, 4]
     """
-    return min(max(1, int(limit * rated)), max(1, rated - 1)) if limit else 0
+    return min(max(1, rated // 10), max(1, rated - 1))

@@ -1,4 +1,4 @@
-"""Prompts that are too long: left out of the file, cut, or refused (`rollout.long_prompts`)."""
+"""Prompts that are longer than `rollout.max_prompt`: left out of the file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 def encode_prompt(group: int, task: Task, tokenizer: Tokenizer, settings: RolloutSettings) -> list[int]:
-    """Return the ids of a prompt, without its first ones where it is too long and may be cut.
+    """Return the ids of a prompt.
 
     raises    ConfigError for a prompt without tokens, or one that is too long
     """
@@ -33,18 +33,16 @@ def encode_prompt(group: int, task: Task, tokenizer: Tokenizer, settings: Rollou
 def encode_held_out(
     task: Task, tokenizer: Tokenizer, settings: RolloutSettings, num_prompts: int
 ) -> list[tuple[Prompt, list[int]]]:
-    """Return the held-out prompts with their ids: long ones are left out or cut as those that are trained on.
+    """Return the held-out prompts with their ids, without long ones.
 
-    raises    ConfigError for a prompt without tokens, one that is too long and refused, and where none is left
+    raises    ConfigError for a prompt without tokens, and where none is left
     """
     found = []
     prompts = task.evaluation_prompts(num_prompts)
     for number, prompt in enumerate(prompts):
         tokens = tokenizer.encode(prompt.text)
-        if settings.long_prompts == "skip" and len(tokens) > settings.max_prompt:
+        if len(tokens) > settings.max_prompt:
             continue
-        if settings.long_prompts == "cut":
-            tokens = tokens[-settings.max_prompt :]
         _check_length(prompt, number, len(tokens), settings.max_prompt)
         found.append((prompt, tokens))
     if prompts and not found:
@@ -60,7 +58,7 @@ def fit_prompts(task: Task, tokenizer: Tokenizer, settings: RolloutSettings) -> 
 
     Each rank encodes its share of the file before a run starts. A task without a file stays as it is, longest 0.
 
-    raises    ConfigError, on all ranks, where no prompt is left; naming file and line, where a long one is refused
+    raises    ConfigError, on all ranks, where no prompt is left; naming file and line of one without tokens
     """
     if not isinstance(task, Prompts):
         return task, 0
@@ -73,9 +71,8 @@ def fit_prompts(task: Task, tokenizer: Tokenizer, settings: RolloutSettings) -> 
     for other, lengths in enumerate(gather_arrays(own)):
         length_r[other::num_ranks] = lengths
     over_r = length_r > settings.max_prompt
-    wrong_r = (length_r == 0) | (over_r if settings.long_prompts == "refuse" else np.zeros_like(over_r))
-    if wrong_r.any():
-        place = int(np.argmax(wrong_r))
+    if not length_r.all():
+        place = int(np.argmin(length_r))
         first = task.row_prompt(int(task.training_rows[place]))
         _check_length(first, place, int(length_r[place]), settings.max_prompt)
     if over_r.any():
@@ -101,6 +98,5 @@ def _check_length(prompt: Prompt, group: int, length: int, max_prompt: int) -> N
     if not 0 < length <= max_prompt:
         raise ConfigError(
             f"{prompt.origin or f'prompt {group} of the task'} has {length} tokens: allowed are 1 to {max_prompt} "
-            "(rollout.max_prompt); remove it from the file, set rollout.long_prompts to 'skip' or 'cut', or raise the "
-            "limit in a new run"
+            "(rollout.max_prompt); remove it from the file, or raise the limit in a new run"
         )

@@ -220,7 +220,7 @@ def choose_device(local_rank: int, num_local_ranks: int, wanted: str) -> torch.d
     if gpus < num_local_ranks:
         raise ConfigError(
             f"{num_local_ranks} ranks on a machine with {gpus} GPU{'s' * (gpus > 1)}: each rank needs one; set "
-            f"parallel.ranks to {gpus} at most, or parallel.device=cpu to train on the CPU"
+            f"parallel.ranks to {gpus} at most, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

@@ -7,7 +7,7 @@ samples.jsonl          some responses of each step, with their rewards
 checkpoints/           from which a stopped run resumes
 reference/             the policy before the first step, if algorithm.kl_coefficient is above 0
 tensorboard/           the same numbers for TensorBoard
-traces/step-00000/     routes of the latest rollouts and of each 50th (`trace.keep`, `trace.keep_every`)
+traces/step-00000/     routes of the latest rollouts and of each 50th (`trace.keep`)
 policy/                the trained policy, a plain `transformers` folder
 server/                log of the run's own rollout server, and weights on their way there (rollout.engine=serve)
 stacks/                Python stacks of the ranks, if one was lost or hung
@@ -173,7 +173,7 @@ def locked_run_folder(run: Path) -> Iterator[None]:
         yield
 
 
-_BUILT_IN_SIZES = ("hidden_size", "expert_width", "num_layers", "num_heads", "num_experts", "experts_per_token")
+_BUILT_IN_SIZES = ("hidden_size", "expert_width", "num_layers", "num_experts", "experts_per_token")
 
 
 def write_config(run: Path, config: RunConfig, model_sizes: Mapping[str, Any] | None = None) -> None:

@@ -27,6 +27,8 @@ from relibra.routing.demand_files import write_demand
 from relibra.routing.trace import RoutingTrace, expert_dtype, hash_tokens
 from relibra.routing.trace_files import SHARD_ROWS, ShardEntry, TraceWriter, index_of, write_index
 
+KEPT_EVERY = 50
+"""Steps whose number is a multiple of this keep their routes."""
 _STEP_FOLDER = re.compile(r"step-(\d{5,})")
 _log = logging.getLogger(__name__)
 
@@ -145,11 +147,11 @@ def _narrowed(response: Response, num_experts: int) -> Response:
 def is_kept(step: int, settings: TraceSettings, latest: int | None = None) -> bool:
     """Return whether the routes of a step are on disk after step `latest`; None: after the step itself.
 
-    >>> [step for step in range(104) if is_kept(step, TraceSettings(keep=2, keep_every=50), latest=103)]
+    >>> [step for step in range(104) if is_kept(step, TraceSettings(keep=2), latest=103)]
     [0, 50, 100, 102, 103]
     """
     recent = (step if latest is None else latest) - step < settings.keep
-    return recent or bool(settings.keep_every and step % settings.keep_every == 0)
+    return recent or (settings.keep > 0 and step % KEPT_EVERY == 0)
 
 
 def step_folders(traces: Path) -> list[tuple[int, Path]]:

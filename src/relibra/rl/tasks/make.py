@@ -20,7 +20,7 @@ def make_task(settings: TaskSettings, seed: int, evaluation_prompts: int) -> Tas
     if settings.name == "arithmetic":
         return Arithmetic(seed, settings.max_terms, settings.continue_probability, settings.tail_exponent)
     if settings.name == "strings":
-        return Strings(seed, settings.operation, settings.max_letters, settings.continue_probability)
+        return Strings(seed, settings.max_terms, settings.continue_probability)
     return open_prompts(settings, seed, evaluation_prompts)
 
 

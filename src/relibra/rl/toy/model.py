@@ -10,20 +10,21 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from relibra.rl.config.settings import ModelSettings
 
 MAX_POSITIONS = 4096
+NUM_HEADS = 4
 INITIAL_STD = 0.08
 """Standard deviation of initial weights: with the usual 0.02 a model of width 64 learns half as fast."""
 
 
-def built_in_config(settings: ModelSettings, vocab_size: int) -> Qwen3MoeConfig | Qwen3Config:
-    """Return the `transformers` configuration of the built-in policy."""
+def built_in_config(settings: ModelSettings, vocab_size: int, least_head_dim: int = 0) -> Qwen3MoeConfig | Qwen3Config:
+    """Return the `transformers` configuration of the built-in policy; heads are as wide as a sampler needs."""
     sizes = {
         "vocab_size": vocab_size,
         "hidden_size": settings.hidden_size,
         "intermediate_size": 2 * settings.hidden_size,
         "num_hidden_layers": settings.num_layers,
-        "num_attention_heads": settings.num_heads,
-        "num_key_value_heads": settings.num_heads // 2,
-        "head_dim": settings.head_dim or settings.hidden_size // settings.num_heads,
+        "num_attention_heads": NUM_HEADS,
+        "num_key_value_heads": NUM_HEADS // 2,
+        "head_dim": max(least_head_dim, settings.hidden_size // NUM_HEADS),
         "max_position_embeddings": MAX_POSITIONS,
         "tie_word_embeddings": False,
         "bos_token_id": None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 from numpy.random import Generator
@@ -79,13 +79,11 @@ class Strings(_ToyTask):
     """Words of 2 to `max_letters` letters; each further letter has the chance `continue_probability`.
 
         prompt     relibra=
-        response   arbiler      (reverse)
-        response   abeilrr      (sort)
+        response   arbiler
 
-    The response is as long as the word, and every letter must be right.
+    The response is the word from the last letter to the first, and every letter must be right.
     """
 
-    operation: Literal["sort", "reverse"]
     max_letters: int
     continue_probability: float
 
@@ -93,11 +91,11 @@ class Strings(_ToyTask):
 
     def reward(self, prompt: Prompt, response: str, *, stopped: bool) -> float:
         """Return 1.0 if the response stopped and every letter is right, else 0.0."""
-        return float(stopped and response == rearranged(prompt.row["word"], self.operation))
+        return float(stopped and response == prompt.row["word"][::-1])
 
     def demonstrate(self, prompt: Prompt, rng: Generator, *, error_rate: float) -> str:
         """Return the answer, each letter replaced by a random one with probability `error_rate`."""
-        answer = rearranged(prompt.row["word"], self.operation)
+        answer = prompt.row["word"][::-1]
         return "".join(_draw_letters(rng, 1) if rng.random() < error_rate else letter for letter in answer)
 
     def draw(self, rng: Generator) -> Prompt:
@@ -149,15 +147,6 @@ def write_chain(terms: Sequence[int], rng: Generator, *, error_rate: float = 0.0
         links.append(f"{running}+{term}={result}")
         running = result
     return ",".join(links)
-
-
-def rearranged(word: str, operation: Literal["sort", "reverse"]) -> str:
-    """Return the letters in alphabetical order, or from the last to the first.
-
-    >>> rearranged("relibra", "sort"), rearranged("relibra", "reverse")
-    ('abeilrr', 'arbiler')
-    """
-    return "".join(sorted(word)) if operation == "sort" else word[::-1]
 
 
 def _draw_letters(rng: Generator, count: int) -> str:

@@ -56,7 +56,7 @@ def warm_up(
             f"warmup.steps is {settings.steps}, but the task has no demonstrations: set warmup.steps=0, and use a "
             "model that already answers some prompts correctly"
         )
-    optimizer = make_optimizer(model, settings.learning_rate, weight_decay=0.0)
+    optimizer = make_optimizer(model, settings.learning_rate)
     for step in range(settings.steps):
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * min((step + 1) / RAMP_STEPS, 1 - 0.9 * step / settings.steps)

@@ -30,6 +30,11 @@ from relibra.rl.rollout.collect import length_penalty
 from relibra.rl.rollout.response import Response
 from relibra.rl.run.ranks import gather_arrays, largest_over_ranks, sum_over_ranks
 
+GAMMA = 1.0
+"""Discount per token: rewards come at the end of a response, wherever that is."""
+LARGEST_ADVANTAGE = 10.0
+"""Of a whitened advantage; larger ones are clamped."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Credit:
@@ -167,13 +172,13 @@ def compute_gae(
         rewards_SN,
         length_S,
         finished_S,
-        gamma=settings.gamma,
+        gamma=GAMMA,
         lambda_B=_lambda(total_S.float(), settings),
-        bootstrap=settings.bootstrap,
+        bootstrap="hold",
     )
     if settings.whiten:
         advantage_SN = whiten(advantage_SN, mask_SN, sum_over_ranks(moments(advantage_SN, mask_SN)))
-    advantage_SN = advantage_SN.clamp(-settings.advantage_clamp, settings.advantage_clamp) * mask_SN
+    advantage_SN = advantage_SN.clamp(-LARGEST_ADVANTAGE, LARGEST_ADVANTAGE) * mask_SN
     advantages_X, loss_mask_X = torch.zeros(len(window_X)), torch.zeros(len(window_X), dtype=torch.bool)
     advantages_X[window_X], loss_mask_X[window_X] = advantage_SN[inside_SN], mask_SN[inside_SN]
     return Credit(advantages_X=advantages_X, loss_mask_X=loss_mask_X)
@@ -191,7 +196,7 @@ def with_credit(batch: TrainingBatch, credit: Credit, *, max_response: int, over
     )
 
 
-def variance_explained(responses: Sequence[Response], values: ResponseValues, gamma: float) -> float | None:
+def variance_explained(responses: Sequence[Response], values: ResponseValues) -> float | None:
     """Return the share of the variance of returns that the value model explains; collective.
 
     Over all response tokens of finished responses of all ranks; None if there are none, or all returns are equal.
@@ -199,17 +204,17 @@ def variance_explained(responses: Sequence[Response], values: ResponseValues, ga
     finished_S = torch.tensor([response.finish_reason is not None for response in responses], dtype=torch.bool)
     lengths_S = torch.tensor([response.length for response in responses], dtype=torch.int64)
     values_X = values.before_X[finished_S.repeat_interleave(lengths_S)]
-    returns_X = discounted_returns([one for one in responses if one.finish_reason is not None], gamma)
+    returns_X = returns_of([one for one in responses if one.finish_reason is not None])
     share = explained_variance(sum_over_ranks(value_sums(values_X, returns_X)))
     return None if math.isnan(share) else share
 
 
-def discounted_returns(finished: Sequence[Response], gamma: float) -> Float32[Tensor, " X"]:
-    """Return the discounted reward to come before each token of finished responses, response after response."""
+def returns_of(finished: Sequence[Response]) -> Float32[Tensor, " X"]:
+    """Return the reward to come before each token of finished responses, response after response."""
     pieces = [np.zeros(0)]
     for response in finished:
         assert response.reward is not None, f"sample {response.sample_id} is finished, so it has a reward"
-        pieces.append(response.reward * gamma ** np.arange(response.length - 1, -1, -1.0))
+        pieces.append(np.full(response.length, response.reward))
     return torch.from_numpy(np.concatenate(pieces).astype(np.float32))
 
 
@@ -241,6 +246,6 @@ def _task_reward(response: Response, max_response: int, overlong_buffer: int) ->
 
 
 def _lambda(length_S: Float[Tensor, " S"], settings: AlgorithmSettings) -> Float[Tensor, " S"]:
-    if settings.lambda_mode == "fixed":
-        return torch.full_like(length_S, settings.lambda_policy)
-    return length_adaptive_lambda(length_S, alpha=settings.lambda_alpha, floor=settings.lambda_policy)
+    if settings.lambda_policy == "length_adaptive":
+        return length_adaptive_lambda(length_S, alpha=0.05, floor=0.95)
+    return torch.full_like(length_S, settings.lambda_policy)

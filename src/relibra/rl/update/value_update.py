@@ -18,7 +18,10 @@ from relibra.rl.model.critic import token_values
 from relibra.rl.model.optimizer import StepCount, step_or_skip
 from relibra.rl.rollout.response import Response
 from relibra.rl.run.ranks import sum_over_ranks
-from relibra.rl.update.credit import discounted_returns, make_value_batches
+from relibra.rl.update.credit import make_value_batches, returns_of
+
+CLIP_LOW, CLIP_HIGH = 0.5, 0.6
+"""A new value is clipped at the old one - CLIP_LOW, and at the old one + CLIP_HIGH."""
 
 
 def update_values(
@@ -28,7 +31,6 @@ def update_values(
     settings: CriticSettings,
     update: UpdateSettings,
     *,
-    gamma: float,
     by_group: bool,
     seed: int,
     responses_per_step: int,
@@ -37,7 +39,7 @@ def update_values(
 ) -> tuple[float, StepCount, int]:
     """Train the value model on finished responses, all their windows; collective.
 
-    The target of every token is the reward at the end, discounted (Monte Carlo, lambda 1). Mini-batches are drawn as
+    The target of every token is the reward at the end (Monte Carlo, lambda 1). Mini-batches are drawn as
     those of the policy: in the order of samples, the longest responses would always be in the first.
 
     finished         of this rank, with reward and recorded values
@@ -57,7 +59,7 @@ def update_values(
         for i, batch in enumerate(batches):
             if isinstance(critic, FSDPModule):
                 critic.set_requires_gradient_sync(i == len(batches) - 1)
-            loss = _value_loss(critic, _with_targets(batch, finished, gamma), settings, max(nominal, total))
+            loss = _value_loss(critic, _with_targets(batch, finished), max(nominal, total))
             (loss * num_ranks).backward()
             loss_sum += float(loss.detach())
         count, norm = step_or_skip(
@@ -70,15 +72,13 @@ def update_values(
     return float(sum_over_ranks(torch.tensor(losses)).mean()) if losses else 0.0, count, skipped
 
 
-def _with_targets(batch: TokenBatch, finished: Sequence[Response], gamma: float) -> TokenBatch:
+def _with_targets(batch: TokenBatch, finished: Sequence[Response]) -> TokenBatch:
     picked = [finished[s] for s in batch.samples_B.tolist()]
     old_values = [torch.from_numpy(response.values_r) for response in picked]
-    return replace(
-        batch, old_values_X=torch.cat([torch.zeros(0), *old_values]), returns_X=discounted_returns(picked, gamma)
-    )
+    return replace(batch, old_values_X=torch.cat([torch.zeros(0), *old_values]), returns_X=returns_of(picked))
 
 
-def _value_loss(critic: nn.Module, batch: TokenBatch, settings: CriticSettings, responses: int) -> Float[Tensor, ""]:
+def _value_loss(critic: nn.Module, batch: TokenBatch, responses: int) -> Float[Tensor, ""]:
     """Return a micro-batch's part of the loss of a mini-batch with so many responses; collective."""
     values_T = token_values(critic, batch.tokens_1T, batch.position_1T)
     if not batch.num_responses:
@@ -90,8 +90,8 @@ def _value_loss(critic: nn.Module, batch: TokenBatch, settings: CriticSettings, 
         values_T[batch.row_X],
         batch.old_values_X,
         batch.returns_X,
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
+        clip_low=CLIP_LOW,
+        clip_high=CLIP_HIGH,
     )
     tokens_X = torch.bincount(batch.response_X, minlength=batch.num_responses)[batch.response_X]
     return (1 / (tokens_X.float() * max(1, responses)) * loss_X).sum()  # means of responses

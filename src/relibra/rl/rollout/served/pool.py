@@ -181,7 +181,7 @@ class ServerPool:
 
 def none_left(reasons: Sequence[str], retry_seconds: float) -> str:
     """Return the sentence that says why no server is left."""
-    waited = f" within {retry_seconds:g} s (rollout.retry_seconds)" if retry_seconds else ""
+    waited = f" within {retry_seconds:g} s (rollout.start_seconds)" if retry_seconds else ""
     if len(reasons) == 1:
         return f"the server did not answer{waited}: {reasons[0]}"
     listed = "; ".join(f"({number}) {why}" for number, why in enumerate(reasons, start=1))
