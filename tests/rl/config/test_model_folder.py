@@ -34,7 +34,8 @@ def make(folder, *files):
 def refusal(path):
     with pytest.raises(ConfigError) as caught:
         check_model_path(str(path))
-    return str(caught.value)
+    assert (caught.value.what, caught.value.got) == ("model.path", str(path))
+    return caught.value
 
 
 def test_a_whole_folder_is_a_model(tmp_path):
@@ -43,41 +44,41 @@ def test_a_whole_folder_is_a_model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
+    ("files", "lacks"),
     [
-        ((), "has no config.json"),
-        (WHOLE[:1], "has no weights"),
-        (WHOLE[:2], "has no tokenizer that can be loaded"),
-        (("adapter_config.json", "adapter_model.safetensors"), "holds an adapter, not a model: merge it"),
+        ((), "config.json"),
+        (WHOLE[:1], "weights"),
+        (WHOLE[:2], "tokenizer"),
+        (("adapter_config.json", "adapter_model.safetensors"), "adapter"),
     ],
 )
-def test_a_folder_is_named_for_what_it_holds(tmp_path, files, said):
-    assert said in refusal(make(tmp_path / "x", *files))
+def test_a_folder_is_named_for_what_it_holds(tmp_path, files, lacks):
+    assert lacks in refusal(make(tmp_path / "x", *files)).allowed
 
 
 def test_an_adapter_names_its_base_model_and_a_run_its_policy(tmp_path):
     folder = tmp_path / "adapter"
     make(folder)
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen3-30B-A3B"}))
-    assert "an adapter of 'Qwen/Qwen3-30B-A3B', not a model" in refusal(folder)
+    assert "Qwen/Qwen3-30B-A3B" in refusal(folder).allowed
     make(tmp_path / "run" / "policy", *WHOLE)
-    assert "is the folder of a run: its model is in" in refusal(tmp_path / "run")
+    assert refusal(tmp_path / "run").next_step.endswith(f"{tmp_path}/run/policy")
     (tmp_path / "file").write_text("")
-    assert "is a file" in refusal(tmp_path / "file")
+    assert "file" in refusal(tmp_path / "file").allowed
 
 
 def test_a_misspelt_folder_gets_a_suggestion(tmp_path):
     make(tmp_path / "models" / "my-moe", *WHOLE)
-    assert "(did you mean 'models/my-moe'?)" in refusal("models/my-meo")
-    assert "(did you mean 'models/my-moe'?)" in refusal("modles/my-moe")
-    assert f"(did you mean '{tmp_path}/models/my-moe'?)" in refusal(tmp_path / "models" / "mymoe")
-    assert "did you mean" not in refusal("zzz/qqq")
+    assert "'models/my-moe'" in refusal("models/my-meo").next_step
+    assert "'models/my-moe'" in refusal("modles/my-moe").next_step
+    assert f"'{tmp_path}/models/my-moe'" in refusal(tmp_path / "models" / "mymoe").next_step
+    assert "did you mean" not in refusal("zzz/qqq").next_step
 
 
 def test_the_hub_is_asked_only_where_it_is_named(tmp_path):
-    assert "name the hub: model.path=hub:owner/name" in refusal("Qwen/Qwen3-30B-A3B")
+    assert "model.path=hub:owner/name" in refusal("Qwen/Qwen3-30B-A3B").next_step
     check_model_path("hub:Qwen/Qwen3-30B-A3B")
-    assert "is no name on the hub" in refusal("hub:a/b/c")
+    assert "hub:owner/name" in refusal("hub:a/b/c").next_step
     make(hub_cache_folder() / "models--Qwen--Qwen3-30B-A3B" / "snapshots" / "abc", "config.json")
     check_model_path("Qwen/Qwen3-30B-A3B")
     assert load_config(None, ["model.path=hub:a/b"]).model.source == "a/b"
@@ -89,18 +90,19 @@ def test_a_misspelt_model_is_told_at_once(tmp_path):
     command = [sys.executable, "-m", "relibra", "train", "model.path=Qwen/Qwen3-30B-A3"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: model.path 'Qwen/Qwen3-30B-A3' is no folder")
+    assert done.stderr.startswith("error: model.path, got 'Qwen/Qwen3-30B-A3': no folder")
     assert done.stderr.count("\n") == 1
     assert time.monotonic() - began < 30  # it took 52 s of retries; a busy machine imports for some
 
 
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts"])
-def test_ranks_that_do_not_divide_the_experts_are_refused_before_anything_is_loaded(tmp_path, name):
+def test_ranks_that_do_not_divide_the_experts_are_refused(tmp_path, name):
     folder = make(tmp_path / "moe")
     (tmp_path / "moe" / "config.json").write_text(json.dumps({"text_config": {name: 8}}))
     check_expert_ranks(folder, 4)
-    with pytest.raises(ConfigError, match=r"parallel\.ranks 3 does not divide the 8 experts"):
+    with pytest.raises(ConfigError) as caught:
         check_expert_ranks(folder, 3)
+    assert (caught.value.what, caught.value.got) == ("parallel.ranks", 3)
     (tmp_path / folder / "config.json").write_text(json.dumps({"num_experts": 16384, "is_moe": False}))
     check_expert_ranks(folder, 3)
 
@@ -117,7 +119,7 @@ def test_sizes_come_from_the_newest_download_too(tmp_path):
 
 
 @pytest.mark.parametrize("body", ["", "[]", "[" * 100_000, '{"text_config": 3}', '{"num_experts": "many"}'])
-def test_an_unreadable_config_is_left_to_the_library_that_loads_it(tmp_path, body):
+def test_an_unreadable_config_is_left_to_the_library(tmp_path, body):
     folder = make(tmp_path / "moe")
     (tmp_path / "moe" / "config.json").write_text(body)
     check_expert_ranks(folder, 3)

@@ -31,42 +31,36 @@ def check_model_path(path: str) -> None:
 
     Files are looked at by name only.
     """
-    name = path.removeprefix(HUB)
+    name, folder = path.removeprefix(HUB), Path(path).expanduser()
     if names_hub(path):
         if not _HUB_NAME.fullmatch(name):
-            raise ConfigError(f"model.path {path!r} is no name on the hub: write hub:owner/name")
-        return
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        _check_folder(path, folder)
+            raise ConfigError("model.path", got=path, allowed="no name on the hub", next_step="write hub:owner/name")
+    elif folder.is_dir():
+        if found := _what_is_wrong(path, folder):
+            raise ConfigError("model.path", got=path, allowed=found[0], next_step=found[1])
     elif folder.exists():
-        raise ConfigError(f"model.path {path!r} is a file: set it to a folder written by save_pretrained")
+        raise ConfigError("model.path", got=path, allowed="a file", next_step="set a folder written by save_pretrained")
     elif _downloaded_config(name) is None:
-        raise ConfigError(
-            f"model.path {path!r} is no folder{_similar(folder)}, and no model of that name was downloaded before; to "
-            f"download one from the hub, name the hub: model.path={HUB}owner/name"
-        )
+        why = "no folder, and no model of that name was downloaded before"
+        near = _similar(folder)
+        instead = f"did you mean {near!r}?" if near else f"to download one, name the hub: model.path={HUB}owner/name"
+        raise ConfigError("model.path", got=path, allowed=why, next_step=instead)
 
 
-def _check_folder(path: str, folder: Path) -> None:
-    """Raise ConfigError for a folder without a model, and for one with an adapter only."""
-    where = f"model.path {path!r}"
-    if not (folder / "config.json").is_file():
-        if (folder / "adapter_config.json").is_file():
-            raise ConfigError(
-                f"{where} holds an adapter{_base_model(folder)}, not a model: merge it (peft: merge_and_unload, then "
-                "save_pretrained with the tokenizer) and set model.path to the merged folder"
-            )
-        if (folder / "policy" / "config.json").is_file():
-            raise ConfigError(f"{where} is the folder of a run: its model is in {path}/policy")
-        raise ConfigError(f"{where} has no config.json: set it to a folder written by save_pretrained")
-    if not any(True for form in _WEIGHT_FILES for _ in folder.glob(form)):
-        raise ConfigError(f"{where} has no weights ({', '.join(_WEIGHT_FILES[:2])}): write them with save_pretrained")
-    if not any(True for form in _TOKENIZER_FILES for _ in folder.glob(form)):
-        raise ConfigError(
-            f"{where} has no tokenizer that can be loaded (no tokenizer.json, no tokenizer_config.json): save one "
-            "beside the weights with tokenizer.save_pretrained(folder)"
-        )
+def _what_is_wrong(path: str, folder: Path) -> tuple[str, str] | None:
+    """Return what a folder lacks or holds instead of a model, and what to do; None: it has a model and a tokenizer."""
+    if (folder / "config.json").is_file():
+        if not any(True for form in _WEIGHT_FILES for _ in folder.glob(form)):
+            return f"has no weights ({', '.join(_WEIGHT_FILES[:2])})", "write them with save_pretrained"
+        if not any(True for form in _TOKENIZER_FILES for _ in folder.glob(form)):
+            return "has no tokenizer (tokenizer.json, tokenizer_config.json)", "write it with tokenizer.save_pretrained"
+        return None
+    if (folder / "adapter_config.json").is_file():
+        merge = "merge it (peft: merge_and_unload, then save_pretrained with the tokenizer)"
+        return f"holds an adapter{_base_model(folder)}, not a model", merge
+    if (folder / "policy" / "config.json").is_file():
+        return "is the folder of a run", f"its model is in {path}/policy"
+    return "has no config.json", "set a folder written by save_pretrained"
 
 
 def check_expert_ranks(path: str, ranks: int) -> None:
@@ -76,10 +70,10 @@ def check_expert_ranks(path: str, ranks: int) -> None:
         return
     experts = next((sizes[name] for name in _EXPERTS if isinstance(sizes.get(name), int)), 0)
     if experts > 0 and experts % ranks:
-        raise ConfigError(
-            f"parallel.ranks {ranks} does not divide the {experts} experts of model.path {path!r}: every rank needs "
-            "the same number of experts"
+        why = (
+            f"does not divide the {experts} experts of model.path {path!r}: every rank needs the same number of experts"
         )
+        raise ConfigError("parallel.ranks", got=ranks, allowed=why)
 
 
 def read_model_sizes(path: Any) -> dict[str, Any]:
@@ -103,7 +97,7 @@ def read_model_sizes(path: Any) -> dict[str, Any]:
 
 
 def _base_model(folder: Path) -> str:
-    """Return the model that an adapter belongs to, in words; empty where its file does not say."""
+    """Return " of " and the model that an adapter belongs to; empty where its file does not say."""
     file = folder / "adapter_config.json"
     try:
         body = json.loads(file.read_bytes()) if file.stat().st_size <= _MAX_JSON_BYTES else {}
@@ -122,7 +116,7 @@ def _downloaded_config(name: str) -> Path | None:
 
 
 def _similar(folder: Path) -> str:
-    """Return a folder beside a missing one whose name is most like it, as a question; empty: none is."""
+    """Return a folder beside a missing one whose name is most like it; empty: none is."""
     whole = there = folder
     while not there.is_dir() and there != there.parent:  # the first part that does not exist is misspelt
         folder, there = there, there.parent
@@ -135,4 +129,4 @@ def _similar(folder: Path) -> str:
         return ""
     meant = there / near[0]
     rest = meant / whole.relative_to(folder)
-    return f" (did you mean {str(rest if rest.is_dir() else meant)!r}?)"
+    return str(rest if rest.is_dir() else meant)
