@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from relibra.errors import LONGEST_VALUE, ConfigError
+from relibra.rl.config.settings import RunConfig
 
 MAX_SHOWN = 8
 """Refusals in one message."""
@@ -31,36 +33,35 @@ def raise_all(refusals: Sequence[ConfigError]) -> None:
         raise together
 
 
-def refusals_of_types(
-    error: ValidationError, sources: Mapping[str, str], elsewhere: str, schema: type[BaseModel]
-) -> list[ConfigError]:
-    """Return what pydantic refuses: unknown settings, values of another type or out of range.
+@dataclass(frozen=True)
+class Sources:
+    """Where settings were given, by section.key, and where all others were."""
 
-    sources     where settings were given, by section.key
-    elsewhere   where all others were
-    """
-    found = [_refusal(dict(one), sources, elsewhere, schema) for one in error.errors()]
+    given: Mapping[str, str]
+    elsewhere: str
+
+    def of(self, *names: str) -> str:
+        """Return where settings were given; a section stands for all of its settings."""
+        places = [
+            place
+            for given, place in self.given.items()
+            if any(f"{given}.".startswith(f"{name}.") or f"{name}.".startswith(f"{given}.") for name in names)
+        ]
+        return " and ".join(dict.fromkeys(places)) or self.elsewhere
+
+
+def refusals_of_types(error: ValidationError, sources: Sources) -> list[ConfigError]:
+    """Return what pydantic refuses: unknown settings, values of another type or out of range."""
+    found = [_refusal(dict(one), sources) for one in error.errors()]
     return list({one.what: one for one in reversed(found)}.values())[::-1]  # a union has one for each of its types
 
 
-def where_given(names: Iterable[str], sources: Mapping[str, str], elsewhere: str) -> str:
-    """Return where settings were given; a section stands for all of its settings."""
-    places = [
-        place
-        for given, place in sources.items()
-        if any(f"{given}.".startswith(f"{name}.") or f"{name}.".startswith(f"{given}.") for name in names)
-    ]
-    return " and ".join(dict.fromkeys(places)) or elsewhere
-
-
-def _refusal(
-    mistake: Mapping[str, Any], sources: Mapping[str, str], elsewhere: str, schema: type[BaseModel]
-) -> ConfigError:
+def _refusal(mistake: Mapping[str, Any], sources: Sources) -> ConfigError:
     key = tuple(str(part) for part in mistake["loc"][:2])
     name, message, got = ".".join(key) or "the configuration", mistake["msg"], mistake["input"]
-    where = where_given([name], sources, elsewhere)
+    where = sources.of(name)
     if mistake["type"] == "extra_forbidden":
-        known = _settings_of(schema)
+        known = {section: list(type(part).model_fields) for section, part in RunConfig()}
         allowed = f"allowed here: {', '.join(known if len(key) == 1 else known[key[0]])}"
         meant = _nearest_setting(key, known)
         return ConfigError(f"{name} is not a setting", where=where, allowed=allowed, next_step=_question(meant))
@@ -74,15 +75,6 @@ def _refusal(
 
 def _question(meant: str) -> str:
     return f"did you mean {meant}?" if meant else ""
-
-
-def _settings_of(schema: type[BaseModel]) -> dict[str, list[str]]:
-    """Return the names of the settings of each section."""
-    return {
-        name: list(field.annotation.model_fields)
-        for name, field in schema.model_fields.items()
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-    }
 
 
 def _nearest_setting(key: tuple[str, ...], known: Mapping[str, Sequence[str]]) -> str:

@@ -15,7 +15,7 @@ from relibra.errors import LONGEST_VALUE, ConfigError
 from relibra.printable import excerpt
 from relibra.rl.algorithms import tppo
 from relibra.rl.config.defaults import BUILT_IN_MODEL, PRESETS
-from relibra.rl.config.messages import raise_all, refusals_of_types, where_given
+from relibra.rl.config.messages import Sources, raise_all, refusals_of_types
 from relibra.rl.config.model_folder import read_model_sizes
 from relibra.rl.config.removed import REMOVED, without_removed
 from relibra.rl.config.rollout_settings import RolloutSettings
@@ -40,43 +40,36 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), *, base: dict[
     elsewhere = str(path) if path else "the defaults" if base is None else "the run that is resumed"
     try:
         settings = _read_toml(path) if path else copy.deepcopy(base or {})
-        sources = dict.fromkeys(_names(settings), elsewhere)
+        places = dict.fromkeys(_names(settings), elsewhere)
         for override in overrides:
             key, value = _parse_override(override)
             _set(settings, key, value, override)
-            sources[".".join(key)] = f"override {excerpt(override, LONGEST_VALUE)}"
-        return resolve(settings, sources, elsewhere)
+            places[".".join(key)] = f"override {excerpt(override, LONGEST_VALUE)}"
+        return resolve(settings, Sources(places, elsewhere))
     except RecursionError as error:
         raise ConfigError(f"the settings in {elsewhere} are nested too deeply") from error
 
 
-def resolve(given: Mapping[str, Any], sources: Mapping[str, str], elsewhere: str) -> RunConfig:
-    """Return the whole configuration, with the sources of its values.
-
-    given       sections with settings, of any type
-    sources     where settings were given, by section.key
-    elsewhere   where all others were
-    raises      ConfigError with all mistakes
-    """
-    config = _fill_in(given, sources, elsewhere).finished(sources, elsewhere)
-    raise_all([_refusal(config, *broken, sources, elsewhere) for broken in broken_rules(config)])
+def resolve(given: Mapping[str, Any], sources: Sources) -> RunConfig:
+    """Return the whole configuration of sections with settings of any type; ConfigError names all mistakes."""
+    config = _fill_in(given, sources).finished(sources)
+    refused = []
+    for name, why, instead in broken_rules(config):
+        where = sources.of(name, *(other for other in sources.given if other in why))
+        refused.append(ConfigError(name, got=value_of(config, name), where=where, allowed=why, next_step=instead))
+    raise_all(refused)
     return config
 
 
-def _fill_in(given: Mapping[str, Any], sources: Mapping[str, str], elsewhere: str) -> _Filling:
+def _fill_in(given: Mapping[str, Any], sources: Sources) -> _Filling:
     """Fill in what was not given, in this order: each part below follows from the parts above it."""
     # What was given: names of earlier versions, types and ranges. From here on values have their types.
     given, refused = without_removed(given)
-    raise_all(
-        [
-            ConfigError(name, got=value, where=where_given([name], sources, elsewhere), allowed=REMOVED[name][1])
-            for name, value in refused
-        ]
-    )
+    raise_all([ConfigError(key, got=got, where=sources.of(key), allowed=REMOVED[key][1]) for key, got in refused])
     try:
         filling = _Filling(RunConfig.model_validate(given))
     except ValidationError as error:
-        raise_all(refusals_of_types(error, sources, elsewhere, RunConfig))
+        raise_all(refusals_of_types(error, sources))
         raise
     fill, config = filling.fill, filling.config
 
@@ -131,11 +124,11 @@ class _Filling:
         """Return the settings that were given another value than they have otherwise."""
         return [name for name, (usual, _) in self.usual.items() if value_of(self.config, name) != usual]
 
-    def finished(self, sources: Mapping[str, str], elsewhere: str) -> RunConfig:
+    def finished(self, sources: Sources) -> RunConfig:
         """Return the configuration with the sources of all values that are not the defaults of fields."""
         changed, plain = self.changed(), RunConfig()
         self.config._sources = {
-            name: where_given([name], sources, elsewhere) if name in self.given else source
+            name: sources.of(name) if name in self.given else source
             for name, (_, source) in self.usual.items()
             if name in changed or value_of(self.config, name) != value_of(plain, name)
         }
@@ -160,14 +153,6 @@ def _lengths(path: str, rollout: RolloutSettings, given: set[str]) -> dict[str, 
     return {"max_prompt": prompt, "max_response": response}
 
 
-def _refusal(
-    config: RunConfig, name: str, why: str, instead: str, sources: Mapping[str, str], elsewhere: str
-) -> ConfigError:
-    """Return the error of a setting that does not fit, with the places of all settings that it names."""
-    where = where_given([name, *(other for other in sources if other in why)], sources, elsewhere)
-    return ConfigError(name, got=value_of(config, name), where=where, allowed=why, next_step=instead)
-
-
 def describe_sources(config: RunConfig) -> list[str]:
     """Return a table of values that are not the defaults of fields: a row for each place that they came from."""
     rows: dict[str, list[str]] = {}
@@ -182,37 +167,19 @@ def describe_sources(config: RunConfig) -> list[str]:
 
 
 def describe_training(config: RunConfig) -> list[str]:
-    """Return the first lines of a run: sources of its settings, how a model of the user is trained, and warnings."""
-    return [*describe_sources(config), *_describe_model(config)]
-
-
-def _describe_model(config: RunConfig) -> list[str]:
-    """Return how a model of the user is trained, and warnings: a high learning rate, a policy that is not trained."""
-    alone = []
-    if config.algorithm.advantage == "gae" and config.run.steps:
+    """Return the first lines of a run: where its settings come from, and what trains nothing or too much."""
+    lines, rate = describe_sources(config), config.update.learning_rate
+    if config.algorithm.advantage == "gae" and 0 < config.run.steps <= config.critic.pretrain_steps:
         first = config.critic.pretrain_steps
-        alone = [
-            f"steps 0 to {min(first, config.run.steps) - 1} train the value model alone (critic.pretrain_steps {first})"
-        ]
-        if first >= config.run.steps:
-            alone.append(f"warning: the policy is not trained: run.steps is {config.run.steps}")
-        alone = alone if first else []
-    if not config.model.path:
-        return alone
-    rate, model, rollout = config.update.learning_rate, config.model, config.rollout
-    saved = "activations recomputed" if model.activation_checkpointing else "activations kept"
-    dtype = model.dtype if model.dtype == "float32" else f"{model.dtype} with float32 weights"
-    warm_up = f"{config.warmup.steps} warm-up steps" if config.warmup.steps else "no warm-up"
-    lines = [
-        f"{model.path}: learning rate {rate:g}, {dtype}, {saved}, prompts up to "
-        f"{rollout.max_prompt:,} and responses up to {rollout.max_response:,} tokens, {warm_up}"
-    ]
-    if rate > HIGH_RATE:
+        lines.append(
+            f"warning: all run.steps train the value model alone (critic.pretrain_steps {first}), not the policy"
+        )
+    if config.model.path and rate > HIGH_RATE:
         lines.append(
             f"warning: update.learning_rate {rate:g} is more than 20 times what RL post-training usually takes (1e-6): "
             "models lose what they know in a few steps"
         )
-    return lines + alone
+    return lines
 
 
 _MAY_CHANGE = (
@@ -244,7 +211,7 @@ def changed_settings(config: RunConfig) -> list[str]:
 
     A default that follows from another setting, as the window of T-PPO from the longest response, is no difference.
     """
-    return _fill_in(config.model_dump(mode="json"), {}, "").changed()
+    return _fill_in(config.model_dump(mode="json"), Sources({}, "")).changed()
 
 
 def as_toml(config: RunConfig) -> str:
@@ -273,7 +240,7 @@ def with_ranks(config: RunConfig, ranks: int) -> RunConfig:
     """
     settings, launcher = config.model_dump(mode="json"), "the launcher's WORLD_SIZE"
     settings["parallel"]["ranks"] = ranks
-    launched = resolve(settings, {}, launcher)
+    launched = resolve(settings, Sources({}, launcher))
     launched._sources = {**config.sources, "parallel.ranks": launcher}
     return launched
 
