@@ -9,6 +9,7 @@ import torch
 
 from relibra.rl.algorithms.loss import find_loss
 from relibra.rl.algorithms.terms import token_log_probs
+from relibra.rl.algorithms.tppo import POSITIVE_WEIGHT
 from relibra.rl.batch.schedule import Schedule
 from relibra.rl.batch.token_batch import make_token_batch
 from relibra.rl.batch.training_batch import TrainingBatch
@@ -187,8 +188,7 @@ def loss_by_hand(step, config):
     positive = [s for s, is_positive in enumerate(targets.positive_S) if is_positive]
     positive_tokens = sum(len(logp_Sr[s]) for s in positive)
     return (
-        total
-        - tppo.POSITIVE_WEIGHT * (settings.loss == "tppo") * sum(logp_Sr[s].sum() for s in positive) / positive_tokens
+        total - POSITIVE_WEIGHT * (settings.loss == "tppo") * sum(logp_Sr[s].sum() for s in positive) / positive_tokens
     )
 
 
@@ -293,7 +293,7 @@ def test_positive_examples_are_learned_by_all_their_tokens():
     for s, one in enumerate(step.responses):
         tokens_r = torch.from_numpy(one.tokens_n[one.prompt_length :])
         slope_rV = torch.nn.functional.one_hot(tokens_r, VOCAB) - step.logits_SrV[s].detach().softmax(-1)
-        expected = -tppo.POSITIVE_WEIGHT / positive_tokens * slope_rV * float(step.targets.positive_S[s])
+        expected = -POSITIVE_WEIGHT / positive_tokens * slope_rV * float(step.targets.positive_S[s])
         torch.testing.assert_close(gradients[s], expected, atol=1e-7, rtol=0)
 
 
