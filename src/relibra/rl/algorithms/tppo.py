@@ -34,7 +34,8 @@ def loss(inputs: LossInputs) -> LossResult:
 
     p is POSITIVE_WEIGHT.
     """
-    (total, metrics), totals = ppo.loss(inputs), inputs.totals
+    total, metrics = ppo.loss(inputs)
+    totals = inputs.totals
     if totals.step_positive_tokens:
         share = totals.mini_batches / totals.step_positive_tokens
         positive = (inputs.log_probs_X * inputs.positive_X).sum()

@@ -48,7 +48,7 @@ def without_removed(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tupl
     """Return sections without removed settings whose values still hold, and the name and value of each other one."""
     settings = {section: dict(part) if isinstance(part, Mapping) else part for section, part in given.items()}
     parts = {section: part for section, part in settings.items() if isinstance(part, dict)}
-    kept, refused = _kept_values(parts), []
+    kept, refused = _kept_values(parts), list[tuple[str, Any]]()
     for name, (values, _) in REMOVED.items():
         section, key = name.split(".")
         if key in parts.get(section, {}):

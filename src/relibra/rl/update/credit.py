@@ -246,6 +246,6 @@ def _task_reward(response: Response, max_response: int, overlong_buffer: int) ->
 
 
 def _lambda(length_S: Float[Tensor, " S"], settings: AlgorithmSettings) -> Float[Tensor, " S"]:
-    if settings.lambda_policy == "length_adaptive":
+    if isinstance(settings.lambda_policy, str):
         return length_adaptive_lambda(length_S, alpha=0.05, floor=0.95)
     return torch.full_like(length_S, settings.lambda_policy)
