@@ -59,12 +59,13 @@ def test_stdout_is_the_outcome_and_nothing_else(done, run):
 
 
 def test_stderr_is_progress_in_plain_lines_and_nothing_else(done):
-    lines = done.stderr.splitlines()
-    assert lines[0].startswith("starting 2 processes; run folder ")
-    assert lines[1] == "device cpu"
-    assert [line.split("  ")[0] for line in lines[2:4]] == ["warm-up 1/2", "warm-up 2/2"]
-    assert "compiles" in lines[4]
-    assert [line.split("  ")[0] for line in lines[5:]] == ["step 0 (1/2)", "plan", "step 1 (2/2)", "plan"]
+    first, *lines = done.stderr.splitlines()
+    assert first.startswith("starting 2 processes; run folder ")
+    sources, lines = lines[: lines.index("device cpu")], lines[lines.index("device cpu") + 1 :]
+    assert [line.split("  ")[0] for line in sources] == ["the command line", "the built-in model", "algorithm dapo"]
+    assert [line.split("  ")[0] for line in lines[:2]] == ["warm-up 1/2", "warm-up 2/2"]
+    assert "compiles" in lines[2]
+    assert [line.split("  ")[0] for line in lines[3:]] == ["step 0 (1/2)", "plan", "step 1 (2/2)", "plan"]
     assert done.stderr.isascii()
     assert "\x1b" not in done.stderr
 
@@ -72,7 +73,7 @@ def test_stderr_is_progress_in_plain_lines_and_nothing_else(done):
 def test_the_run_folder_is_complete(run):
     assert check_whole(run) == 2
     names = {path.name for path in run.iterdir()}
-    logs = {".lock", "config.json", "metrics.jsonl", "samples.jsonl", "tensorboard", "report.html"}
+    logs = {".lock", "config.json", "settings.txt", "metrics.jsonl", "samples.jsonl", "tensorboard", "report.html"}
     assert names == logs | {"traces", "policy", "checkpoints"}
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000", "step-00002"]
     check_samples(run, 2)

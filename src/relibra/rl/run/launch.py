@@ -109,6 +109,7 @@ def _start_ranks(config: RunConfig, resume: Path | None, *, supervise: bool) -> 
         with locked_run_folder(run):  # fail before processes start if the run is in use; rank 0 locks it later
             pass
     print(f"starting {config.parallel.ranks} processes; run folder {printable(str(run))}", file=sys.stderr, flush=True)
+    _print_settings(config)
     try:
         complete = _run_supervised(config, run) if supervise else _run_processes(config, run)
     except KeyboardInterrupt:
@@ -120,6 +121,12 @@ def _start_ranks(config: RunConfig, resume: Path | None, *, supervise: bool) -> 
     if not complete:
         print_resume_hint(run)
     return Finished(run, complete)
+
+
+def _print_settings(config: RunConfig) -> None:
+    """Print where the settings of a run come from, with warnings; only once it is clear that it starts."""
+    for line in describe_training(config):
+        print(printable(line), file=sys.stderr, flush=True)
 
 
 def _prepare_cluster(config: RunConfig) -> None:
