@@ -26,8 +26,7 @@ from rich.table import Table
 from benchmarks.harness.options import measurement_options
 from benchmarks.harness.provenance import write_results
 from relibra.integrations.expert_layout import ExpertLayout
-from relibra.integrations.repacked_step import repack_step
-from relibra.integrations.repacking import TrainerSchedule
+from relibra.integrations.repacking import TrainerSchedule, repack_step
 from relibra.routing.demand import Demand
 from relibra.routing.readers import open_trace
 

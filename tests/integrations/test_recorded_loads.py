@@ -9,8 +9,8 @@ import torch
 
 from relibra.errors import ConfigError, TraceError
 from relibra.integrations.expert_layout import ExpertLayout
+from relibra.integrations.hooks import WarnOnce
 from relibra.integrations.recorded_loads import count_samples, of_used_layers
-from relibra.integrations.said_once import SaidOnce
 
 QWEN = {
     "hidden_size": 2048,
@@ -148,9 +148,9 @@ def test_routes_that_numpy_cannot_read_are_one_sentence():
 
 
 def test_a_reason_is_said_once_whatever_its_numbers(caplog):
-    once = SaidOnce(logging.getLogger("relibra.test"), "used as they are")
+    once = WarnOnce(logging.getLogger("relibra.test"), "used as they are")
     for reason in ("sample 3 has 1,024 rows", "sample 17 has 5 rows", "no routes"):
-        once.say(reason)
+        once.warn(reason)
     assert [record.getMessage() for record in caplog.records] == [
         "relibra: used as they are: sample 3 has 1,024 rows",
         "relibra: used as they are: no routes",

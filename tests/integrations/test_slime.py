@@ -252,8 +252,8 @@ def test_a_schedule_of_other_samples_stays_as_it_is(package, caplog):
             },
             "group_indices",
         ),
-        ({"slime/utils/dp_schedule.py": "def build_dp_schedule(args): pass"}, "it takes"),
-        ({"slime/utils/dp_schedule.py": SCHEDULE, "slime/observability/rollout_data_utils.py": ""}, "it is missing"),
+        ({"slime/utils/dp_schedule.py": "def build_dp_schedule(args): pass"}, "takes"),
+        ({"slime/utils/dp_schedule.py": SCHEDULE, "slime/observability/rollout_data_utils.py": ""}, "is missing"),
     ],
 )
 def test_other_versions_are_refused(package, files, words):

@@ -88,7 +88,7 @@ def _size(config: Any, name: str) -> int:
 
 
 def _expert_tensor_ranks(config: Any) -> int:
-    """Return the ranks that divide one expert; Megatron takes the tensor-parallel size where nothing is said."""
+    """Return the ranks that divide one expert; Megatron takes the tensor-parallel size by default."""
     stated = getattr(config, "expert_tensor_parallel_size", None)
     return int(stated) if stated else _size(config, "tensor_model_parallel_size")
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import logging
 import runpy
 import sys
@@ -29,12 +28,11 @@ import numpy as np
 from jaxtyping import Int64
 from numpy import ndarray
 
-from relibra.errors import ConfigError, EngineError, RelibraError, TraceError
+from relibra.errors import ConfigError, RelibraError, TraceError
 from relibra.integrations.expert_layout import ExpertLayout
+from relibra.integrations.hooks import WarnOnce, check_parameters, wrap_function
 from relibra.integrations.recorded_loads import count_samples, of_used_layers
-from relibra.integrations.repacked_step import RepackedStep, repack_step
-from relibra.integrations.repacking import TrainerSchedule
-from relibra.integrations.said_once import SaidOnce
+from relibra.integrations.repacking import RepackedStep, TrainerSchedule, repack_step
 
 Bins = list[list[int]]
 
@@ -55,7 +53,7 @@ _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 @dataclass(eq=False)
-class _Batch:
+class _PolicyBatch:
     """The batch that a policy cuts: one bin packing for each optimizer step, in the order of samples.
 
     taken   samples of the steps that are packed already
@@ -72,8 +70,8 @@ class _Batch:
         return slice(self.taken - samples, self.taken)
 
 
-_current: ContextVar[_Batch | None] = ContextVar("relibra_nemo_rl_batch", default=None)
-unplanned = SaidOnce(_log, "micro-batches of NeMo-RL are used as they are")
+_current: ContextVar[_PolicyBatch | None] = ContextVar("relibra_nemo_rl_batch", default=None)
+unplanned = WarnOnce(_log, "micro-batches of NeMo-RL are used as they are")
 
 
 def install() -> None:
@@ -82,34 +80,27 @@ def install() -> None:
     raises    EngineError where NeMo-RL's functions are not those that were read
     """
     batches, policy = importlib.import_module(_BATCHES), importlib.import_module(_POLICY)
-    for where, name, parameters in (
+    for owner, name, parameters in (
         (batches, "get_packer", _PACKER),
         (batches.BatchedDataDict, "shard_by_batch_size", _SHARD),
         (policy.Policy, "_shard_for_logprob", ("self", "data")),
         (policy.Policy, "_shard_for_train", ("self", "data", "batch_size")),
     ):
-        stock = getattr(where, name, None)
-        got = None if stock is None else tuple(inspect.signature(stock).parameters)
-        if got != parameters:
-            raise EngineError(
-                f"{where.__name__}.{name} takes {got}, and relibra was written for {parameters}: this plug-in fits "
-                "NeMo-RL of August 2026"
-            )
-    if hasattr(batches.get_packer, "relibra_stock"):
+        check_parameters(owner, name, parameters, "NeMo-RL of August 2026")
+    if not wrap_function(batches, "get_packer", _planned):
         return
-    batches.get_packer = _planned(batches.get_packer)  # type: ignore[attr-defined]
     for name, what in (("_shard_for_logprob", "log-probs"), ("_shard_for_train", "update")):
-        setattr(policy.Policy, name, _noting_the_batch(getattr(policy.Policy, name), what))
+        wrap_function(policy.Policy, name, functools.partial(_noting_the_batch, what=what))
     _log.info("relibra: micro-batches of NeMo-RL are packed by recorded routes")
 
 
 def _noting_the_batch(stock: Callable[..., Any], what: str) -> Callable[..., Any]:
     @functools.wraps(stock)
     def shard(self: Any, data: Any, *arguments: Any, **options: Any) -> Any:
-        token = _current.set(_Batch(self, data, what))
+        token = _current.set(_PolicyBatch(self, data, what))
         try:
             if not getattr(self, "use_sequence_packing", False):
-                unplanned.say("micro-batches are not packed: set policy.sequence_packing.enabled=true")
+                unplanned.warn("micro-batches are not packed: set policy.sequence_packing.enabled=true")
             return stock(self, data, *arguments, **options)
         finally:
             _current.reset(token)
@@ -129,7 +120,7 @@ def _planned(stock: Callable[..., Any]) -> Callable[..., Any]:
         packer = stock(algorithm, bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)
         batch = _current.get()
         if batch is None:
-            unplanned.say(
+            unplanned.warn(
                 "a batch was packed apart from its routes: set data_plane.enabled=false (value models and teachers "
                 "have no routes)"
             )
@@ -153,7 +144,7 @@ def _planned(stock: Callable[..., Any]) -> Callable[..., Any]:
                     since=since,
                 )
             except RelibraError as error:
-                unplanned.say(str(error))
+                unplanned.warn(str(error))
                 return bins
             _log.info(step.line(batch.what))
             return repacked
@@ -161,7 +152,6 @@ def _planned(stock: Callable[..., Any]) -> Callable[..., Any]:
         packer.pack = pack
         return packer
 
-    get_packer.relibra_stock = stock  # type: ignore[attr-defined]
     return get_packer
 
 
@@ -192,7 +182,7 @@ def repack_bins(
             f"{len(bins)} bins hold {int((bin_S >= 0).sum())} of {len(padded_S)} samples with {len(routes)} routes: "
             f"expected a multiple of {num_ranks} bins, and all samples"
         )
-    length_S = np.array([len(one) for one in routes], dtype=np.int64)
+    length_S = np.array([len(route) for route in routes], dtype=np.int64)
     share_SLR, used_L = count_samples(routes, length_S, num_experts=layout.num_experts, num_ranks=layout.expert_ranks)
     step = repack_step(
         of_used_layers(share_SLR, used_L),

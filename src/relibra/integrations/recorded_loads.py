@@ -42,8 +42,8 @@ def count_samples(
     if len(shapes) > 1:
         raise TraceError(f"samples have routes of different layers and choices: {sorted(shapes)[:3]}")
     counts, L = [counts_LE for _, counts_LE in counted], shapes.pop()[0]
-    share_SLR = np.stack([one.reshape(L, num_ranks, num_experts // num_ranks).sum(axis=2) for one in counts])
-    used_L = np.logical_or.reduce([one[:, 1:].any(axis=1) for one in counts])
+    share_SLR = np.stack([item.reshape(L, num_ranks, num_experts // num_ranks).sum(axis=2) for item in counts])
+    used_L = np.logical_or.reduce([item[:, 1:].any(axis=1) for item in counts])
     return share_SLR, used_L
 
 

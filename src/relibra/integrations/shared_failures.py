@@ -35,20 +35,20 @@ def on_all_ranks(
     failed = torch.tensor([int(failure is not None)], device=device)
     dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
     if failed.item():
-        told = _sentences(failure, device, group)
+        sentences = _sentences(failure, device, group)
         if failure is not None:
             raise failure
         ranks = dist.get_process_group_ranks(group)
-        rank, sentence = next((rank, sentence) for rank, sentence in zip(ranks, told, strict=True) if sentence)
+        rank, sentence = next((rank, sentence) for rank, sentence in zip(ranks, sentences, strict=True) if sentence)
         raise EngineError(f"rank {rank} cannot {what}, and no rank goes on: {sentence}")
     return result
 
 
 def _sentences(error: Exception | None, device: torch.device | str, group: dist.ProcessGroup | None) -> list[str]:
-    """Return what each rank says of its error, "" where it has none; collective."""
+    """Return the error of each rank in a sentence, "" where it has none; collective."""
     text = "" if error is None else (str(error) if isinstance(error, RelibraError) else in_a_line(error))
     data = text.encode()[:_BYTES].ljust(_BYTES, b"\0")
     own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, own, group=group)
-    return [bytes(one.cpu().numpy()).rstrip(b"\0").decode(errors="ignore") for one in gathered]
+    return [bytes(item.cpu().numpy()).rstrip(b"\0").decode(errors="ignore") for item in gathered]

@@ -14,9 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import inspect
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,10 +27,9 @@ from numpy import ndarray
 
 from relibra.errors import EngineError, RelibraError, TraceError, in_a_line
 from relibra.integrations.expert_layout import ExpertLayout
+from relibra.integrations.hooks import WarnOnce, check_parameters, wrap_function
 from relibra.integrations.recorded_loads import count_samples, of_used_layers
-from relibra.integrations.repacked_step import RepackedStep, repack_step
-from relibra.integrations.repacking import TrainerSchedule
-from relibra.integrations.said_once import SaidOnce
+from relibra.integrations.repacking import RepackedStep, TrainerSchedule, repack_step
 
 Partitions = list[list[int]]
 MicroBatches = list[list[list[int]]]
@@ -113,10 +110,10 @@ def _install_vime() -> None:
 
 
 def _replace(
-    module: ModuleType | type,
+    owner: ModuleType | type,
     name: str,
     parameters: Sequence[str],
-    around: Callable[[Callable[..., Any]], Callable[..., Any]],
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
     *,
     also: str = "",
 ) -> None:
@@ -167,7 +164,7 @@ def _remembering_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _planned(stock: Callable[..., Any]) -> Callable[..., Any]:
-    unplanned = SaidOnce(_log, "the schedule of the trainer is used as it is")
+    unplanned = WarnOnce(_log, "the schedule of the trainer is used as it is")
 
     @functools.wraps(stock)
     def build_dp_schedule(
@@ -190,7 +187,7 @@ def _planned(stock: Callable[..., Any]) -> Callable[..., Any]:
                 rank_tokens=_rank_tokens(args, train_parallel_config),
             )
         except RelibraError as error:
-            unplanned.say(str(error))
+            unplanned.warn(str(error))
             return given
         _log.info(step.line("rollout"))
         return partitions, micro_batches, num_micro_batches, rollouts

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import logging
 import sys
 import time
@@ -30,12 +29,11 @@ import torch.distributed as dist
 from jaxtyping import Int32, Int64
 from numpy import ndarray
 
-from relibra.errors import EngineError, RelibraError, TraceError
+from relibra.errors import RelibraError, TraceError
 from relibra.integrations.expert_layout import ExpertLayout
+from relibra.integrations.hooks import WarnOnce, check_parameters, wrap_function
 from relibra.integrations.recorded_loads import count_samples, of_used_layers
-from relibra.integrations.repacked_step import RepackedStep, repack_step
-from relibra.integrations.repacking import TrainerSchedule
-from relibra.integrations.said_once import SaidOnce
+from relibra.integrations.repacking import RepackedStep, TrainerSchedule, repack_step
 from relibra.integrations.shared_failures import on_all_ranks
 
 _log = logging.getLogger("relibra.verl")
@@ -63,7 +61,7 @@ class _Pass:
 
 
 _current: ContextVar[_Pass | None] = ContextVar("relibra_verl_pass", default=None)
-unplanned = SaidOnce(_log, "micro-batches of verl are used as they are")
+unplanned = WarnOnce(_log, "micro-batches of verl are used as they are")
 
 
 def install() -> None:
@@ -74,23 +72,14 @@ def install() -> None:
     importlib.import_module("verl.workers.engine")
     megatron = sys.modules.get(_MEGATRON)
     if megatron is None:
-        unplanned.say("verl's Megatron engine cannot be imported in this process")
+        unplanned.warn("verl's Megatron engine cannot be imported in this process")
         return
-    prepare: Any = getattr(megatron, "prepare_micro_batches", None)
-    forward_backward: Any = getattr(getattr(megatron, "MegatronEngine", None), "forward_backward_batch", None)
-    for name, stock, parameters in (
-        ("prepare_micro_batches", prepare, _PREPARE),
-        ("MegatronEngine.forward_backward_batch", forward_backward, _FORWARD_BACKWARD),
-    ):
-        got = None if stock is None else tuple(inspect.signature(stock).parameters)
-        if got != parameters:
-            raise EngineError(
-                f"{_MEGATRON}.{name} takes {got}, and relibra was written for {parameters}: this plug-in fits verl 0.9"
-            )
-    if hasattr(prepare, "relibra_stock"):
+    check_parameters(megatron, "prepare_micro_batches", _PREPARE, "verl 0.9")
+    engine = getattr(megatron, "MegatronEngine", object)
+    check_parameters(engine, "forward_backward_batch", _FORWARD_BACKWARD, "verl 0.9")
+    if not wrap_function(megatron, "prepare_micro_batches", planned):
         return
-    megatron.prepare_micro_batches = planned(prepare)  # type: ignore[attr-defined]
-    megatron.MegatronEngine.forward_backward_batch = _noting_the_engine(forward_backward)
+    wrap_function(engine, "forward_backward_batch", _noting_the_engine)
     _log.info("relibra: micro-batches of verl's Megatron engine are cut by recorded routes")
 
 
@@ -98,7 +87,7 @@ def _noting_the_engine(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         if getattr(self.engine_config, "dynamic_context_parallel", False):
-            unplanned.say(
+            unplanned.warn(
                 "dynamic context parallelism has a schedule of its own, which calls no former of micro-batches"
             )
         token = _current.set(_Pass(self, forward_only))
@@ -128,15 +117,14 @@ def planned(stock: Callable[..., Any]) -> Callable[..., Any]:
                 current.engine.tf_config, data_ranks=_size(dp_group), parallel=current.engine.engine_config
             )
         except RelibraError as error:  # the same on all ranks
-            unplanned.say(str(error))
+            unplanned.warn(str(error))
             return micro_batches, indices
         chosen = _repacked_indices(data, indices, dp_group, layout, current.forward_only, since)
         if chosen is None:
             return micro_batches, indices
         tensors = importlib.import_module("verl.utils.tensordict_utils")
-        return [tensors.index_select_tensor_dict(data, one) for one in chosen], chosen
+        return [tensors.index_select_tensor_dict(data, item) for item in chosen], chosen
 
-    prepare_micro_batches.relibra_stock = stock  # type: ignore[attr-defined]
     return prepare_micro_batches
 
 
@@ -147,13 +135,13 @@ def _replays(current: _Pass, data: Any) -> bool:
         return False  # verl replays routes in the policy; its critic routes for itself, whatever is set
     if not getattr(engine, "enable_routing_replay", False):
         if not current.forward_only:
-            unplanned.say(
+            unplanned.warn(
                 "no routes are replayed: set actor_rollout_ref.actor.megatron.router_replay.mode=R3 and "
                 "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
             )
         return False
     if not _setting(data, "use_dynamic_bsz", True):
-        unplanned.say("micro-batches have a fixed number of samples: set actor_rollout_ref.actor.use_dynamic_bsz=True")
+        unplanned.warn("micro-batches have a fixed number of samples: set actor_rollout_ref.actor.use_dynamic_bsz=True")
         return False
     recorded_now = current.forward_only and engine.engine_config.router_replay.mode == "R2"
     return bool(_setting(data, "enable_routing_replay", False)) and not recorded_now
@@ -174,7 +162,7 @@ def _repacked_indices(
     own, reason = on_all_ranks(count, "count the loads of its samples", device=_device(None))
     tables = _gather_tables(own, dp_group)
     if not _everywhere(tables is not None) or tables is None or own is None:
-        unplanned.say(reason or "samples of another rank have no routes, or routes of other layers")
+        unplanned.warn(reason or "samples of another rank have no routes, or routes of other layers")
         return None
     limit = int(_setting(data, "max_token_len_per_gpu", 0)) * int(_setting(data, "sp_size", 1))
 
@@ -185,7 +173,7 @@ def _repacked_indices(
                 _log.info(step.line("log-probs" if forward_only else "update"))
                 return step.schedule.micro_batch_S
             except RelibraError as error:
-                unplanned.say(str(error))
+                unplanned.warn(str(error))
         return np.full(sum(len(table) - 1 for table in tables), -1, dtype=np.int32)
 
     micro_batch_S = _from_first_rank(on_all_ranks(plan, "plan the micro-batches", device=_device(None)))
@@ -274,7 +262,7 @@ def sample_routes(data: Any) -> list[ndarray]:
     routes = data["routed_experts"]
     if not routes.is_nested:
         raise TraceError("routed_experts are padded: rollout routing replay of verl 0.9 has one row per token")
-    return [one.cpu().numpy() for one in routes.unbind()]
+    return [item.cpu().numpy() for item in routes.unbind()]
 
 
 def _gather_tables(own: Int32[ndarray, "X Y"] | None, group: Any) -> list[Int32[ndarray, "_ Y"]] | None:

@@ -96,7 +96,7 @@ def _count(m: int, ids_TLK: Integer[ndarray, "T L K"], num_experts: int, num_lay
 @contextmanager
 def execute_plan(
     chunks: Sequence[nn.Module], plan: StepPlan, demand: Demand, *, first_micro_batch: int = 0
-) -> Iterator[PlanExecution]:
+) -> Iterator[MegatronPlanExecution]:
     """Execute a plan inside a model whose layers are `PlannedMoELayer`; collective over the expert-parallel group.
 
     Outputs are those of the same model without a plan, bit for bit where the kernels of the experts do not depend on
@@ -115,7 +115,7 @@ def execute_plan(
     layers = planned_layers(chunks)
     scheduled = plan.scheduled(demand)
     _check_plan(layers, plan, scheduled)
-    execution = PlanExecution(chunks, layers, plan, scheduled, first_micro_batch)
+    execution = MegatronPlanExecution(chunks, layers, plan, scheduled, first_micro_batch)
     with execution.replay_routes:
         try:
             yield execution
@@ -125,7 +125,7 @@ def execute_plan(
                 layer.passes.clear()
 
 
-class PlanExecution:
+class MegatronPlanExecution:
     """A plan being executed, as `execute_plan` returns it."""
 
     def __init__(
@@ -211,7 +211,7 @@ class PlanExecution:
 class _PlannedLayer:
     """A micro-batch of the plan in one layer; one for the forward pass and its recomputation."""
 
-    execution: PlanExecution
+    execution: MegatronPlanExecution
     rank: int
     micro_batch: int
     position: int
@@ -235,14 +235,14 @@ def _check_plan(layers: dict[int, PlannedMoELayer], plan: StepPlan, demand: Sche
     except RelibraError as error:
         refusal = error  # raised after the exchange, so that no rank waits for this one
     first = next(iter(layers.values()))
-    told = bytes([refusal is not None]) + bytes.fromhex(plan.digest() + demand.digest())
-    own = torch.frombuffer(bytearray(told), dtype=torch.uint8).to(next(first.parameters()).device)
-    told_R = [bytes(one.cpu().numpy()) for one in _all_gather(own, first.ep_group)]
+    state = bytes([refusal is not None]) + bytes.fromhex(plan.digest() + demand.digest())
+    own = torch.frombuffer(bytearray(state), dtype=torch.uint8).to(next(first.parameters()).device)
+    states_R = [bytes(rank_state.cpu().numpy()) for rank_state in _all_gather(own, first.ep_group)]
     if refusal is not None:
         raise refusal
-    if refusing := [rank for rank, one in enumerate(told_R) if one[0]]:
+    if refusing := [rank for rank, rank_state in enumerate(states_R) if rank_state[0]]:
         raise EngineError(f"the plan does not fit the model on expert-parallel ranks {refusing}, which say why")
-    if len(set(told_R)) > 1:
+    if len(set(states_R)) > 1:
         raise EngineError("ranks of an expert-parallel group have different plans: make it on one rank, and send it")
 
 

@@ -103,8 +103,8 @@ def _relocate_layer(layer: PlannedMoELayer, wanted_E: ndarray, optimizer: Any) -
     device = next(layer.parameters()).device
     width = sum(t.nbytes for state in states[0] for t in state.tensors.values())
     received = torch.empty((len(coming), width), dtype=torch.uint8, device=device)
-    sent = torch.stack([t for one in sent_R for t in one]) if leaving else received.new_empty((0, width))
-    dist.all_to_all_single(received, sent, from_R.tolist(), [len(one) for one in sent_R], group=group)
+    sent = torch.stack([t for item in sent_R for t in item]) if leaving else received.new_empty((0, width))
+    dist.all_to_all_single(received, sent, from_R.tolist(), [len(item) for item in sent_R], group=group)
     arrived = torch.zeros(1, device=device)
     dist.all_reduce(arrived, group=group)  # nothing is written before all rows have arrived everywhere
     by_source = np.argsort(sources[targets // n == own] // n, kind="stable")
@@ -175,21 +175,21 @@ def _check_agreement(
     """Raise EngineError where a rank refuses, or ranks have other maps or states; collective."""
     first = next(iter(layers.values()))
     maps = repr([wanted_LE.tolist(), [layer.physical_to_logical_E.tolist() for layer in layers.values()]])
-    told = bytes([refusal is not None]) + b"".join(hashlib.sha256(s.encode()).digest() for s in (maps, repr(kinds)))
-    own = torch.frombuffer(bytearray(told), dtype=torch.uint8).to(next(first.parameters()).device)
+    state = bytes([refusal is not None]) + b"".join(hashlib.sha256(s.encode()).digest() for s in (maps, repr(kinds)))
+    own = torch.frombuffer(bytearray(state), dtype=torch.uint8).to(next(first.parameters()).device)
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(first.ep_group))]
     dist.all_gather(gathered, own, group=first.ep_group)
     if refusal is not None:
         raise refusal
-    told_R = [bytes(one.cpu().numpy()) for one in gathered]
-    if refusing := [rank for rank, one in enumerate(told_R) if one[0]]:
+    states_R = [bytes(item.cpu().numpy()) for item in gathered]
+    if refusing := [rank for rank, item in enumerate(states_R) if item[0]]:
         raise EngineError(f"no expert has moved: expert-parallel ranks {refusing} cannot move theirs, and say why")
-    if len({one[1:33] for one in told_R}) > 1:
+    if len({item[1:33] for item in states_R}) > 1:
         raise EngineError(
             "no expert has moved: ranks of an expert-parallel group have different maps of homes: make the plan on one "
             "rank, and send it"
         )
-    if len(set(told_R)) > 1:
+    if len(set(states_R)) > 1:
         raise _other_states("some expert-parallel ranks")
 
 
@@ -203,10 +203,10 @@ def state_tensors(parameter: nn.Parameter, where: str, optimizer: Any) -> StateT
     """
     if optimizer is None:
         return _whole(parameter, {})
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if parameter in getattr(one, "model_param_group_index_map", {}):
-            return _distributed(parameter, one)
-        inner = getattr(one, "optimizer", one)
+    for item in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if parameter in getattr(item, "model_param_group_index_map", {}):
+            return _distributed(parameter, item)
+        inner = getattr(item, "optimizer", item)
         main = getattr(parameter, "main_param", None)
         trained = parameter if main is None else main
         if any(trained is p for group in inner.param_groups for p in group["params"]):

@@ -183,7 +183,7 @@ def with_planned_layers(spec: Any) -> Any:
     raises   EngineError where no layer has experts
     """
     if hasattr(spec, "layer_specs"):  # a block: dense and MoE layers
-        found = [_planned_layer(one) for one in spec.layer_specs]
+        found = [_planned_layer(layer_spec) for layer_spec in spec.layer_specs]
         changed = any(new is not None for new in found)
         planned = replace(spec, layer_specs=[new or old for new, old in zip(found, spec.layer_specs, strict=True)])
     else:

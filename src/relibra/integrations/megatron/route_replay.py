@@ -2,7 +2,7 @@
 
 Megatron takes the ids, gathers the router's live scores at them, and normalises those: gradients reach the router. What
 it leaves to the caller is done here: routers are found in the model and matched by layer number (the global list of
-`RouterReplay` mixes models and includes draft layers), recomputation is told from forward passes, and nothing is left
+`RouterReplay` mixes models and includes draft layers), recomputation is recognised, and nothing is left
 over in a queue.
 """
 
