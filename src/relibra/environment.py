@@ -1,4 +1,4 @@
-"""The one place that reads and sets environment variables: what `torchrun` tells a process about itself, and logs.
+"""The one place that reads and sets environment variables: what `torchrun` sets in a process, and logs.
 
 Also which signals stop a run.
 """
@@ -21,7 +21,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class LaunchedRank:
     """Who a process is among those that `torchrun`, or we, started.
 
-    launch     of torchrun: tells this launch from others; the same after a restart
+    launch     of torchrun: names this launch; the same after a restart
     restarts   how often torchrun has started the ranks again
     """
 

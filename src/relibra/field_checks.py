@@ -1,4 +1,4 @@
-"""Checks of fields against their annotated types and ranges, by pydantic; mistakes are errors of relibra."""
+"""Checks of fields against their annotated types and ranges, by pydantic; failures become errors of relibra."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ def check_fields(kind: Any, values: Any, where: str, error: type[RelibraError]) 
     try:
         _model(kind).model_validate(values)
     except ValidationError as failure:
-        mistakes = failure.errors(include_url=False)
-        first = next((one for one in mistakes if one["type"] == "extra_forbidden"), mistakes[0])  # a misspelt name
+        problems = failure.errors(include_url=False)
+        first = next(
+            (problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0]
+        )  # a misspelt name
         location, fields = first["loc"], list(_model(kind).model_fields)
         name = str(location[0]) if location else "it"
         name += "".join(f"[{part}]" for part in location[1:] if isinstance(part, int))

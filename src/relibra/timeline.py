@@ -33,7 +33,7 @@ LABELS = ("measured", "model", "simulated", "cited")
 """Where times come from, as in result rows: this is `Timeline.label`; `Event.label` is another thing."""
 MAX_EVENTS, MAX_RANKS, MAX_LINE_BYTES = 1 << 24, 1 << 15, 1 << 13
 _TRACE_EVENTS = re.compile(rb'\s*\{.*?"traceEvents"\s*:', re.DOTALL)
-"""Beginning of a Chrome trace, which Perfetto shows; the colon tells the key "traceEvents" from a value."""
+"""Beginning of a Chrome trace, which Perfetto shows; the colon distinguishes the key "traceEvents" from a value."""
 _ARGS = ("layer", "micro_batch", "bytes", "bytes_between_nodes", "label")  # of a slice of a Chrome trace
 _LARGEST = 1 << 53  # largest whole number that every JSON reader keeps; nanoseconds are left in a float of it
 Place = Annotated[int, Field(ge=-1, le=_LARGEST)]
@@ -208,17 +208,17 @@ def merged(timelines: Sequence[Timeline]) -> Timeline:
 
     raises   TraceError for none, for timelines that differ in label or number of ranks, or have a rank in common
     """
-    kinds = sorted({(one.label, one.num_ranks) for one in timelines})
+    kinds = sorted({(item.label, item.num_ranks) for item in timelines})
     if len(kinds) != 1:
         raise TraceError(
             f"timelines of (label, ranks) {kinds} are not of one run: merge one timeline per rank of a single run"
         )
-    times = Counter(rank for one in timelines for rank in {event.rank for event in one.events})
+    times = Counter(rank for item in timelines for rank in {event.rank for event in item.events})
     twice = sorted(rank for rank, count in times.items() if count > 1)
     if twice:
         raise TraceError(f"ranks {twice} have events in two timelines: pass each rank of a run once")
-    origin = min(one.origin for one in timelines)
-    events = [event._replace(start=event.start + (one.origin - origin)) for one in timelines for event in one.events]
+    origin = min(item.origin for item in timelines)
+    events = [event._replace(start=event.start + (item.origin - origin)) for item in timelines for event in item.events]
     label, num_ranks = kinds[0]
     return Timeline(events=tuple(events), num_ranks=num_ranks, label=label, origin=origin)
 

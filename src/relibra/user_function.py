@@ -25,7 +25,7 @@ def check_function(setting: str, name: str, *, known: str = "") -> None:
 
     The module has to be found and to compile, and its text has to name the function, or may make one of any name.
 
-    known   other values that the message tells
+    known   other values for the message
     """
     module_name, function_name = _module_and_function(setting, name, known)
     where = f"{setting} is {name!r}"
@@ -47,7 +47,7 @@ def check_function(setting: str, name: str, *, known: str = "") -> None:
 def import_function(setting: str, name: str, *, known: str = "", arguments: Sequence[str] = ()) -> Callable[..., Any]:
     """Import a function; installed modules come before those in the current folder.
 
-    known       other values that the message tells
+    known       other values for the message
     arguments   names of what it is called with; (): not checked here
     raises      ConfigError if there is no such module or function, or if it takes other arguments
     """
@@ -70,7 +70,7 @@ def import_function(setting: str, name: str, *, known: str = "", arguments: Sequ
     except TypeError as error:
         called = f"{function_name}({', '.join(arguments)})"
         raise ConfigError(f"{where}: it is called as {called}, which it does not take: {error}") from error
-    except ValueError:  # one written in C does not tell its arguments
+    except ValueError:  # one written in C has no signature
         pass
     return function
 

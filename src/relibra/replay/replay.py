@@ -253,7 +253,7 @@ def _check_fit(routes: BatchRoutes, sites: tuple[RouterSite, ...]) -> None:
                 "drop the dense layers on import: "
                 f"RoutingTrace.from_samples(..., layer_ids=range(N), moe_layers={wanted})"
             )
-        elif list(routes.layer_ids) == list(range(len(wanted))):  # what from_samples counts without being told
+        elif list(routes.layer_ids) == list(range(len(wanted))):  # what from_samples counts by default
             advice = (
                 f"if they were recorded with this model, say which layers they are: RoutingTrace.from_samples(..., "
                 f"layer_ids={wanted}), or take_trace of the recorder"

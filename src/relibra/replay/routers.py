@@ -102,15 +102,15 @@ def find_routers(model: nn.Module) -> tuple[RouterSite, ...]:
             "pass a Mixture-of-Experts model, or leave replay off"
         )
     sites.sort(key=lambda site: site.layer_id)
-    for one, other in pairwise(sites):
-        if one.layer_id == other.layer_id:
+    for item, other in pairwise(sites):
+        if item.layer_id == other.layer_id:
             raise EngineError(
-                f"routers {one.name} and {other.name} both belong to layer {one.layer_id}: "
+                f"routers {item.name} and {other.name} both belong to layer {item.layer_id}: "
                 "the model holds several decoders; pass the one that you record or train"
             )
-        if (one.num_experts, one.top_k) != (other.num_experts, other.top_k):
+        if (item.num_experts, item.top_k) != (other.num_experts, other.top_k):
             raise EngineError(
-                f"routers {one.name} and {other.name} choose {one.top_k} of {one.num_experts} and {other.top_k} of "
+                f"routers {item.name} and {other.name} choose {item.top_k} of {item.num_experts} and {other.top_k} of "
                 f"{other.num_experts} experts: a trace needs the same numbers in all layers, so it cannot be recorded"
             )
     return tuple(sites)
