@@ -339,9 +339,9 @@ def test_public_names_of_simulation_are_frozen():
     import relibra.simulation
 
     classes = {"Engines", "Execution", "LengthDistribution", "MemoryUse", "ModelShape", "ParallelLayout", "RlIteration"}
-    classes |= {"Rollout", "SimulatedStep", "Speedup", "TimelineDifference", "MODEL_SHAPES"}
-    of_a_step = {"advice", "diff_timelines", "memory_use", "overlap_ratio", "simulate_groups", "simulate_step"}
-    of_a_step |= {"memory_for_slots", "with_mini_batches"}
+    classes |= {"SimulatedRollout", "SimulatedStep", "Speedup", "TimelineDifference", "MODEL_SHAPES", "StepLimit"}
+    of_a_step = {"diff_timelines", "memory_use", "overlap_ratio", "simulate_groups", "simulate_step"}
+    of_a_step |= {"memory_for_slots", "step_limits", "with_mini_batches"}
     of_a_model = {"counted_model_shape", "cut_model", "model_shape", "model_shape_from_config", "simulated_timeline"}
     of_an_iteration = {"rl_iteration", "simulate_rollout", "simulate_windowed_rollout", "speedup"}
     of_an_iteration |= {"end_to_end_speedup", "needed_stage_speedup"}

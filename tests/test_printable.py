@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relibra.cli.main import main
-from relibra.cli.outputs.terminal import print_note, print_text, print_wrapped
+from relibra.cli.outputs.terminal import print_note, print_result, print_text
 from relibra.files import write_text
 from relibra.printable import PrintableFormatter, escape_logs_and_tracebacks, printable, printable_lines
 from relibra.rl.run.display import TrainingDisplay
@@ -34,10 +34,11 @@ def test_any_text_becomes_printable_and_stays_as_it_is_where_it_was(text):
 
 
 def test_printers_show_escapes(capsys):
-    for show in (print_note, print_text, print_wrapped):
-        show(NASTY)
+    print_note(NASTY)
+    print_text(NASTY)
+    print_result({"line": NASTY, "table": [{"cell": NASTY}]}, as_json=False)
     captured = capsys.readouterr()
-    assert captured.out.count("\\ud800") == 2
+    assert captured.out.count("\\ud800") == 3
     assert captured.err.count("\\x1b[2J") == 1
     assert_harmless(captured.out)
     assert_harmless(captured.err)

@@ -18,7 +18,7 @@ from relibra.simulation import (
     Engines,
     Execution,
     LengthDistribution,
-    Rollout,
+    SimulatedRollout,
     SimulatedStep,
     end_to_end_speedup,
     model_shape,
@@ -186,7 +186,7 @@ def foremoe(quick: bool) -> Iterator[dict]:
 
 def _iteration_row(
     paper: str, case: Case, balancer: str, pair: list[Made], static: list[Made], ideal: list[Made], *,
-    rollout: Rollout, engines: Engines,
+    rollout: SimulatedRollout, engines: Engines,
     scale: float,
 ) -> dict:  # fmt: skip
     """One iteration: the layers that were simulated stand for all, so stages are that many times as long."""

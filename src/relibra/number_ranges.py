@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def ranges_in_words(numbers: Sequence[int], separator: str = ", ") -> str:
+def format_ranges(numbers: Sequence[int], separator: str = ", ") -> str:
     """Write ascending numbers as ranges.
 
-    >>> ranges_in_words([1, 2, 3, 5])
+    >>> format_ranges([1, 2, 3, 5])
     '1-3, 5'
     """
     ranges: list[list[int]] = []
@@ -17,4 +17,4 @@ def ranges_in_words(numbers: Sequence[int], separator: str = ", ") -> str:
             ranges[-1].append(number)
         else:
             ranges.append([number])
-    return separator.join(str(one[0]) if len(one) == 1 else f"{one[0]}-{one[-1]}" for one in ranges)
+    return separator.join(str(item[0]) if len(item) == 1 else f"{item[0]}-{item[-1]}" for item in ranges)

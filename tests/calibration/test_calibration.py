@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from relibra import ClusterError, ConfigError, EngineError, cluster_preset
 from relibra.calibration import measurement
 from relibra.calibration.fit import Machine, Spread, Timings, fit_cluster, fit_link, gemm_rows, monotone_table
-from relibra.cli.inputs.machine import open_cluster
+from relibra.cli.inputs.workload import open_cluster
 from relibra.cluster import write_cluster
 from relibra.planning.costs.expert_shape import ExpertShape
 
 SHAPE = ExpertShape(hidden=32, width=16, bytes_per_value=4)
-MACHINE = Machine(name="here", ranks=2, memory_bytes=1 << 30, words="a machine")
+MACHINE = Machine(name="here", ranks=2, memory_bytes=1 << 30, description="a machine")
 SIZES = measurement.Sizes(
     rows=(1, 8, 64), dense=64, copies=(1 << 16, 1 << 20), exchange=(1 << 12, 1 << 20), repetitions=3
 )

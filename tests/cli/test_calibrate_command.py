@@ -38,12 +38,9 @@ def test_it_prints_every_figure_with_its_spread_and_writes_the_cluster(run, meas
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = run("calibrate", "-o", tmp_path / "c.toml", "--model", "32x16", "--ranks", "4")
     assert code == 0
-    assert "256 rows each" in out
-    assert out.count(" to ") >= 7
-    assert "exchange: alpha " in out
-    assert "the line is off by" in out
-    assert "read and written at 10.0 GB/s" in " ".join(out.split())
-    assert "label measured" in out
+    for name in ("gemm:", "host:", "exchange:", "links:"):
+        assert f"\n{name}\n" in out
+    assert "label measured" in " ".join(out.split())
     cluster = read_cluster(tmp_path / "c.toml")
     assert (cluster.label, cluster.num_ranks, cluster.name) == ("measured", 4, "calibrated-cpu-x4")
     assert (measured[0].expert.hidden, measured[0].sizes) == (32, measurement.CPU_SIZES)
@@ -61,7 +58,7 @@ def test_json_has_the_cluster_and_what_it_was_made_of(run, measured, tmp_path):
 
 
 def test_one_gpu_needs_somebody_elses_links_and_is_a_model(run, measured, tmp_path, monkeypatch):
-    machine = measurement.Machine(name="calibrated-gpu-x1", ranks=1, memory_bytes=1 << 36, words="1 x a GPU")
+    machine = measurement.Machine(name="calibrated-gpu-x1", ranks=1, memory_bytes=1 << 36, description="1 x a GPU")
     monkeypatch.setattr(measurement.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(measurement.torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(measurement, "describe_machine", lambda _: machine)

@@ -57,42 +57,37 @@ def _trained(routes, monkeypatch, **update):
 
 
 def _planned(run, tmp_path, source, *more):
-    code, out, err = run(
-        "plan", source, *MACHINE, "--no-pack", "--balancer", "static", "-o", tmp_path / "p.safetensors", *more
-    )
+    words = ("--no-pack", "--balancer", "static", "-o", tmp_path / "p.safetensors", "--json", *more)
+    code, out, err = run("plan", source, *MACHINE, *words)
     assert code == 0, err
-    return read_scheduled_demand(tmp_path / "p.demand.safetensors"), " ".join(out.split())
+    return read_scheduled_demand(tmp_path / "p.demand.safetensors"), json.loads(out)["cut"]
 
 
 def test_the_step_of_a_run_is_scheduled_as_training_does(run, folder, routes, tmp_path, monkeypatch):
     mini_batch_M, micro_batch_S, rank_S = _trained(routes, monkeypatch)
     for source in (folder, folder / "traces" / "step-00003"):
-        demand, told = _planned(run, tmp_path, source)
+        demand, cut = _planned(run, tmp_path, source)
         assert demand.group_M.tolist() == mini_batch_M
         assert demand.micro_batch_S.tolist() == micro_batch_S
         assert demand.rank_S.tolist() == rank_S
         assert read_plan(tmp_path / "p.safetensors").group_M.tolist() == mini_batch_M
-        assert "4 mini-batches of " in told
-        assert f"whole samples in the order of the run, at most {TOKENS} tokens per rank" in told
+        assert (cut["mini_batches"], cut["order"], cut["tokens_per_rank"]) == (4, "of the run", TOKENS)
     mini_batch_M, micro_batch_S, _ = _trained(routes, monkeypatch, mini_batches=2)
-    demand, told = _planned(run, tmp_path, folder, "--mini-batches", "2")
+    demand, cut = _planned(run, tmp_path, folder, "--mini-batches", "2")
     assert demand.group_M.tolist() == mini_batch_M
     assert demand.micro_batch_S.tolist() == micro_batch_S
-    assert "2 mini-batches of " in told
+    assert cut["mini_batches"] == 2
 
 
 def test_groups_that_the_run_may_not_have_trained_are_named(run, folder, tmp_path):
     (folder / "config.json").write_text(json.dumps({**CONFIG, "algorithm": {"group_filter": "mixed"}}))
-    assert (
-        "groups that the run did not train, by algorithm.group_filter, are planned too"
-        in _planned(run, tmp_path, folder)[1]
-    )
+    assert _planned(run, tmp_path, folder)[1]["untrained_groups_included"]
 
 
 def test_a_run_is_simulated_and_compared_in_its_mini_batches(run, folder):
     one = json.loads(run("simulate", folder, *MACHINE, "--mini-batches", "1", "--json")[1])
     four = json.loads(run("simulate", folder, *MACHINE, "--json")[1])
-    assert "4 mini-batches of " in four["cut"]
+    assert four["cut"]["mini_batches"] == 4
     assert four["terms"]["optimizer"] == pytest.approx(4 * one["terms"]["optimizer"])
     assert four["static_seconds"] > one["static_seconds"]
     for words in (
@@ -102,20 +97,19 @@ def test_a_run_is_simulated_and_compared_in_its_mini_batches(run, folder):
     ):
         code, out, err = run(words[0], folder, *MACHINE, *words[1:])
         assert code == 0, err
-        assert "4 mini-batches of " in " ".join(out.split())
+        assert "mini batches 4" in out
 
 
 def test_mini_batches_of_a_trace_are_asked_for(run, routes, tmp_path):
     write_trace(routes, tmp_path / "t")
-    demand, told = _planned(run, tmp_path, tmp_path / "t", "--micro-batch-tokens", TOKENS)
+    demand, cut = _planned(run, tmp_path, tmp_path / "t", "--micro-batch-tokens", TOKENS)
     assert demand.group_M is None
-    assert "mini-batch" not in told
-    demand, told = _planned(run, tmp_path, tmp_path / "t", "--micro-batch-tokens", TOKENS, "--mini-batches", "3")
+    assert cut["mini_batches"] == 1
+    demand, cut = _planned(run, tmp_path, tmp_path / "t", "--micro-batch-tokens", TOKENS, "--mini-batches", "3")
     mini_batch_S = demand.group_M[demand.micro_batch_S]
     assert (np.diff(mini_batch_S) >= 0).all()  # recorded order
     assert np.bincount(mini_batch_S).tolist() == [14, 13, 13]
-    assert "3 mini-batches of " in told
-    assert "whole samples in recorded order" in told
+    assert (cut["mini_batches"], cut["order"]) == (3, "recorded")
     shuffled, _ = _planned(run, tmp_path, tmp_path / "t", "--order", "shuffled", "--mini-batches", "3")
     assert (np.diff(shuffled.group_M[shuffled.micro_batch_S]) < 0).any()
     np.savez(tmp_path / "s.npz", micro_batch_S=np.zeros(40, int), rank_S=np.arange(40) % 4)

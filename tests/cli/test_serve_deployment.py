@@ -3,7 +3,7 @@ import json
 import pytest
 
 from relibra import ConfigError
-from relibra.cli.serve.deployment import ALONE, planned_workers
+from relibra.cli.serve.run import ALONE, planned_workers
 from relibra.planning.deployment.deployment_files import read_deployment
 
 CONFIG = {

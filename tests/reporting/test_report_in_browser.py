@@ -86,8 +86,7 @@ class Tab:
             self._receive()
         for _ in range(100):
             if self.evaluate(
-                "[...document.querySelectorAll('.plot')].every((plot) => plot.querySelector('.main-svg')) && "
-                "document.getElementById('timeline-legend')?.childElementCount !== 0"
+                "[...document.querySelectorAll('.plot')].every((plot) => plot.querySelector('.main-svg'))"
             ):
                 return
             time.sleep(0.1)
@@ -182,11 +181,11 @@ def test_step_selector_is_reached_and_moved_by_keys(tab: Tab, run_folder: Path) 
     assert tab.evaluate(visible) == 0
     for _ in range(40):
         tab.press("Tab")
-        if tab.evaluate("document.activeElement.dataset.plot") == "load-plot":
+        if tab.evaluate("document.activeElement.id") == "load-view":
             break
-    assert tab.evaluate("document.activeElement.dataset.plot") == "load-plot"
-    tab.press("ArrowDown")
-    tab.press("ArrowDown")
+    assert tab.evaluate("document.activeElement.id") == "load-view"
+    tab.press("ArrowRight")
+    tab.press("ArrowRight")
     assert tab.evaluate(visible) == 2
 
 

@@ -106,9 +106,9 @@ def test_a_part_of_a_model_keeps_the_shares_of_the_whole_one(name):
         assert cut.head_parameters / cut.layers == pytest.approx(whole.head_parameters / whole.layers, rel=0.01)
         assert cut.dense_layers == pytest.approx(whole.dense_layers * layers / whole.moe_layers, abs=0.5)
         assert cut.windowed_layers == pytest.approx(whole.windowed_layers * layers / whole.moe_layers, abs=0.5)
-        assert cut.part_in_words == f"{cut.layers} of {whole.layers} layers, vocabulary in proportion"
+        assert cut.part_of == whole.layers
         again = cut_model(cut, routed(1, whole.experts, whole.top_k))
-        assert again.part_in_words == f"1 of {whole.layers} layers, vocabulary in proportion"
+        assert (again.layers, again.part_of) == (1, whole.layers)
 
 
 def test_routes_say_which_experts_and_how_many_layers_there_are():
@@ -117,7 +117,7 @@ def test_routes_say_which_experts_and_how_many_layers_there_are():
     more = cut_model(model_shape("gpt-oss-20b"), routed(48, 32, None))
     assert (more.moe_layers, more.windowed_layers, more.top_k) == (48, 24, 4)
     assert more.vocabulary == model_shape("gpt-oss-20b").vocabulary
-    assert more.part_in_words == ""
+    assert more.part_of == 0
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def gemm_rows(samples: Samples, experts: int, flops_per_row: float) -> list[Gemm
 
     flops_per_row    of one expert, forward and backward
     """
-    rates = {rows: [experts * rows * flops_per_row / one for one in samples[rows]] for rows in sorted(samples)}
+    rates = {rows: [experts * rows * flops_per_row / sample for sample in samples[rows]] for rows in sorted(samples)}
     return [GemmRow(rows=rows, flops_per_second=Spread.of(of), repetitions=len(of)) for rows, of in rates.items()]
 
 
@@ -121,13 +121,13 @@ class Machine:
     """The machine to calibrate.
 
     memory_bytes    of one rank
-    words           processor, dtype and threads, for `Cluster.source`
+    description     processor, dtype and threads, for `Cluster.source`
     """
 
     name: str
     ranks: int
     memory_bytes: int
-    words: str
+    description: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +218,7 @@ def fit_cluster(
         gemm_table=table,
         memory_bytes_per_second=memory.median,
         hides_copies=hidden_share(timings) >= LEAST_HIDDEN_SHARE if links_of is None else links_of.hides_copies,
-        source=f"relibra calibrate: {machine.words}; experts of {expert.hidden} x {expert.width}; {links}",
+        source=f"relibra calibrate: {machine.description}; experts of {expert.hidden} x {expert.width}; {links}",
         label="measured" if exchange is not None else "model",
     )
     return Calibration(

@@ -84,7 +84,9 @@ def measurement_path(*, cuda: bool) -> Path:
     from relibra.calibration.measurement import describe_machine
 
     machine = describe_machine(_job(cuda=cuda))
-    words = f"{_FIGURES} {machine.name} {machine.memory_bytes} {machine.words.rpartition(',')[0]}"  # without the date
+    words = (
+        f"{_FIGURES} {machine.name} {machine.memory_bytes} {machine.description.rpartition(',')[0]}"  # without the date
+    )
     return cache_folder() / f"{machine.name}-{hashlib.sha256(words.encode()).hexdigest()[:12]}.toml"
 
 

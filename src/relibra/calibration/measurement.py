@@ -123,7 +123,7 @@ def describe_machine(job: Job) -> Machine:
         name=f"calibrated-{kind}-x{job.ranks}",
         ranks=job.ranks,
         memory_bytes=memory,
-        words=f"{words}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
+        description=f"{words}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
     )
 
 
@@ -137,21 +137,21 @@ def measure_machine(job: Job) -> Timings:
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(job.ranks)]
     return Timings(
         num_experts=EXPERTS,
-        experts={rows: _slowest([one["experts"][n] for one in found]) for n, rows in enumerate(job.sizes.rows)},
+        experts={rows: _slowest([item["experts"][n] for item in found]) for n, rows in enumerate(job.sizes.rows)},
         dense_flops=2.0 * job.sizes.dense**3,
-        dense=_slowest([one["dense"] for one in found]),
-        copies={size: _slowest([one["copies"][n] for one in found]) for n, size in enumerate(job.sizes.copies)},
+        dense=_slowest([item["dense"] for item in found]),
+        copies={size: _slowest([item["copies"][n] for item in found]) for n, size in enumerate(job.sizes.copies)},
         memory_bytes=2.0 * max(job.sizes.copies),
-        memory=_slowest([one["memory"] for one in found]),
+        memory=_slowest([item["memory"] for item in found]),
         exchange={
             bytes_to_others(size, job.ranks): [
-                max(of_ranks) for of_ranks in zip(*(one["exchange"][n] for one in found), strict=True)
+                max(of_ranks) for of_ranks in zip(*(item["exchange"][n] for item in found), strict=True)
             ]
             for n, size in enumerate(job.sizes.exchange if job.ranks > 1 else ())
         },
-        product_alone=_slowest([one["overlap"][0] for one in found]),
-        exchange_alone=_slowest([one["overlap"][1] for one in found]),
-        together=_slowest([one["overlap"][2] for one in found]),
+        product_alone=_slowest([item["overlap"][0] for item in found]),
+        exchange_alone=_slowest([item["overlap"][1] for item in found]),
+        together=_slowest([item["overlap"][2] for item in found]),
     )
 
 

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from relibra.cli.inputs import options
-from relibra.cli.inputs.machine import open_cluster
 from relibra.cli.inputs.models import open_model
+from relibra.cli.inputs.workload import open_cluster
 from relibra.cli.outputs.files import check_outputs, writing
-from relibra.cli.outputs.terminal import print_text, progress, stdout_console
+from relibra.cli.outputs.terminal import print_result, progress
 from relibra.errors import INSTALL_TRAINING, ConfigError
 from relibra.planning.budget import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from relibra.calibration.fit import Calibration, LinkFit, Spread
+    from relibra.calibration.fit import Calibration
 
 
 def calibrate(
@@ -72,51 +70,28 @@ def calibrate(
     if job.ranks > 1 and cited is not None:
         raise ConfigError(f"--links-of {links_of} is for one GPU: with {job.ranks} ranks links are measured")
     machine = describe_machine(job)
-    with progress(f"measuring {machine.words}"):
+    with progress(f"measuring {machine.description}"):
         found = fit_cluster(measure_machine(job), machine, expert, cited)
     with writing(output):
         write_cluster(output, found.cluster)
-    if as_json:
-        typer.echo(json.dumps({"written": str(output), **asdict(found)}))
-    else:
-        _print(found, output)
+    facts = {"written": str(output), **asdict(found)}
+    print_result(facts if as_json else {**facts, **_tables(found)}, as_json=as_json)
 
 
-def _print(found: Calibration, output: Path) -> None:
-    cluster = found.cluster
-    typer.echo(cluster.source)
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for title in ("what", "size", "median", "quartiles", "unit"):
-        table.add_column(title, justify="left" if title in ("what", "unit") else "right", no_wrap=True)
-    for row in found.gemm:
-        table.add_row("experts", f"{row.rows:,} rows each", *_shown(row.flops_per_second, 1e-9), "Gflop/s")
-    table.add_row("large product", "", *_shown(found.dense_flops_per_second, 1e-9), "Gflop/s")
-    for what, fit in (("host copies", found.host), ("exchange", found.exchange)):
-        if fit is not None:
-            for size, seconds in zip(fit.bytes, fit.seconds, strict=True):
-                table.add_row(what, f"{size / 1024:,.0f} KiB", *_shown(seconds, 1e3), "ms")
-    stdout_console().print(table)
-    typer.echo(f"host copies: {_line(found.host)}")
-    if found.exchange is not None:
-        typer.echo(f"exchange: {_line(found.exchange)}")
-        hidden = "hidden behind products" if cluster.hides_copies else "not hidden behind products: ranks wait for them"
-        typer.echo(f"copies of experts: {hidden}")
-    typer.echo(
-        f"peak {cluster.peak_flops_per_second / 1e9:,.1f} Gflop/s per rank, experts reach {cluster.efficiency:.0%} of "
-        f"it; memory {cluster.memory_bytes / 1e9:,.1f} GB per rank, read and written at "
-        f"{cluster.memory_bytes_per_second / 1e9:,.1f} GB/s"
-    )
-    print_text(f"{output}: label {cluster.label}; relibra plan TRACE --ranks {cluster.num_ranks} --cluster {output}")
-
-
-def _shown(spread: Spread, scale: float) -> tuple[str, str]:
-    low, median, high = (f"{figure * scale:,.4g}" for figure in (spread.low, spread.median, spread.high))
-    return median, f"{low} to {high}"
-
-
-def _line(fit: LinkFit) -> str:
-    return (
-        f"alpha {1e6 * fit.link.latency_seconds:,.1f} us per message, 1 / beta "
-        f"{fit.link.bytes_per_second / 1e9:,.2f} GB/s; the line is off by {fit.error:.0%} (root mean square), "
-        f"{fit.worst:.0%} at worst"
-    )
+def _tables(found: Calibration) -> dict[str, object]:
+    """Return what is measured as rows of median and quartiles; the links as the lines that are fitted to them."""
+    links = {name: fit for name, fit in (("host", found.host), ("exchange", found.exchange)) if fit is not None}
+    lines = [
+        {"what": name, "latency_us": 1e6 * fit.link.latency_seconds, "gb_per_second": fit.link.bytes_per_second / 1e9,
+         "error": fit.error, "worst_error": fit.worst}
+        for name, fit in links.items()
+    ]  # fmt: skip
+    return {
+        "cluster": {name: value for name, value in asdict(found.cluster).items() if not isinstance(value, dict)},
+        "gemm": [{"rows": row.rows, **asdict(row.flops_per_second)} for row in found.gemm],
+        **{
+            name: [{"bytes": size, **asdict(spread)} for size, spread in zip(fit.bytes, fit.seconds, strict=True)]
+            for name, fit in links.items()
+        },
+        "links": lines,
+    }

@@ -13,11 +13,10 @@ from rich.table import Table
 from relibra.cli.inputs import options
 from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.requests import PlanningRequest, takes
-from relibra.cli.inputs.workload import budget_for, describe_budget, open_workload, workload_in_words
+from relibra.cli.inputs.workload import budget_for, open_workload
 from relibra.cli.outputs.files import check_outputs, input_files, named
-from relibra.cli.outputs.plan_page import write_page
-from relibra.cli.outputs.simulated_step import moves_in_words
-from relibra.cli.outputs.terminal import new_table, print_note, print_wrapped, progress, stdout_console
+from relibra.cli.outputs.plan_page import check_page, write_page
+from relibra.cli.outputs.terminal import print_note, print_result, print_text, progress, stdout_console
 from relibra.errors import PlanError
 
 if TYPE_CHECKING:
@@ -48,6 +47,8 @@ class CompareRequest(PlanningRequest):
 def compare(request: CompareRequest) -> None:
     """Plan one step with every balancer; print skew, bound, copies, volumes and times side by side.
 
+    Seconds of balancers that see live loads include their counts, solver and pushes after the router.
+
     Example: relibra compare runs/demo --ranks 4 --micro-batch-tokens 64
     """
     from relibra.planning.registry import find_balancer
@@ -55,15 +56,13 @@ def compare(request: CompareRequest) -> None:
 
     recording = find_recording(request.source)
     check_outputs(named("--html", request.html), input_files(recording.trace, request.cluster, request.schedule))
+    check_page(request.html)
     names = request.balancers()
     for name in names:
         find_balancer(name)  # an unknown name fails before the trace is read
     with progress(f"cutting {recording.trace}"):
         workload = open_workload(recording, request)
-    if workload.history_MLE is None:
-        print_note(
-            "no history: balancers that see only earlier loads plan from even loads; --take second-half gives one"
-        )
+    workload.note_problems(*names)
     machine, demand, budget = workload.machine, workload.demand, budget_for(request, workload)
     found = []
     plans = iterate_comparison(
@@ -84,11 +83,8 @@ def compare(request: CompareRequest) -> None:
     if request.as_json:
         typer.echo(json.dumps([row.figures() for row in rows]))
         return
-    print_wrapped(
-        *workload_in_words(workload), f"allowed: {describe_budget(budget)}; expert sizes of {workload.model.name}"
-    )
+    print_result(workload.facts(), as_json=False)
     print_comparison(rows)
-    print_wrapped(moves_in_words(request.steps))
 
 
 def _plan_to_draw(found: list[tuple[ComparisonRow, StepPlan | None]]) -> tuple[str, StepPlan] | None:
@@ -101,50 +97,34 @@ def _plan_to_draw(found: list[tuple[ComparisonRow, StepPlan | None]]) -> tuple[s
     return row.balancer, plan
 
 
-LIVE_WORDS = "step s of live balancers includes counts, solver and pushes after the router"
-
-
 def print_comparison(rows: list[ComparisonRow]) -> None:
-    """Print the rows as a table that fits the terminal, a legend, and the errors of balancers without a valid plan."""
-    from relibra.reporting.data.comparison import describe_scopes
+    """Print the rows as a table that fits the terminal, its legend, and the errors of balancers without a plan."""
     from relibra.reporting.data.comparison_columns import COLUMNS
 
-    console = stdout_console()
-    shown, table = _fitting(rows, console)
+    console, shown = stdout_console(), list(COLUMNS)
+    while _needs_more_than(console, table := _table(rows, shown)) and any(column.spare for column in shown):
+        shown.remove(max(shown, key=lambda column: column.spare))
     console.print(table)
-    console.print("\n" + "; ".join(f"{column.name}: {column.meaning}" for column in shown), highlight=False)
-    if any(row.sees == "live" for row in rows):
-        console.print(f"{LIVE_WORDS}: {', '.join(row.balancer for row in rows if row.sees == 'live')}", highlight=False)
-    if any(row.copies for row in rows):
-        console.print(f"scope of copies: {describe_scopes(rows)}", highlight=False)
-    hidden = ", ".join(column.name for column in COLUMNS if column not in shown)
-    if hidden:
-        console.print(f"no room for: {hidden} (--json has all)", highlight=False)
+    for column in shown:
+        print_text(f"{column.name}: {column.meaning}")
+    if hidden := [column.name for column in COLUMNS if column not in shown]:
+        print_text(f"no room for {', '.join(hidden)} (--json has all)")
     for row in rows:
         if row.message:
             print_note(f"{row.balancer}: {row.message}")
 
 
-def _fitting(rows: list[ComparisonRow], console: Console) -> tuple[list[Column], Table]:
-    """Return the columns that fit the terminal, and their table."""
-    from relibra.reporting.data.comparison_columns import COLUMNS
-
-    shown = list(COLUMNS)
-    while True:
-        for space in (2, 1):
-            table = _table(rows, shown, space)
-            if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
-                return shown, table
-        last = max(shown, key=lambda column: column.spare)
-        if not last.spare:
-            return shown, table
-        shown.remove(last)
+def _needs_more_than(console: Console, table: Table) -> bool:
+    return console.measure(table, options=console.options.update(width=1000)).maximum > console.width
 
 
-def _table(rows: list[ComparisonRow], columns: list[Column], space: int) -> Table:
-    table = new_table("balancer", *(column.title for column in columns), "ok", space=space)
-    table.columns[0].min_width = max(len(row.balancer) for row in rows)
+def _table(rows: list[ComparisonRow], columns: list[Column]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("balancer", no_wrap=True, min_width=max(len(row.balancer) for row in rows))
+    for column in columns:
+        table.add_column(column.title, justify="right", no_wrap=True)
+    table.add_column("ok", no_wrap=True)
     for row in rows:
         cells = ["-" if row.skew is None else column.cell(row) for column in columns]
-        table.add_row(row.balancer, *cells, "yes" if row.valid else "NO")
+        table.add_row(row.balancer, *cells, "yes" if row.valid else "no")
     return table

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import compress
 from pathlib import Path
@@ -15,7 +13,7 @@ from relibra.cli.inputs import options
 from relibra.cli.outputs.files import find_demand
 from relibra.cli.outputs.terminal import new_table, print_text, print_wrapped, stdout_console
 from relibra.errors import ConfigError
-from relibra.number_ranges import ranges_in_words
+from relibra.number_ranges import format_ranges
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -37,6 +35,8 @@ def explain(
 ) -> None:
     """Print what was tried for a step and its predicted cost, one layer's decisions, or how two plans differ.
 
+    Seconds are predicted by the planner's model of the machine.
+
     Example: relibra explain plan.safetensors --layer 0
     """
     from relibra.planning.analysis.explanation import diff as compute_difference
@@ -50,11 +50,19 @@ def explain(
     if diff is not None:
         later = read_plan(diff)
         check_same_sizes((str(plan), made), (str(diff), later))
-        difference = compute_difference(made, later)
-        print_text(json.dumps(asdict(difference)) if as_json else str(difference))
+        facts = asdict(compute_difference(made, later))
+        print_result(facts if as_json else {"homes_moved": len(facts.pop("homes"))} | facts, as_json=as_json)
         return
     if layer is None:
-        _print_considered(plan, made, as_json=as_json)
+        choices = [asdict(choice) for choice in made.considered]
+        if not choices:
+            raise ConfigError(
+                f"{plan} by {made.balancer} lists no choices: name a layer with --layer: it has "
+                f"{format_ranges(made.layer_ids.tolist())}"
+            )
+        of_layers = _layer_choices(made, made.layer_ids >= 0)
+        facts = {"balancer": made.balancer, "considered": choices, "considered_layers": of_layers}
+        print_result(facts, as_json=as_json)
         return
     of_plan = read_demand(find_demand(plan, demand))
     explained = asdict(explain_plan(made, of_plan, layer, micro_batch))

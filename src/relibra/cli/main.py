@@ -77,9 +77,9 @@ def main() -> None:
     """Run the program; expected errors become one line on stderr and exit code 1."""
     escape_logs_and_tracebacks()
     try:
-        told = (OSError, RecursionError, MemoryError)  # have a sentence of their own below
+        described = (OSError, RecursionError, MemoryError)  # have a sentence of their own below
         with library_errors(
-            f"relibra {' '.join(sys.argv[1:2])}", RelibraError, stays=lambda one: isinstance(one, told)
+            f"relibra {' '.join(sys.argv[1:2])}", RelibraError, stays=lambda error: isinstance(error, described)
         ):
             app(prog_name="relibra")
     except RelibraError as error:

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from relibra.cli.inputs import options
-from relibra.cli.inputs.machine import open_cluster
 from relibra.cli.inputs.models import choose_model, open_model
 from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.requests import takes
-from relibra.cli.inputs.workload import check_num_experts
+from relibra.cli.inputs.workload import check_num_experts, open_cluster
 from relibra.cli.outputs.files import find_demand
 from relibra.cli.outputs.terminal import progress
 from relibra.errors import ConfigError

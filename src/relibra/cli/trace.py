@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from relibra.cli.inputs import options
 from relibra.cli.inputs.recordings import find_recording
-from relibra.cli.inputs.workload import assumed_experts, check_num_experts
-from relibra.cli.outputs.terminal import print_note, print_text, progress, stdout_console
+from relibra.cli.inputs.workload import are_experts_assumed, check_num_experts
+from relibra.cli.outputs.terminal import print_note, print_result, progress
 from relibra.errors import RelibraError, TraceError
-from relibra.number_ranges import ranges_in_words
-from relibra.printable import plural
+from relibra.number_ranges import format_ranges
 from relibra.routing.import_choices import Format, ShortRows, ZeroRows
 
 if TYPE_CHECKING:
@@ -62,28 +60,18 @@ def inspect(path: TracePath, num_experts: options.NumExperts = None, as_json: op
         "layers": len(layer_ids),
         "layer_ids": layer_ids,
         "experts": found.num_experts,
-        "experts_assumed": bool(assumed_experts(path, num_experts)),
+        "experts_assumed": are_experts_assumed(path, num_experts),
         "top_k": found.top_k,
         "shards": len(sizes),
         "bytes": sum(sizes),
         "groups": list(found.group_names),
         "source": found.source,
     }
-    if as_json:
-        typer.echo(json.dumps(facts))
-        return
-    one_sample = path.suffix == ".npy" and samples == 1
-    notes = {
-        "experts": assumed_experts(path, num_experts),
-        "samples": "an .npy holds no lengths: save an .npz with seqlen if these are several" * one_sample,
-    }
-    del facts["experts_assumed"]
-    for name, value in facts.items():
-        shown = f"{value:,}" if isinstance(value, int) else ranges_in_words(layer_ids) if name == "layer_ids" else value
-        if shown not in ("", []):
-            text = ", ".join(shown) if isinstance(shown, list) else str(shown)
-            note = notes.get(name)
-            print_text(f"{name.replace('_', ' '):<18} {text}" + f" ({note})" * bool(note))
+    print_result(facts if as_json else {**facts, "layer_ids": format_ranges(layer_ids)}, as_json=as_json)
+    if facts["experts_assumed"]:
+        print_note("the number of experts is a multiple of 8 above the largest id: --num-experts gives it")
+    if path.suffix == ".npy" and samples == 1:
+        print_note("an .npy holds no lengths: save an .npz with seqlen if these are several samples")
 
 
 @app.command()
@@ -104,10 +92,8 @@ def validate(path: TracePath, num_experts: options.NumExperts = None, as_json: o
             raise
         typer.echo(json.dumps({"valid": False, "error": str(error)}))
         raise typer.Exit(1) from error
-    if as_json:
-        typer.echo(json.dumps({"valid": True, "samples": samples, "rows": rows, "rows_without_route": missing}))
-    else:
-        typer.echo(f"valid: {samples:,} samples, {rows:,} rows, {missing:,} of them without a route")
+    facts = {"valid": True, "samples": samples, "rows": rows, "rows_without_route": missing}
+    print_result(facts, as_json=as_json)
 
 
 @app.command()
@@ -135,7 +121,9 @@ def stats(
 ) -> None:
     """Print how uneven the load is: rank skew of the static layout for several numbers of ranks, change over time.
 
-    The last micro-batch may be shorter. The figures are those of `relibra report`.
+    Rank skew is max / mean of token-slots: mean to max over pairs of micro-batch and layer, weighted the sum of the
+    busiest ranks' loads / the sum of the mean loads, idle the share of the expert time that ranks wait. The last
+    micro-batch may be shorter. The figures are those of `relibra report`.
 
     Example: relibra trace stats runs/demo --ranks 2,4,8
     """
@@ -151,10 +139,7 @@ def stats(
         )
     if wanted is None:
         _print_left_out(result)
-    if as_json:
-        typer.echo(json.dumps(result.figures()))
-    else:
-        _print_statistics(result)
+    print_result(result.figures(), as_json=as_json)
 
 
 @app.command(name="import")
@@ -203,21 +188,16 @@ def import_(
     )
     counts = ImportCounts()
     samples = formats.import_samples(paths, format, rules)
-    source = f"{format.value}: {paths[0].name}" + f" and {len(paths) - 1} more" * (len(paths) > 1)
+    source = (
+        f"{format.value}: {paths[0].name}"
+        if len(paths) == 1
+        else f"{format.value}: {paths[0].name} and {len(paths) - 1} more"
+    )
     with progress(f"importing {paths[0]}") as shown, TraceWriter(to) as writer:
         for piece in iterate_pieces(samples, rules, counts, source=source):
             writer.append(piece)
             shown.update(f"importing: {counts.samples:,} samples, {counts.rows:,} rows")
-    if as_json:
-        typer.echo(json.dumps({"trace": str(to), **asdict(counts)}))
-        return
-    print_text(
-        f"{counts.samples:,} samples, {counts.rows:,} rows, {counts.missing_rows:,} of them without a route: {to}"
-    )
-    if counts.zero_rows:
-        left_out = f"with their {plural(counts.dropped_samples, 'sample')} left out"
-        done = left_out if counts.dropped_samples else "without a route"
-        print_text(f"{plural(counts.zero_rows, 'row')} of zeros: {done}")
+    print_result({"trace": str(to), **asdict(counts)}, as_json=as_json)
 
 
 def _layer_numbers(text: str) -> tuple[int, ...]:
@@ -227,33 +207,6 @@ def _layer_numbers(text: str) -> tuple[int, ...]:
     if not all(parts) or not numbers or numbers != sorted(set(numbers)):
         raise typer.BadParameter(f"{text!r} is not a list of ascending layers like 1-26,28", param_hint="--layers")
     return tuple(numbers)
-
-
-def _print_statistics(result: TraceStatistics) -> None:
-    figures = result.figures()
-    typer.echo(
-        f"{result.rows:,} rows of {result.samples:,} samples, {result.layers} layers, "
-        f"{result.top_k} of {result.experts} experts per token"
-    )
-    last = f", the last one of {rest:,}" if (rest := result.rows % result.micro_batch_tokens) else ""
-    typer.echo(f"{result.micro_batches} micro-batches of {result.micro_batch_tokens:,} rows over all ranks{last}")
-    table = Table(title="rank skew (max / mean token-slots), static layout", title_justify="left")
-    for column in ("ranks", "mean", "median", "p95", "max", "weighted", "idle"):
-        table.add_column(column, justify="right")
-    for row in result.layouts:
-        skews = (row.skew_mean, row.skew_median, row.skew_p95, row.skew_max, row.skew_weighted)
-        table.add_row(str(row.ranks), *(f"{figure:.2f}" for figure in skews), f"{row.idle_share:.1%}")
-    stdout_console().print(table)
-    typer.echo("mean to max: over pairs of micro-batch and layer")
-    typer.echo("weighted:    sum of the busiest ranks' loads / sum of the mean loads")
-    typer.echo("idle:        share of the expert time that ranks wait, 1 - 1 / weighted")
-    typer.echo(
-        f"expert skew {result.expert_skew:.2f} per micro-batch, {figures['step_expert_skew']:.2f} over the whole trace"
-    )
-    typer.echo(f"over the whole trace: max_vio {figures['max_vio']:.2f}, load cv {figures['load_cv']:.2f}")
-    typer.echo(
-        f"cosine of a micro-batch's expert load to the whole trace's: {figures['cosine_to_mean']:.3f} on average"
-    )
 
 
 def _print_left_out(result: TraceStatistics) -> None:

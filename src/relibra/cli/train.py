@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from relibra.cli.inputs import options
-from relibra.cli.outputs.terminal import print_note, print_text
+from relibra.cli.outputs.terminal import print_note, print_result
 from relibra.errors import ConfigError, RelibraError
 
 if TYPE_CHECKING:
@@ -98,30 +98,18 @@ def _finish(finished: Finished, *, as_json: bool) -> None:
             page = write_report(finished.run)
         except RelibraError as error:  # the run itself is complete
             print_note(f"no report: {error}")
-    if as_json:
-        outcome = {
-            "run": str(finished.run),
-            "complete": finished.complete,
-            "steps": len(steps),
-            "first_reward": rewards[0] if rewards else None,
-            "last_reward": rewards[-1] if rewards else None,
-            "report": str(page) if page else None,
-        }
-        typer.echo(json.dumps(outcome))
-    else:
-        _print_outcome(finished.run, len(steps), rewards, page)
+    averaged = max(1, min(5, len(rewards) // 2))
+    outcome = {
+        "run": str(finished.run),
+        "complete": finished.complete,
+        "steps": len(steps),
+        "first_reward": rewards[0] if rewards else None,
+        "last_reward": rewards[-1] if rewards else None,
+        "steps_averaged": averaged if rewards else None,
+        "first_mean_reward": fmean(rewards[:averaged]) if rewards else None,
+        "last_mean_reward": fmean(rewards[-averaged:]) if rewards else None,
+        "report": str(page) if page else None,
+    }
+    print_result(outcome, as_json=as_json)
     if not finished.complete:
         raise typer.Exit(130)
-
-
-def _print_outcome(run: Path, steps: int, rewards: list[float], page: Path | None) -> None:
-    averaged = max(1, min(5, len(rewards) // 2))
-    if steps:
-        typer.echo(f"steps   {steps}")
-    if rewards:
-        first, last = sum(rewards[:averaged]) / averaged, sum(rewards[-averaged:]) / averaged
-        ended = " in which responses ended" if len(rewards) < steps else ""
-        typer.echo(f"reward  {first:.2f} -> {last:.2f} (mean of the first and last {averaged} steps{ended})")
-    print_text(f"run     {run}")
-    if page:
-        print_text(f"report  {page}")

@@ -5,13 +5,13 @@ simulate_step                 one training step under a plan; `simulate_groups`:
                               `with_mini_batches`: of a schedule with mini-batches
 Execution, ParallelLayout     pipeline stages, mini-batches, overlap; how ranks are numbered
 simulated_timeline            its events, as the executor records them; `diff_timelines` compares two
-memory_use, advice            does it fit, and what limits it; `memory_for_slots`: what slots may take;
+memory_use, step_limits       does it fit, and what limits it; `memory_for_slots`: what slots may take;
                               `overlap_ratio` needs no simulation
 simulate_rollout, rl_iteration, speedup   the stages around a training step (docs/simulation.md)
 """
 
 from relibra.simulation.layout import ParallelLayout
-from relibra.simulation.limits import advice, overlap_ratio
+from relibra.simulation.limits import StepLimit, overlap_ratio, step_limits
 from relibra.simulation.memory import MemoryUse, memory_for_slots, memory_use
 from relibra.simulation.model_shape import (
     MODEL_SHAPES,
@@ -24,7 +24,7 @@ from relibra.simulation.model_shape import (
 from relibra.simulation.rl_iteration import (
     Engines,
     RlIteration,
-    Rollout,
+    SimulatedRollout,
     Speedup,
     end_to_end_speedup,
     needed_stage_speedup,
@@ -49,11 +49,11 @@ __all__ = [
     "ModelShape",
     "ParallelLayout",
     "RlIteration",
-    "Rollout",
+    "SimulatedRollout",
     "SimulatedStep",
     "Speedup",
+    "StepLimit",
     "TimelineDifference",
-    "advice",
     "counted_model_shape",
     "cut_model",
     "diff_timelines",
@@ -71,5 +71,6 @@ __all__ = [
     "simulate_windowed_rollout",
     "simulated_timeline",
     "speedup",
+    "step_limits",
     "with_mini_batches",
 ]

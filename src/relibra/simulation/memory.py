@@ -23,7 +23,7 @@ from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.model_shape import ModelShape
 from relibra.simulation.step.group_run import Execution
 from relibra.simulation.step.training_step import with_mini_batches
-from relibra.simulation.units import bytes_in_words
+from relibra.simulation.units import format_bytes
 
 _MASTER_BYTES, _MOMENT_BYTES = 4.0, 8.0
 """fp32 master, and two Adam moments, per parameter; sharded over the ranks with equal weights."""
@@ -64,8 +64,8 @@ class MemoryUse:
         largest = max(self.parts, key=lambda name: self.parts[name])
         recompute = ", or recompute activations" if self.keeps_activations else ""
         return (
-            f"a rank of stage {self.stage} would hold {bytes_in_words(self.total)} of {bytes_in_words(self.capacity)}, "
-            f"most of it {largest} ({bytes_in_words(self.parts[largest])}): use more ranks or pipeline stages, smaller "
+            f"a rank of stage {self.stage} would hold {format_bytes(self.total)} of {format_bytes(self.capacity)}, "
+            f"most of it {largest} ({format_bytes(self.parts[largest])}): use more ranks or pipeline stages, smaller "
             f"micro-batches{recompute}"
         )
 
@@ -211,6 +211,6 @@ def _activations(
 def _attention_bytes(model: ModelShape) -> int:
     heads = 2 * (model.query_heads + model.kv_heads) * model.head_dim
     if model.latent is not None:
-        one = model.latent
-        heads = model.query_heads * (2 * (one.nope_dim + one.rope_dim) + 2 * one.value_dim) + one.kv_rank
+        latent = model.latent
+        heads = model.query_heads * (2 * (latent.nope_dim + latent.rope_dim) + 2 * latent.value_dim) + latent.kv_rank
     return (4 * model.hidden + heads) * model.expert.bytes_per_value

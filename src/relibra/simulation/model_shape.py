@@ -96,20 +96,17 @@ class ModelShape:
         return self.dense_layers + self.moe_layers
 
     @property
-    def part_in_words(self) -> str:
-        """Return which part of a model this is; an empty string for a whole model."""
-        return f"{self.layers} of {self.part_of} layers, vocabulary in proportion" if self.part_of else ""
-
-    @property
     def attention_parameters(self) -> int:
         """Return the weights of the attention of one layer: projections, without norms and biases."""
         H, heads = self.hidden, self.query_heads
         if self.latent is None:
             return 2 * H * self.head_dim * (heads + self.kv_heads)
-        one, key = self.latent, self.latent.nope_dim + self.latent.rope_dim
-        queries = H * one.query_rank + one.query_rank * heads * key if one.query_rank else H * heads * key
-        keys_and_values = H * (one.kv_rank + one.rope_dim) + one.kv_rank * heads * (one.nope_dim + one.value_dim)
-        return queries + keys_and_values + heads * one.value_dim * H
+        latent, key = self.latent, self.latent.nope_dim + self.latent.rope_dim
+        queries = H * latent.query_rank + latent.query_rank * heads * key if latent.query_rank else H * heads * key
+        keys_and_values = H * (latent.kv_rank + latent.rope_dim) + latent.kv_rank * heads * (
+            latent.nope_dim + latent.value_dim
+        )
+        return queries + keys_and_values + heads * latent.value_dim * H
 
     @property
     def non_expert_parameters(self) -> int:
@@ -152,9 +149,9 @@ class ModelShape:
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """Return the bytes of keys and values of one token over all layers; a window does not make it smaller."""
-        one = self.latent
-        values = 2 * self.kv_heads * self.head_dim if one is None else one.kv_rank + one.rope_dim
+        """Return the bytes of keys and values of latent token over all layers; a window does not make it smaller."""
+        latent = self.latent
+        values = 2 * self.kv_heads * self.head_dim if latent is None else latent.kv_rank + latent.rope_dim
         return self.layers * values * self.expert.bytes_per_value
 
     def score_flops(self, rows_S: Int[ndarray, " S"]) -> Float64[ndarray, " S"]:
@@ -163,8 +160,8 @@ class ModelShape:
         A causal token at position p attends to p + 1 keys, at most its window; each costs two flops per value
         of the key and two per value of the value, in each head.
         """
-        one = self.latent
-        width = 2 * self.head_dim if one is None else one.nope_dim + one.rope_dim + one.value_dim
+        latent = self.latent
+        width = 2 * self.head_dim if latent is None else latent.nope_dim + latent.rope_dim + latent.value_dim
         rows = rows_S.astype(np.float64)
         pairs = rows * (rows + 1) / 2
         beyond = np.maximum(0.0, rows - self.window)
@@ -205,8 +202,9 @@ def cut_model(model: ModelShape, demand: Demand) -> ModelShape:
     >>> from relibra.routing.demand import Demand
     >>> counts_SLE = np.ones((1, 4, 256), dtype=np.int32)
     >>> demand = Demand(counts_SLE=counts_SLE, layer_ids=np.arange(4), sample_ids=np.arange(1), top_k=8)
-    >>> cut_model(model_shape("deepseek-v3"), demand).part_in_words
-    '4 of 61 layers, vocabulary in proportion'
+    >>> part = cut_model(model_shape("deepseek-v3"), demand)
+    >>> part.layers, part.part_of
+    (4, 61)
     """
     L, E = demand.counts_SLE.shape[1:]
     dense = round(model.dense_layers * min(1.0, L / model.moe_layers))

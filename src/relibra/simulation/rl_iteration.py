@@ -42,7 +42,7 @@ class Engines:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollout:
+class SimulatedRollout:
     """Seconds of the rollout of one iteration, of the slowest engine.
 
     decode, prefill, fed_again   seconds; `fed_again`: earlier tokens of responses that a window cut
@@ -64,7 +64,7 @@ class Rollout:
 
 def simulate_rollout(
     lengths_S: Int[ndarray, " S"], prompt_tokens: float, engines: Engines, model: ModelShape, cluster: Cluster
-) -> Rollout:
+) -> SimulatedRollout:
     """Return the rollout of responses of known lengths; response s goes to engine s modulo the number of engines.
 
     prompt_tokens   mean length of a prompt
@@ -76,14 +76,14 @@ def simulate_rollout(
     prefill = [
         prefill_seconds(model, cluster, engines.ranks, np.full(len(part_S), round(prompt_tokens))) for part_S in parts
     ]
-    seconds = [cost.seconds(one.decode_steps, one.tokens) for one in decoded]
+    seconds = [cost.seconds(item.decode_steps, item.tokens) for item in decoded]
     slowest = int(np.argmax(np.add(seconds, prefill)))
-    return Rollout(
+    return SimulatedRollout(
         decode=seconds[slowest],
         prefill=prefill[slowest],
         fed_again=0.0,
         tokens=int(lengths_S.sum()),
-        idle=float(np.mean([one.idle for one in decoded])),
+        idle=float(np.mean([item.idle for item in decoded])),
     )
 
 
@@ -96,7 +96,7 @@ def simulate_windowed_rollout(
     cluster: Cluster,
     *,
     rng: Generator,
-) -> Rollout:
+) -> SimulatedRollout:
     """Return a rollout of at most `window` tokens per response (T-PPO): the mean of several iterations after a burn-in.
 
     Slots stay full: in the next iteration a new response replaces one that ended, and one that was cut continues after
@@ -110,15 +110,15 @@ def simulate_windowed_rollout(
     ]
     context = prompt_tokens + _mean_context(draw(1000, rng))
     cost = decode_cost(model, cluster, engines.ranks, context)
-    seconds = [cost.seconds(one.decode_steps, one.tokens) / _WINDOW_STEPS for one in own]
+    seconds = [cost.seconds(item.decode_steps, item.tokens) / _WINDOW_STEPS for item in own]
     slowest = int(np.argmax(seconds))
-    one = own[slowest]
+    decoded = own[slowest]
     fed_again = 0.0
-    if one.continued:
-        again = np.full(one.continued, round(one.fed_again / one.continued + prompt_tokens))
+    if decoded.continued:
+        again = np.full(decoded.continued, round(decoded.fed_again / decoded.continued + prompt_tokens))
         fed_again = prefill_seconds(model, cluster, engines.ranks, again) / _WINDOW_STEPS
-    fresh = np.full(one.slots - one.continued, round(prompt_tokens))
-    return Rollout(
+    fresh = np.full(decoded.slots - decoded.continued, round(prompt_tokens))
+    return SimulatedRollout(
         decode=seconds[slowest],
         prefill=prefill_seconds(model, cluster, engines.ranks, fresh) / _WINDOW_STEPS,
         fed_again=fed_again,
@@ -159,7 +159,7 @@ class RlIteration:
 
 
 def rl_iteration(
-    rollout: Rollout,
+    rollout: SimulatedRollout,
     update: SimulatedStep,
     model: ModelShape,
     cluster: Cluster,
@@ -214,7 +214,7 @@ class Speedup:
 def speedup(before: RlIteration, after: RlIteration) -> Speedup:
     """Return the speed-up from one iteration to another."""
     training = ("recompute", "relocation", "update")
-    seconds = [sum(one.stages[name] for name in training) for one in (before, after)]
+    seconds = [sum(item.stages[name] for name in training) for item in (before, after)]
     return Speedup(
         stages={name: before.stages[name] / after.stages[name] for name in STAGES if after.stages[name]},
         training=seconds[0] / seconds[1] if seconds[1] else 1.0,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 
-def seconds_in_words(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Return a duration as text.
 
-    >>> seconds_in_words(0.01234), seconds_in_words(2.5), seconds_in_words(0.0)
+    >>> format_seconds(0.01234), format_seconds(2.5), format_seconds(0.0)
     ('12.3 ms', '2.5 s', '0 s')
     """
     if seconds >= 1 or seconds == 0:
@@ -14,10 +14,10 @@ def seconds_in_words(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"
 
 
-def bytes_in_words(size: int | float) -> str:
+def format_bytes(size: int | float) -> str:
     """Return a size as text.
 
-    >>> bytes_in_words(80e9), bytes_in_words(1_234_567), bytes_in_words(900)
+    >>> format_bytes(80e9), format_bytes(1_234_567), format_bytes(900)
     ('80.0 GB', '1.2 MB', '0.9 kB')
     """
     unit, scale = ("GB", 1e9) if size >= 1e9 else ("MB", 1e6) if size >= 1e6 else ("kB", 1e3)

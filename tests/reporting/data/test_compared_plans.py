@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-
 import numpy as np
 import pytest
 from hypothesis import given
 
 from relibra.reporting.data.compared_plans import compare_plan, compare_static
-from relibra.reporting.pages.load_facts import load_facts
+from relibra.reporting.html.step_figures import load_figures
 from tests.planning.plans import planned_steps
 from tests.reporting.planned import compared_step
 
@@ -34,33 +32,30 @@ def test_the_static_layout_keeps_experts_at_home_under_the_given_schedule(step) 
     assert static.bound == static.skew
 
 
-def _unpacked(cube: dict) -> np.ndarray:
-    numbers = np.frombuffer(base64.b64decode(cube["data"]), dtype="<u2").reshape(cube["shape"])
-    return numbers / 65535 * cube["largest"]
-
-
-def test_cubes_hold_loads_over_their_mean_on_a_scale_for_ranks_and_one_for_experts() -> None:
+def test_heatmaps_hold_loads_in_percent_of_their_mean_both_plans_on_one_scale() -> None:
     step = compared_step()
     before, after = step.plans
-    facts = load_facts(step)
-    ranks, experts = facts["scales"]["ranks"], facts["scales"]["experts"]
-    for one, shown in zip((before, after), facts["plans"], strict=True):
-        load_MLR = one.rank_load_MLR
-        ratio_MLR = load_MLR / load_MLR.mean(axis=2, keepdims=True)
-        np.testing.assert_allclose(_unpacked(shown["ranks"]), ratio_MLR, atol=1e-4)
-        busiest_MLE = one.instance_load_MLE() / one.demand.load_MLE.mean(axis=2, keepdims=True)
-        np.testing.assert_allclose(_unpacked(shown["experts"]), busiest_MLE, atol=1e-3)
-        assert shown["micro_batches"] == list(range(5))
+    found = load_figures(step)
+    (_, ranks), (_, experts) = found["layers"]
+    for layer in range(3):
+        for i, compared in enumerate(step.plans):
+            load_MR = compared.rank_load_MLR[:, layer]
+            drawn = ranks.data[2 * layer + i]
+            np.testing.assert_allclose(drawn.z, (100 * load_MR / load_MR.mean(axis=1, keepdims=True)).T, atol=0.5)
+            busiest_ME = compared.instance_load_MLE()[:, layer]
+            mean_M1 = compared.demand.load_MLE[:, layer].mean(axis=1, keepdims=True)
+            np.testing.assert_allclose(experts.data[2 * layer + i].z, (100 * busiest_ME / mean_M1).T, atol=0.5)
+    assert len({heatmap.zmax for heatmap in ranks.data}) == 1
     static_MLE = before.instance_load_MLE() / before.demand.load_MLE.mean(axis=2, keepdims=True)
-    assert experts["largest"] == static_MLE.max() > ranks["largest"]
-    assert ranks["end"] < experts["end"] == np.quantile(static_MLE.max(axis=2), 0.99)
+    assert ranks.data[0].zmax < experts.data[0].zmax == 100 * np.quantile(static_MLE.max(axis=2), 0.99)
+    (_, ranks_of_micro_batches), _ = found["micro_batches"]
+    np.testing.assert_array_equal(ranks_of_micro_batches.data[2].z[:, 0], ranks.data[0].z[:, 1])
     m, layer = step.most_improved()
-    assert facts["first"] == [layer, m]
+    assert found["first"] == (layer, m)
     lost_M = (before.rank_load_MLR.max(axis=2) - after.rank_load_MLR.max(axis=2)).sum(axis=1)
     assert lost_M[m] == lost_M.max()
 
 
 def test_large_steps_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relibra.reporting.pages.load_facts.MAX_BYTES", 4 * 3 * 20 * 2)  # two micro-batches
-    facts = load_facts(compared_step())
-    assert [one["micro_batches"] for one in facts["plans"]] == [[0, 4], [0, 4]]
+    monkeypatch.setattr("relibra.reporting.html.step_figures.MAX_CELLS", 4 * 3 * 20 * 2)  # two micro-batches
+    assert load_figures(compared_step())["numbers"] == [0, 4]

@@ -9,7 +9,7 @@ import pytest
 
 from relibra.cluster import cluster_preset
 from relibra.planning.budget import DEFAULT_MODEL
-from relibra.reporting.data.planned_step import PlannedStep, default_model, plan_last_step
+from relibra.reporting.data.planned_step import ReplannedStep, default_model, plan_last_step
 from relibra.reporting.data.recording import open_recording
 from relibra.simulation import model_shape
 
@@ -52,7 +52,7 @@ def test_a_recording_of_few_layers_is_simulated_as_a_part_of_a_large_model(run_f
     planned = plan_last_step(
         open_recording(run_folder), cluster=cluster_preset("h100x8"), model=model_shape("gpt-oss-20b")
     )
-    assert isinstance(planned, PlannedStep)
+    assert isinstance(planned, ReplannedStep)
     layers = len(planned.step.after.plan.layer_ids)
     assert layers < 12
-    assert planned.step.model.part_in_words == f"{layers} of 24 layers, vocabulary in proportion"
+    assert (planned.step.model.layers, planned.step.model.part_of) == (layers, 24)

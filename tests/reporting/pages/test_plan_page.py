@@ -27,7 +27,7 @@ from relibra.reporting.pages.plan_page import balancer_values, render_plan_page,
 from relibra.reporting.pages.step_values import duration_rows, step_headline, waterfall
 from relibra.routing.demand import Demand
 from relibra.simulation import model_shape, overlap_ratio, simulate_step
-from relibra.simulation.units import seconds_in_words
+from relibra.simulation.units import format_seconds
 from relibra.timeline import Event, Timeline
 from tests.reporting.planned import CLUSTER, EXPERT, compared_plans, compared_step, planned_step
 
@@ -63,7 +63,8 @@ def test_the_page_says_what_the_plan_says() -> None:
     reachable = dict(lever_bounds(plan, demand))["static"]
     cells = (f"{static:.3f}", "", f"{reachable:.3f}")
     assert ">static</th>" + "".join(f'<td class="number">{cell}</td>' for cell in cells) in page
-    assert "inside the node: static, ultraep" in page
+    places = [column.name for column in balancer_values(rows[:3])["columns"]].index("copies within") + 2
+    assert [row[places] for row in balancer_values(rows[:3])["rows"]] == [row.scope for row in rows[:3]]
     assert page == rendered(compared_step(), MADE, rows)
 
 
@@ -104,14 +105,14 @@ def test_the_seconds_of_the_expert_layers_are_the_sum_of_the_parts_below_it() ->
     for one, counted in compared.plans_with_rows:
         step = simulate_step(one.plan, one.demand, CLUSTER, model, distinct=counted)
         total = sum(step.terms[name] for name in ("compute", "exchange", "gates", "copies", "relocation"))
-        assert seconds_in_words(total) in shown
-        assert f">{seconds_in_words(step.terms['exchange'])}</td>" in page
+        assert format_seconds(total) in shown
+        assert f">{format_seconds(step.terms['exchange'])}</td>" in page
         bound = simulate_step(one.plan, one.demand, CLUSTER, model)
-        assert seconds_in_words(bound.terms["exchange"]) != seconds_in_words(step.terms["exchange"])
+        assert format_seconds(bound.terms["exchange"]) != format_seconds(step.terms["exchange"])
     assert "Rows between ranks are counted token by token." in page
     predicted = predict(after.plan, after.demand, CLUSTER, model.expert)
     planner = predicted.total - predicted.attention - predicted.host
-    assert f"{seconds_in_words(planner)} for the expert layers with the plan: it uses a lower bound of rows" in page
+    assert f"{format_seconds(planner)} for the expert layers with the plan: it uses a lower bound of rows" in page
 
 
 def test_bytes_by_kind_are_those_of_the_simulated_step() -> None:
@@ -141,18 +142,18 @@ def test_seconds_without_relocation_stand_beside_those_with_it() -> None:
     moved = step.terms["relocation"]
     assert moved > 0.01 * step.seconds
     page = rendered(compared, MADE)
-    whole, alone = [seconds_in_words(seconds) for seconds in (step.seconds, step.seconds - moved)]
-    assert _row(page, "step")[:2] == [seconds_in_words(static.seconds), whole]
+    whole, alone = [format_seconds(seconds) for seconds in (step.seconds, step.seconds - moved)]
+    assert _row(page, "step")[:2] == [format_seconds(static.seconds), whole]
     ratio = f"{static.seconds / (step.seconds - moved):.2f}×"
-    assert _row(page, "step, without relocation") == [seconds_in_words(static.seconds), alone, ratio]
+    assert _row(page, "step, without relocation") == [format_seconds(static.seconds), alone, ratio]
     assert _row(page, "expert layers, simulated, without relocation")
     other = plan_step(before.given, CLUSTER, Budget(slots=1), "ultraep", expert=EXPERT)
     page = rendered(compared_step(after, compare_plan("plan two", other, before.given)), MADE)
     second = simulate_step(other, before.given, CLUSTER, compared.model)
     assert second.terms["relocation"] == 0
-    assert _row(page, "step")[:2] == [whole, seconds_in_words(second.seconds)]
+    assert _row(page, "step")[:2] == [whole, format_seconds(second.seconds)]
     ratio = f"{(step.seconds - moved) / second.seconds:.2f}×"
-    assert _row(page, "step, without relocation") == [alone, seconds_in_words(second.seconds), ratio]
+    assert _row(page, "step, without relocation") == [alone, format_seconds(second.seconds), ratio]
     assert duration_rows("step", (2.0, 1.0), (0.0, 0.009)) == [["step", "2 s", "1 s", "2.00×"]]
 
 
@@ -201,8 +202,10 @@ def test_what_limits_the_model_comes_after_what_is_counted_and_is_what_the_simul
     assert f'<td class="number">{ratio:.2f}</td>' in limits
     assert compared.model.name in limits
     step = simulate_step(compared.after.plan, compared.after.demand, CLUSTER, compared.model)
-    assert seconds_in_words(step.terms["compute"]) in limits
-    assert "<ul><li>Overlap ratio" in page
+    straggler = step.straggler_seconds()
+    assert format_seconds(step.terms["compute"] - straggler) in limits
+    assert format_seconds(straggler) in limits
+    assert "memory of the fullest rank with the plan" in limits
 
 
 def test_two_plans_stand_side_by_side() -> None:
@@ -227,7 +230,7 @@ def test_every_figure_of_two_plans_stands_below_the_name_of_its_plan() -> None:
     assert _row(page, "replicas")[:2] == [str(other.num_copies), str(plan.num_copies)]
     moved = f"experts moved before the step, of {plan.home_LE.size}"
     assert _row(page, moved)[:2] == [str(other.num_moved), str(plan.num_moved)]
-    assert "With plan two:" in page
+    assert "memory of the fullest rank with plan two" in page
 
 
 def test_the_headline_has_the_waiting_of_both_plans() -> None:
@@ -252,7 +255,7 @@ def test_a_recorded_timeline_is_drawn_beside_the_simulated_ones() -> None:
     )
     measured = Timeline(events=events, num_ranks=4, label="measured")
     page = rendered(compared_step(), MADE, timelines=[("run", measured)])
-    assert "<figcaption>run (measured), events 8 of 8" in page
+    assert "run (measured), events 8 of 8" in page
     assert "</script>odd" not in page
 
 
@@ -320,5 +323,4 @@ def test_a_large_step_makes_a_page_of_a_few_megabytes_in_seconds(tmp_path: Path)
     page = write_plan_page(tmp_path / "page.html", step)
     seconds = time.perf_counter() - start
     assert page.stat().st_size < 8_000_000
-    assert page.stat().st_size + 4_900_000 < 8_000_000, "a page about a run has plotly too"
     assert seconds < 20

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relibra.simulation.step.pipeline_schedule import BACKWARD, FORWARD, Task, run_schedule, stage_tasks
+from relibra.simulation.step.pipeline_schedule import BACKWARD, FORWARD, PipelineTask, run_schedule, stage_tasks
 
 
 @given(st.integers(1, 6), st.integers(1, 9), st.booleans())
@@ -11,12 +11,14 @@ def test_every_stage_runs_every_pass_once_and_forward_first(stages, micro_batche
     for stage in range(stages):
         tasks = stage_tasks(stage, stages, micro_batches, forward_only=forward_only)
         directions = (FORWARD,) if forward_only else (FORWARD, BACKWARD)
-        assert sorted(tasks) == sorted(Task(d, m) for d in directions for m in range(micro_batches))
+        assert sorted(tasks) == sorted(PipelineTask(d, m) for d in directions for m in range(micro_batches))
         in_flight = 0
         for direction, m in tasks:
             in_flight += 1 if direction == FORWARD else -1
             assert forward_only or in_flight <= stages - stage
-            assert direction == FORWARD or tasks.index(Task(FORWARD, m)) < tasks.index(Task(BACKWARD, m))
+            assert direction == FORWARD or tasks.index(PipelineTask(FORWARD, m)) < tasks.index(
+                PipelineTask(BACKWARD, m)
+            )
 
 
 @given(st.integers(0, 2**32 - 1))

@@ -165,7 +165,7 @@ def test_the_executor_does_the_same_things_in_the_same_order(tmp_path):
         simulated = simulated_timeline(plan, plan.scheduled(case.demand), cluster(1, 2), model, how)
         trained, forward = zip(*recorded[name], strict=True)
         found = diff_timelines(merged(trained), simulated)
-        assert found.same_order, (name, found.sentences)
+        assert found.same_order, (name, found.first_difference)
         apart = not np.asarray(case.trace.valid_T).all()  # too many to travel with the planned rows
         prepared = (*("at home",) * apart, "prepare", "wait prepare")
         assert found.only_first == prepared, name
@@ -175,7 +175,7 @@ def test_the_executor_does_the_same_things_in_the_same_order(tmp_path):
         how = Execution(forward_only=True)
         simulated = simulated_timeline(plan, plan.scheduled(case.demand), cluster(1, 2), model, how)
         found = diff_timelines(merged(forward), simulated)
-        assert found.same_order, (name, found.sentences)
+        assert found.same_order, (name, found.first_difference)
         assert found.only_first == prepared, name
         assert found.only_second == ("attention", "experts")
         assert ("push" in found.compared) == (plan.num_copies > 0)

@@ -13,7 +13,7 @@ def test_the_same_order_is_the_same_whatever_the_times_bytes_and_labels():
     again = [("dispatch", 0, 0, 1, 5.0, 3.0, 11, "x"), ("combine", 0, 0, 1, 9.0, 9.0, 0, "y")]
     found = diff_timelines(of(DISPATCH, COMBINE, label="measured"), of(*again))
     assert found.same_order
-    assert found.sentences == ("All 2 compared events are the same in the same order on 1 ranks.",)
+    assert (found.num_events, found.first_difference) == (2, None)
     assert found.labels == ("measured", "simulated")
     (combine, dispatch) = found.stages
     assert (combine.stage, combine.events, combine.seconds, combine.bytes) == ("combine", (1, 1), (1.0, 9.0), (20, 0))
@@ -23,19 +23,14 @@ def test_the_same_order_is_the_same_whatever_the_times_bytes_and_labels():
 def test_another_order_is_told_by_its_first_event():
     found = diff_timelines(of(DISPATCH, COMBINE), of(COMBINE, DISPATCH))
     assert not found.same_order
-    assert found.sentences == (
-        "Rank 1 differs first at its event 0, with the same events in another order: 'dispatch' of layer 0, "
-        "micro-batch 0 in the first timeline, 'combine' of layer 0, micro-batch 0 in the second.",
-    )
+    assert found.first_difference == (1, 0, ("dispatch", 0, 0), ("combine", 0, 0), True)
 
 
 def test_missing_events_and_ranks_are_told():
     other_rank = ("dispatch", 0, 0, 2, 0.0, 1.0, 0, "")
     found = diff_timelines(of(DISPATCH, COMBINE, other_rank), of(DISPATCH, COMBINE, COMBINE))
-    assert found.sentences == (
-        "Rank 1 differs first at its event 2, with other events: nothing more in the first timeline, 'combine' of "
-        "layer 0, micro-batch 0 in the second, and so do 1 other ranks.",
-    )
+    assert found.first_difference == (1, 2, None, ("combine", 0, 0), False)
+    assert found.wrong_ranks == (1, 2)
 
 
 def test_order_between_ranks_does_not_count_and_stages_of_one_side_are_named():
@@ -43,7 +38,6 @@ def test_order_between_ranks_does_not_count_and_stages_of_one_side_are_named():
     found = diff_timelines(of(DISPATCH, other_rank), of(other_rank, attention, DISPATCH, COMBINE))
     assert found.same_order
     assert found.only_second == ("attention", "combine")
-    assert found.sentences[1] == "Not compared: attention, combine only in the second."
 
 
 def test_two_empty_timelines_are_alike():

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relibra.errors import ConfigError
-from relibra.printable import plural
 
 if TYPE_CHECKING:
     from relibra.simulation import ModelShape
@@ -62,28 +61,3 @@ def open_model(name: str, *, option: str = "--model", also: tuple[str, ...] = ()
     if not isinstance(config, dict):
         raise ConfigError(f"{option} {name}: {path} is not a JSON object of settings")
     return model_shape_from_config(config, str(config.get("model_type", path.parent.name)))
-
-
-def other_model_in_words(model: ModelShape, routed: ModelShape) -> str:
-    """Return a warning if routes and sizes are of different models; empty if they may be of the same."""
-    if model.experts == 1:  # only the sizes of an expert were given
-        return ""
-    own = (model.top_k, model.experts, model.moe_layers)
-    if own[:2] == (routed.top_k, routed.experts) and routed.moe_layers <= model.moe_layers:
-        return ""
-    return (
-        f"these routes are of another model: {model.name} picks {model.top_k} of {model.experts} experts in "
-        f"{plural(model.moe_layers, 'expert layer')}; experts, choices and layers are taken from the routes, all "
-        f"other sizes from {model.name}; name the recorded model with --model"
-    )
-
-
-def model_in_words(model: ModelShape, routed: ModelShape) -> str:
-    """Return which model is simulated, and which of its sizes come from the routes."""
-    if (model.moe_layers, model.experts, model.top_k) == (routed.moe_layers, routed.experts, routed.top_k):
-        return f"model {model.name}"
-    part = f" ({routed.part_in_words})" if routed.part_in_words else ""
-    return (
-        f"sizes of {model.name}; from the routes {plural(routed.moe_layers, 'expert layer')}{part}, "
-        f"{routed.top_k} of {plural(routed.experts, 'expert')} per token"
-    )

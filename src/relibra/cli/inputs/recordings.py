@@ -12,7 +12,7 @@ from relibra.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recording:
+class RecordedStep:
     """Recorded routes.
 
     trace     where they are
@@ -69,7 +69,7 @@ class Recording:
             return None
 
 
-def find_recording(source: Path) -> Recording:
+def find_recording(source: Path) -> RecordedStep:
     """Return the last recorded step of a run; any other path is a trace.
 
     source    settings of the run (of its folders NAME, NAME-2, ... the highest-numbered one that has recorded routes),
@@ -92,7 +92,7 @@ def find_recording(source: Path) -> Recording:
         if not _steps(source):
             raise ConfigError(f"{source} is the folder of a run without recorded routes: it has no traces/step-*")
         return _last_step(source)
-    return Recording(trace=source)
+    return RecordedStep(trace=source)
 
 
 def _steps(run: Path) -> list[Path]:
@@ -102,6 +102,6 @@ def _steps(run: Path) -> list[Path]:
     return sorted(path.parent for path in (run / "traces").glob(f"step-*/{INDEX}"))
 
 
-def _last_step(run: Path) -> Recording:
+def _last_step(run: Path) -> RecordedStep:
     last = _steps(run)[-1]
-    return Recording(trace=last, label=f"step {int(last.name.removeprefix('step-'))} of run {run.resolve().name}")
+    return RecordedStep(trace=last, label=f"step {int(last.name.removeprefix('step-'))} of run {run.resolve().name}")

@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relibra.cli.inputs.machine import fit_cluster, open_cluster
-from relibra.cli.inputs.mini_batches import fill_in_words, mini_batches_for, samples_in_words, schedule_mini_batches
 from relibra.cli.inputs.models import choose_model
-from relibra.cli.inputs.options import Order, Take
-from relibra.cli.inputs.recordings import Recording
+from relibra.cli.inputs.options import Take
+from relibra.cli.inputs.recordings import RecordedStep
 from relibra.cli.inputs.requests import SimulationRequest, WorkloadRequest
+from relibra.cli.inputs.schedules import Cut, mini_batches_for, read_given_schedule, schedule_step
+from relibra.cli.outputs.terminal import print_note
 from relibra.errors import ConfigError, TraceError
-from relibra.printable import plural
 
 if TYPE_CHECKING:
     from numpy import ndarray
 
-    from relibra.cluster import Cluster
+    from relibra.cluster import Cluster, Dispatch
     from relibra.planning.budget import Budget
     from relibra.planning.plan import StepPlan
     from relibra.planning.traffic.distinct_rows import DistinctRows
     from relibra.routing.demand import ScheduledDemand
-    from relibra.routing.readers.given_schedule import GivenSchedule
     from relibra.routing.trace import RoutingTrace
     from relibra.simulation import ModelShape
 
 MANY_IDLE = 0.1
-"""Share of ranks without tokens in a mean micro-batch above which a message says so."""
-
-
+"""Share of ranks without tokens in a mean micro-batch from which a note names it."""
 MAX_CHOICES = 1 << 31
 """Choices (row, layer, k) of samples that are drawn again; more take gigabytes."""
 DEFAULT_TOKENS = 2048
-"""Most tokens per rank in a micro-batch where neither an option nor a run says: the default of a run."""
+"""Most tokens per rank in a micro-batch where neither an option nor a run gives a number: the default of a run."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,11 +45,10 @@ class Workload:
     schedule      file of the schedule that was given; None: samples were scheduled here
     demand        of the planned micro-batches
     history_MLE   loads of the micro-batches before them; None without a history
-    notes         how samples were scheduled, what is left out, rows without routes, and what is history, as sentences
-                  without their dots
+    cut           how samples were scheduled, what is left out, and what is history
     """
 
-    recording: Recording
+    recording: RecordedStep
     request: WorkloadRequest
     model: ModelShape
     machine: Cluster
@@ -61,7 +56,7 @@ class Workload:
     schedule: Path | None
     demand: ScheduledDemand
     history_MLE: ndarray | None
-    notes: tuple[str, ...]
+    cut: Cut
 
     def open_routes(self) -> RoutingTrace:
         """Read the trace again, with the samples that were drawn again."""
@@ -82,31 +77,48 @@ class Workload:
         M, L, R, _ = scheduled.tokens_MLRE.shape
         return None if M * L * R * R > MAX_PAIRS else distinct_rows_of_step(plan, scheduled, *self._choices)
 
-    @property
-    def cut(self) -> str:
-        """The notes, in one line: how samples were scheduled, what is left out, rows without routes, history."""
-        return "; ".join(self.notes)
+    def facts(self) -> dict[str, object]:
+        """Return the step, its sizes, its schedule and what its plan may use, for JSON and for a terminal."""
+        machine, model = self.machine, self.model
+        sizes = dict(zip(("micro_batches", "layers", "ranks", "experts"), self.demand.tokens_MLRE.shape, strict=True))
+        return {
+            "trace": str(self.recording.trace),
+            "recorded": self.recording.label,
+            "sizes": {**sizes, "ranks_per_node": machine.ranks_per_node},
+            "experts_assumed": are_experts_assumed(self.recording.trace, self.request.num_experts),
+            "cut": self.cut,
+            "model": model.name,
+            "model_sizes": {"layers": model.moe_layers, "experts": model.experts, "top_k": model.top_k},
+            "cluster": machine.name,
+            "cluster_label": machine.label,
+            "dispatch": machine.dispatch,
+            "budget": asdict(budget_for(self.request, self)),
+        }
 
-    @property
-    def tokens_per_rank(self) -> float:
-        """Tokens of a mean rank and micro-batch."""
-        load_MLE = self.demand.load_MLE
-        tokens = load_MLE[:, 0].sum() / (self.demand.top_k or 1)
-        return float(tokens / max(1, len(load_MLE)) / self.machine.num_ranks)
-
-    def missing_history(self, balancer: str) -> str:
-        """Return which loads a balancer lacks in this workload, and the option for them; else an empty string."""
+    def note_problems(self, *balancers: str) -> None:
+        """Print what makes the figures of these balancers less telling than they could be, and the option for it."""
         from relibra.planning.registry import BALANCERS
 
-        if self.history_MLE is not None or balancer not in BALANCERS or BALANCERS[balancer].sees != "history":
-            return ""
-        return (
-            f"{balancer} plans from loads of earlier micro-batches and has none, so it plans from even loads: "
-            "--take second-half gives it the first half"
-        )
+        lacking = [name for name in balancers if name in BALANCERS and BALANCERS[name].sees == "history"]
+        if self.history_MLE is None and lacking:
+            print_note(f"without history (--take second-half), planned from even loads: {', '.join(lacking)}")
+        model, (_, layers, experts) = self.model, self.demand.counts_SLE.shape
+        routed_alike = (self.demand.top_k, experts) == (model.top_k, model.experts) and layers <= model.moe_layers
+        if model.experts > 1 and not routed_alike:
+            print_note(
+                f"the routes are of another model than {model.name}, whose other sizes are taken: name the recorded "
+                "model with --model"
+            )
+        idle = float((self.demand.tokens_MLRE.sum(axis=(1, 3)) == 0).mean())
+        if idle >= MANY_IDLE:
+            used = int(self.demand.rank_S.max(initial=0)) + 1
+            print_note(
+                f"{idle:.0%} of ranks have no tokens in a mean micro-batch, samples are on {used} of "
+                f"{self.machine.num_ranks}: choose fewer --ranks, or a larger --micro-batch-tokens"
+            )
 
 
-def open_workload(recording: Recording, request: WorkloadRequest) -> Workload:
+def open_workload(recording: RecordedStep, request: WorkloadRequest) -> Workload:
     """Read a trace, fit the machine to it, and schedule its samples, or take the schedule that is given.
 
     raises    ClusterError for an unknown or damaged cluster; TraceError for a damaged trace or schedule; ConfigError
@@ -118,27 +130,18 @@ def open_workload(recording: Recording, request: WorkloadRequest) -> Workload:
     trace, model = recording.trace, choose_model(request.model, recording.trace)
     cluster = open_cluster(request.cluster, None if request.dispatch is None else request.dispatch.value)
     check_num_experts(trace, request.num_experts)
-    given, tokens = _given_schedule(recording, request), request.micro_batch_tokens
+    given, tokens = read_given_schedule(recording, request), request.micro_batch_tokens
     if given is None and tokens is None:
         tokens = _default_tokens(open_trace(trace, request.num_experts), recording, request)
     routes = _open_routes(trace, request, tokens)
     machine = fit_cluster(cluster, routes.num_experts, request.ranks, request.ranks_per_node)
-    if given is not None:
-        demand, words = _with_given_schedule(routes, given, request)
-    else:
-        assert tokens is not None, "given, or a default"
-        mini_batches = mini_batches_for(recording, request)
-        if mini_batches is None:
-            demand, words = _scheduled(routes, request, tokens)
-        else:
-            demand, words = schedule_mini_batches(routes, recording, request, mini_batches, tokens)
+    demand, cut = schedule_step(routes, recording, request, given, tokens)
     of_trainer = given is not None or (demand.group_M is not None and demand.group_M.max(initial=0) > 0)
     take = request.take or (Take.ALL if of_trainer else Take.SECOND_HALF)
-    demand, history_MLE = (demand, None) if take is Take.ALL else _second_half(trace, demand)
-    if missing := int((~routes.valid_T).sum()):
-        words = (*words, f"{plural(missing, 'row')} without a route, not counted")
-    if history_MLE is not None:
-        words = (*words, f"planned: the last {plural(len(demand.load_MLE), 'micro-batch')}; those before are history")
+    history_MLE: ndarray | None = None
+    if take is Take.SECOND_HALF:
+        demand, history_MLE = _second_half(trace, demand)
+        cut = {**cut, "micro_batches_of_history": len(history_MLE)}
     return Workload(
         recording=recording,
         request=request,
@@ -148,8 +151,45 @@ def open_workload(recording: Recording, request: WorkloadRequest) -> Workload:
         schedule=None if given is None else given.path,
         demand=demand,
         history_MLE=history_MLE,
-        notes=words,
+        cut=cut,
     )
+
+
+def open_cluster(name: str, dispatch: Dispatch | None = None) -> Cluster:
+    """Return a preset, or the machine of a TOML file, with its own number of ranks.
+
+    dispatch   None: that of the machine
+    raises     ClusterError when it is unknown or damaged
+    """
+    from relibra.cluster import cluster_preset, read_cluster
+
+    cluster = read_cluster(Path(name)) if name.endswith(".toml") else cluster_preset(name)
+    return cluster if dispatch is None else replace(cluster, dispatch=dispatch)
+
+
+def fit_cluster(cluster: Cluster, num_experts: int, ranks: int, ranks_per_node: int | None) -> Cluster:
+    """Return the same machine with the given number of ranks.
+
+    ranks_per_node   as given; None: those of the machine, and fewer ranks are one smaller node
+    raises           ConfigError when the ranks do not divide the experts, or do not fill nodes
+    """
+    per_node = ranks_per_node or cluster.ranks_per_node
+    least = 1 if ranks_per_node is None else per_node
+    allowed = [r for r in range(least, num_experts + 1) if num_experts % r == 0 and r % min(r, per_node) == 0]
+    listed = ", ".join(map(str, allowed)) or "none"
+    nodes = ", ".join(str(g) for g in range(1, ranks + 1) if ranks % g == 0)
+    if num_experts % ranks:
+        raise ConfigError(
+            f"--ranks {ranks} does not divide {num_experts} experts: allowed are {listed}, in nodes of {per_node}"
+        )
+    if ranks_per_node is not None and ranks % ranks_per_node:
+        raise ConfigError(f"--ranks-per-node {ranks_per_node} does not divide --ranks {ranks}: choose it from {nodes}")
+    if ranks % min(ranks, per_node):
+        raise ConfigError(
+            f"--ranks {ranks} does not fill nodes of {per_node} ranks: choose --ranks from {listed}, or "
+            f"--ranks-per-node from {nodes}"
+        )
+    return cluster.with_ranks(ranks, ranks_per_node)
 
 
 def check_num_experts(path: Path, num_experts: int | None) -> None:
@@ -163,140 +203,9 @@ def check_num_experts(path: Path, num_experts: int | None) -> None:
         raise TraceError(f"{path} was recorded with {recorded} experts: leave out --num-experts {num_experts}")
 
 
-def assumed_experts(path: Path, num_experts: int | None) -> str:
-    """Return how the number of experts is assumed, where neither the file nor --num-experts gives it; else nothing."""
-    if num_experts is not None or path.is_dir():
-        return ""
-    return "the number of experts is assumed, a multiple of 8 above the largest id: --num-experts gives it"
-
-
-def _open_routes(trace: Path, request: WorkloadRequest, tokens: int | None) -> RoutingTrace:
-    """Return the trace, or samples of it drawn again until they fill the requested micro-batches."""
-    import numpy as np
-
-    from relibra.routing.micro_batches import draw_samples
-    from relibra.routing.readers import open_trace
-
-    routes = open_trace(trace, request.num_experts)
-    if request.micro_batches is None or tokens is None:
-        return routes
-    rows = request.micro_batches * tokens * request.ranks
-    if rows * routes.num_layers * routes.top_k > MAX_CHOICES:
-        raise ConfigError(
-            f"--micro-batches {request.micro_batches} of {tokens:,} tokens on {plural(request.ranks, 'rank')} are "
-            f"{rows * routes.num_layers * routes.top_k:,} choices of experts: at most {MAX_CHOICES:,}, choose fewer"
-        )
-    return draw_samples(routes, rows, np.random.default_rng(request.seed))
-
-
-def _default_tokens(routes: RoutingTrace, recording: Recording, request: WorkloadRequest) -> int:
-    """Return the tokens per rank of the run, else the default of runs; fewer where a second half would be missing."""
-    tokens = recording.micro_batch_tokens or DEFAULT_TOKENS
-    if (mini_batches_for(recording, request) or 1) > 1:  # each has a micro-batch at least
-        return tokens
-    if request.take is Take.ALL or request.micro_batches is not None:
-        return tokens
-    return max(1, min(tokens, int(routes.valid_T.sum()) // (2 * request.ranks)))
-
-
-def _scheduled(routes: RoutingTrace, request: WorkloadRequest, tokens: int) -> tuple[ScheduledDemand, tuple[str, ...]]:
-    """Schedule whole samples, and say how."""
-    import numpy as np
-
-    from relibra.routing.micro_batches import schedule_samples
-
-    shuffled = request.order is Order.SHUFFLED
-    rng = np.random.default_rng(request.seed) if shuffled else None
-    demand = schedule_samples(routes, tokens, request.ranks, rng)
-    order = f"random order, seed {request.seed}" if shuffled else "recorded order"
-    words = [f"whole samples in {order}, at most {plural(tokens, 'token')} per rank, {fill_in_words(demand)}"]
-    if not shuffled:
-        words += _groups_in_words(routes, tokens * request.ranks)
-    return demand, (*words, *samples_in_words(demand, request, tokens))
-
-
-def _given_schedule(recording: Recording, request: WorkloadRequest) -> GivenSchedule | None:
-    """Read the schedule of --schedule, else the one in an .npz trace; None where there is none."""
-    from relibra.routing.readers.given_schedule import read_schedule
-
-    drawn_here = request.order is Order.SHUFFLED or request.micro_batches is not None
-    if request.schedule is None and (drawn_here or request.mini_batches is not None):
-        return None
-    found = read_schedule(request.schedule or recording.trace, required=request.schedule is not None)
-    contradictions = {
-        ("micro-batch", "--order shuffled"): request.order is Order.SHUFFLED,
-        ("micro-batch", "--micro-batches"): request.micro_batches is not None,
-        ("mini-batch", "--mini-batches"): request.mini_batches is not None,
-    }
-    for (unit, option), is_given in contradictions.items():
-        if found is not None and is_given:
-            raise ConfigError(f"--schedule gives the {unit} of every sample: leave out {option}")
-    return found
-
-
-def _with_given_schedule(
-    routes: RoutingTrace, given: GivenSchedule, request: WorkloadRequest
-) -> tuple[ScheduledDemand, tuple[str, ...]]:
-    """Apply the schedule of a trainer, and say what it is."""
-    from relibra.routing.readers.given_schedule import schedule_of
-
-    demand = schedule_of(routes, given, request.ranks, request.micro_batch_tokens)
-    groups = 1 if demand.group_M is None else len(set(demand.group_M.tolist()))
-    words = [
-        f"schedule of {given.path}: {plural(len(demand.load_MLE), 'micro-batch')} in "
-        f"{plural(groups, 'mini-batch')}, {fill_in_words(demand)}"
-    ]
-    if left := int((demand.micro_batch_S < 0).sum()):
-        tokens = int(demand.length_S[demand.micro_batch_S < 0].sum())
-        words.append(
-            f"{plural(left, 'sample')} with {plural(tokens, 'token')} left out: the schedule gives micro-batch -1"
-        )
-    return demand, tuple(words)
-
-
-def _second_half(trace: Path, demand: ScheduledDemand) -> tuple[ScheduledDemand, ndarray]:
-    """Return the demand of the later micro-batches, and the loads of the earlier ones."""
-    from relibra.routing.micro_batches import select_micro_batches
-
-    load_MLE = demand.load_MLE
-    half = len(load_MLE) // 2
-    if half == 0:
-        raise ConfigError(
-            f"--take second-half: {trace} makes only {plural(len(load_MLE), 'micro-batch')} and has no second half: "
-            "choose a smaller --micro-batch-tokens, or --take all"
-        )
-    return select_micro_batches(demand, half), load_MLE[:half]
-
-
-def _groups_in_words(trace: RoutingTrace, tokens: int) -> list[str]:
-    """Return whether the named groups of samples take turns; tokens: of a micro-batch over all ranks."""
-    from relibra.routing.micro_batches import task_sets
-
-    if len(trace.group_names) < 2:
-        return []
-    sets = len(task_sets(trace, tokens))
-    if sets == 1:
-        return ["groups are not kept apart: each sample needs one, and each group a micro-batch"]
-    return [f"micro-batches of {sets} named groups take turns"]
-
-
-def workload_in_words(workload: Workload) -> list[str]:
-    """Return which step is planned, its sizes, how it was cut, and a warning where many ranks have no tokens."""
-    demand, machine = workload.demand, workload.machine
-    M, L, R, E = demand.tokens_MLRE.shape
-    nodes = f"{plural(machine.num_nodes, 'node')} of {machine.ranks_per_node}, {machine.name}"
-    nodes += f", {machine.dispatch} dispatch" * (machine.dispatch != "flat")
-    assumed = assumed_experts(workload.recording.trace, workload.request.num_experts)
-    sizes = ", ".join((plural(M, "micro-batch"), plural(L, "layer"), plural(E, "expert")))
-    idle = float((demand.tokens_MLRE.sum(axis=(1, 3)) == 0).mean())
-    used = int(demand.rank_S.max(initial=0)) + 1
-    warning = (
-        f"{idle:.0%} of ranks have no tokens in a mean micro-batch, samples are on {used} of {R}: choose fewer "
-        "--ranks, or a larger --micro-batch-tokens"
-    )
-    warning *= idle >= MANY_IDLE
-    lines = workload.recording.label, f"{sizes} on {plural(R, 'rank')} ({nodes})", workload.cut + ".", assumed, warning
-    return [line for line in lines if line]
+def are_experts_assumed(path: Path, num_experts: int | None) -> bool:
+    """Return whether the number of experts is a multiple of 8 above the largest id: nothing else gives it."""
+    return num_experts is None and not path.is_dir()
 
 
 def budget_for(request: WorkloadRequest, workload: Workload) -> Budget:
@@ -319,13 +228,44 @@ def budget_for(request: WorkloadRequest, workload: Workload) -> Budget:
     )
 
 
-def describe_budget(budget: Budget) -> str:
-    """Return the limits of a plan in one line."""
-    limits = [
-        "any number of slots" if budget.slots is None else f"at most {plural(budget.slots, 'slot')} per rank",
-        "" if budget.memory_gib is None else f"at most {budget.memory_gib:.3g} GiB of slots",
-        f"tolerance {budget.tolerance:g}",
-        f"moves over {plural(budget.steps_served, 'step')}",
-        "samples may be packed" if budget.pack_samples else "samples stay in their micro-batch",
-    ]
-    return ", ".join(filter(None, limits))
+def _open_routes(trace: Path, request: WorkloadRequest, tokens: int | None) -> RoutingTrace:
+    """Return the trace, or samples of it drawn again until they fill the requested micro-batches."""
+    import numpy as np
+
+    from relibra.routing.micro_batches import draw_samples
+    from relibra.routing.readers import open_trace
+
+    routes = open_trace(trace, request.num_experts)
+    if request.micro_batches is None or tokens is None:
+        return routes
+    rows = request.micro_batches * tokens * request.ranks
+    if (choices := rows * routes.num_layers * routes.top_k) > MAX_CHOICES:
+        raise ConfigError(
+            f"--micro-batches {request.micro_batches} of {tokens:,} tokens on each of {request.ranks} ranks are "
+            f"{choices:,} choices of experts: at most {MAX_CHOICES:,}, choose fewer"
+        )
+    return draw_samples(routes, rows, np.random.default_rng(request.seed))
+
+
+def _default_tokens(routes: RoutingTrace, recording: RecordedStep, request: WorkloadRequest) -> int:
+    """Return the tokens per rank of the run, else the default of runs; fewer where a second half would be missing."""
+    tokens = recording.micro_batch_tokens or DEFAULT_TOKENS
+    if (mini_batches_for(recording, request) or 1) > 1:  # each has a micro-batch at least
+        return tokens
+    if request.take is Take.ALL or request.micro_batches is not None:
+        return tokens
+    return max(1, min(tokens, int(routes.valid_T.sum()) // (2 * request.ranks)))
+
+
+def _second_half(trace: Path, demand: ScheduledDemand) -> tuple[ScheduledDemand, ndarray]:
+    """Return the demand of the later micro-batches, and the loads of the earlier ones."""
+    from relibra.routing.micro_batches import select_micro_batches
+
+    load_MLE = demand.load_MLE
+    half = len(load_MLE) // 2
+    if half == 0:
+        raise ConfigError(
+            f"--take second-half: {trace} makes only {len(load_MLE)} micro-batches: choose a smaller "
+            "--micro-batch-tokens, or --take all"
+        )
+    return select_micro_batches(demand, half), load_MLE[:half]

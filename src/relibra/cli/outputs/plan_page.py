@@ -1,4 +1,4 @@
-"""`write_page`: the HTML page of a plan beside the static layout."""
+"""`write_page`: the HTML page of a plan beside the static layout; `check_page`: whether it can be drawn."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ from relibra.cli.outputs.terminal import print_note, progress
 if TYPE_CHECKING:
     from relibra.planning.plan import StepPlan
     from relibra.reporting.data.comparison import ComparisonRow
+
+
+def check_page(path: Path | None) -> None:
+    """Raise a ConfigError, before anything is planned, where a page is asked for and plotly is not installed."""
+    from relibra.reporting.html.route_figures import plotly_figures
+
+    if path is not None:
+        plotly_figures()
 
 
 def write_page(

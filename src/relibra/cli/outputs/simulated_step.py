@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from relibra.simulation import Execution, MemoryUse, ModelShape, SimulatedStep
 
 
-ROWS_COUNTED = "rows between ranks are counted token by token"
-ROWS_BOUNDED = "rows between ranks are a lower bound from pairs of experts: this step is too large to count them"
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SimulatedPlan:
     """The simulated step of one plan.
@@ -39,34 +35,22 @@ class SimulatedPlan:
     skew: float
     rows_counted: bool
 
-    @property
-    def advice(self) -> list[str]:
-        """Sentences about what limits the step, with the largest part first."""
-        from relibra.simulation import advice
-
-        return advice(self.step, self.machine, self.model, self.memory)
-
-    @property
-    def rows_from(self) -> str:
-        """Where the rows between ranks come from, for a legend."""
-        return ROWS_COUNTED if self.rows_counted else ROWS_BOUNDED
-
     def limits(self) -> dict[str, object]:
-        """Return what limits the step, for JSON: overlap ratios and `advice`."""
-        from relibra.simulation.limits import overlap_ratios, sustained_overlap_ratios
+        """Return what limits the step, for JSON and for a terminal: overlap ratios and `step_limits`."""
+        from relibra.simulation.limits import overlap_ratios, step_limits, sustained_overlap_ratios
 
         return {
             "overlap_ratio": overlap_ratios(self.machine, self.model.expert),
-            "advice": self.advice,
             "sustained_overlap_ratio": sustained_overlap_ratios(self.machine, self.model.expert),
+            "limits": [limit._asdict() for limit in step_limits(self.step)],
         }
 
     def equals(self, static: SimulatedPlan) -> bool:
         """Return whether the plan is the static layout: its homes, its schedule, no copies."""
         import numpy as np
 
-        one, other, same = self.plan, static.plan, ("home_LE", "micro_batch_S", "rank_S")
-        return not one.num_copies and all(np.array_equal(getattr(one, name), getattr(other, name)) for name in same)
+        own, other, same = self.plan, static.plan, ("home_LE", "micro_batch_S", "rank_S")
+        return not own.num_copies and all(np.array_equal(getattr(own, name), getattr(other, name)) for name in same)
 
     def figures(self, static: SimulatedPlan) -> dict[str, object]:
         """Return the figures of the step beside the static layout of the same workload, for JSON."""
@@ -136,25 +120,4 @@ def simulate_balancer(request: SimulationRequest, workload: Workload) -> Simulat
         memory=memory_use(plan, scheduled, machine, model, execution),
         skew=plan.skew(scheduled),
         rows_counted=distinct is not None,
-    )
-
-
-def moves_in_words(steps: int) -> str:
-    """Return how moves of homes are charged, for a legend."""
-    share = f"1/{steps} of the" if steps > 1 else "all"
-    return f"seconds include {share} moves of experts to new homes (--steps {steps})"
-
-
-def static_plan_in_words(balancer: str, chosen: SimulatedPlan, static: SimulatedPlan, workload: Workload) -> str:
-    """Return why a balancer kept the static layout or had no history, and what changes that; else an empty string."""
-    if missing := workload.missing_history(balancer):
-        return missing
-    if balancer == "static" or not chosen.equals(static):
-        return ""
-    kept = f"{balancer} kept the static layout"
-    if not balancer.startswith("relibra"):
-        return kept
-    return (
-        f"{kept}: at {workload.tokens_per_rank:,.0f} tokens per rank and micro-batch no change saves more seconds "
-        "than it costs; a larger --micro-batch-tokens may change that"
     )

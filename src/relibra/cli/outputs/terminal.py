@@ -1,12 +1,16 @@
-"""Text for a terminal: tables, wrapped sentences, progress."""
+"""Results as JSON or as lines and tables, notes and progress."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
+from rich.text import Text
 
 from relibra.environment import has_columns
 from relibra.printable import printable, printable_lines
@@ -21,27 +25,72 @@ def stdout_console() -> Console:
     return console if console.is_terminal or has_columns() else Console(width=UNLIMITED)
 
 
-def progress(words: str) -> Status:
-    """Show a spinner with a message on stderr while the `with` block runs."""
-    return Console(stderr=True).status(escape(printable(words)))
+def progress(label: str) -> Status:
+    """Show a spinner with a label on stderr while the `with` block runs."""
+    return Console(stderr=True).status(escape(printable(label)))
 
 
-def new_table(*columns: str, left: int = 1, space: int = 2) -> Table:
-    """Return a table without lines.
+def print_result(
+    facts: Mapping[str, object], *, as_json: bool, columns: Mapping[str, Sequence[str]] | None = None
+) -> None:
+    """Print a result as one JSON object, or its numbers and texts as lines and its lists of mappings as tables.
 
-    columns   titles; the first `left` columns are aligned left, the others right
-    space     between columns
+    In lines and tables floats have four digits, and fields that are empty or None are left out.
+
+    columns    of tables by name, where JSON has more of them
     """
-    table = Table(box=None, padding=(0, space, 0, 0), pad_edge=False, header_style="bold")
-    for number, title in enumerate(columns):
-        table.add_column(title, justify="left" if number < left else "right", no_wrap=True)
-    return table
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    lines: dict[str, str] = {}
+    for name, value in facts.items():
+        if rows := rows_of(value):
+            _print_lines(lines)
+            lines = {}
+            typer.echo(f"{name.replace('_', ' ')}:")
+            print_table(rows, (columns or {}).get(name))
+        elif value is not None and value not in ("", [], {}, ()):
+            lines[name] = format_value(value)
+    _print_lines(lines)
 
 
-def print_wrapped(*sentences: str) -> None:
-    """Print sentences that are not empty, each wrapped between words at the width of the terminal."""
-    for sentence in filter(None, sentences):
-        stdout_console().print(printable(sentence), highlight=False, markup=False)
+def rows_of(value: object) -> list[Mapping[str, object]]:
+    """Return the rows of a table: a list of mappings, or a mapping of mappings, whose names come first; else none."""
+    if isinstance(value, Mapping) and value and all(isinstance(row, Mapping) for row in value.values()):
+        return [{"": name, **row} for name, row in value.items()]
+    if isinstance(value, list | tuple) and all(isinstance(row, Mapping) for row in value):
+        return list(value)
+    return []
+
+
+def format_value(value: object) -> str:
+    """Return a value as text, in one line.
+
+    >>> format_value(1234567), format_value(0.123456), format_value(True), format_value({"a": 1, "b": None})
+    ('1,234,567', '0.1235', 'yes', 'a 1')
+    """
+    if isinstance(value, bool) or value is None:
+        return "yes" if value else "no" if value is False else "-"
+    if isinstance(value, Mapping):
+        known = {name: item for name, item in value.items() if item is not None and item != ""}
+        return ", ".join(f"{str(name).replace('_', ' ')} {format_value(item)}" for name, item in known.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(format_value, value))
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else printable(str(value))
+
+
+def print_table(rows: Sequence[Mapping[str, object]], columns: Sequence[str] | None = None) -> None:
+    """Print rows with a column for each of their fields, or for some."""
+    names = columns or list(dict.fromkeys(name for row in rows for name in row))
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for name in names:
+        is_text = any(isinstance(row.get(name), str | Mapping) for row in rows)
+        table.add_column(name.replace("_", " "), justify="left" if is_text else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(format_value(row.get(name))) for name in names))
+    stdout_console().print(table)
 
 
 def print_text(text: str) -> None:
@@ -52,3 +101,9 @@ def print_text(text: str) -> None:
 def print_note(text: str) -> None:
     """Print a line on stderr, beside the results on stdout."""
     typer.echo(printable(text), err=True)
+
+
+def _print_lines(lines: Mapping[str, str]) -> None:
+    wide = max(map(len, lines), default=0)
+    for name, text in lines.items():
+        typer.echo(f"{name.replace('_', ' '):<{wide}}  {text}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,12 +14,10 @@ from relibra.cli.inputs import options
 from relibra.cli.inputs.models import open_model
 from relibra.cli.inputs.requests import takes
 from relibra.cli.outputs.files import check_outputs, named, writing
-from relibra.cli.outputs.terminal import new_table, print_note, print_text, print_wrapped, progress, stdout_console
-from relibra.cli.serve.picture import draw_deployment
-from relibra.cli.serve.simulated import UNITS, Arrivals, amount, print_runs, simulated_runs, write_timeline
+from relibra.cli.outputs.terminal import print_note, print_result, progress
+from relibra.cli.serve.simulated import RUN_COLUMNS, Arrivals, simulate_decision
 from relibra.cli.serve.simulated import figures as run_figures
 from relibra.errors import ConfigError
-from relibra.printable import plural
 
 if TYPE_CHECKING:
     from relibra.planning.deployment.accelerator import Accelerator
@@ -29,8 +26,16 @@ if TYPE_CHECKING:
     from relibra.planning.deployment.deployment_plan import DeploymentPlan
     from relibra.planning.deployment.served_model import ServedModel
 
-
 DEFAULT_GPUS = ("h20", "l40s")
+PAIR_COLUMNS = (
+    *("attention", "experts", "micro_batches", "requests", "attention_seconds", "expert_seconds", "hop_seconds"),
+    *("iteration_seconds", "gpus", "limit", "tokens_per_second_per_unit"),
+)
+COLOCATED_COLUMNS = (
+    *("kind", "gpu", "ways", "groups", "micro_batches", "requests", "iteration_seconds", "gpus", "limit"),
+    "tokens_per_second_per_unit",
+)
+"""Figures of the tables in a terminal; --json has all."""
 
 
 class Objective(StrEnum):
@@ -121,6 +126,10 @@ class ServePlanRequest:
 def plan(request: ServePlanRequest) -> None:
     """Search which GPUs compute attention and which experts, and compare with not separating them; all is modelled.
 
+    Gain is tokens per second and unit of the objective with separation / without; seconds of attention, experts and hop
+    are those of one micro-batch in one layer. Limit is what keeps the batch from growing. Of simulated runs, shares of
+    time are those of the mean node and of the busiest NIC, and bytes those that a GPU sends in a step.
+
     Example: relibra serve plan dbrx --gpus h20,l40s --tpot 150ms
     """
     from relibra.planning.deployment.decision import decide
@@ -149,28 +158,26 @@ def plan(request: ServePlanRequest) -> None:
             with writing(request.output):
                 write_deployment(request.output, decision.best)
     runs = {}
-    if request.simulate and decision.best is None and (request.copies or request.rate):
-        print_note("--copies and --rate are not simulated: no deployment with attention and experts apart fits")
     if request.simulate:
+        if decision.best is None and (request.copies or request.rate):
+            print_note("--copies and --rate are not simulated: no deployment with attention and experts apart fits")
         with progress(f"simulating {model.name}; the first run compiles kernels"):
-            runs = simulated_runs(decision, request.trace, request.copies, arrivals, request.measured)
-        write_timeline(request.timeline, runs)
-    if request.as_json:
-        typer.echo(json.dumps({**figures(decision), "simulated": [run_figures(*run) for run in runs.items()]}))
-        return
-    print_wrapped(
-        f"{model.name}: {plural(model.layers, 'layer')}, {model.top_k} of {plural(model.experts, 'expert')} per token; "
-        f"at most {time.words} per token, {level.context:g} tokens of context; "
-        f"every figure{' before the simulated ones' if request.measured else ''} is modelled"
-    )
-    print_decision(decision)
-    if decision.best is not None:
-        print_text("\n" + draw_deployment(decision.best))
-    print_wrapped(verdict(decision))
-    if runs:
-        print_runs(runs, decision.objective, request.measured)
-    if request.output is not None and decision.best is not None:
-        print_wrapped(f"the plan is in {request.output}")
+            runs = simulate_decision(decision, request.trace, request.copies, arrivals, request.measured)
+        if request.timeline is not None:
+            with writing(request.timeline):
+                next(iter(runs.values())).timeline().save_perfetto(request.timeline)
+    if request.measured is not None:
+        print_note(f"only the simulated rows use the times of {request.measured}, which has none of a colocated plan")
+    facts = {
+        "model": model.name,
+        "sizes": {"layers": model.layers, "experts": model.experts, "top_k": model.top_k},
+        "seconds_per_token": time.seconds,
+        "context": level.context,
+        **figures(decision),
+        "simulated": [run_figures(*run) for run in runs.items()],
+    }
+    columns = {"pairs": PAIR_COLUMNS, "colocated": COLOCATED_COLUMNS, "simulated": RUN_COLUMNS}
+    print_result(facts, as_json=request.as_json, columns=columns)
 
 
 def open_served_model(name: str) -> ServedModel:
@@ -262,41 +269,3 @@ def _together(decision: Decision, plan: ColocatedPlan) -> dict[str, Any]:
         "iteration_seconds": plan.iteration_seconds,
         "tokens_per_second_per_unit": decision.figure(plan),
     }
-
-
-def print_decision(decision: Decision) -> None:
-    """Print a row per pair of accelerators, and one per way without separation."""
-    titles = ("nodes x GPUs", "m", "requests", "us a / e / hop", "ms/token", "GPUs", "limit", UNITS[decision.objective])
-    table = new_table("attention / experts", *titles)
-    for plan in decision.pairs:
-        names = f"{plan.attention.accelerator.name} / {plan.experts.accelerator.name}"
-        nodes = f"{plan.attention.nodes}x{plan.attention.ways} / {plan.experts.nodes}x{plan.experts.ways}"
-        table.add_row(names, nodes, *_cells(decision, plan))
-    for other in decision.colocated:
-        names = f"{other.pool.accelerator.name}, {other.kind} parallel"
-        table.add_row(names, f"{other.pool.nodes}x{other.pool.ways}", *_cells(decision, other))
-    stdout_console().print(table)
-
-
-def _cells(decision: Decision, plan: DeploymentPlan | ColocatedPlan) -> list[str]:
-    return [
-        f"{plan.micro_batches}",
-        f"{plan.batch:,}",
-        " / ".join(f"{1e6 * seconds:.0f}" for seconds in plan.stage[:3]),
-        f"{1e3 * plan.iteration_seconds:.1f}",
-        f"{plan.gpus}",
-        plan.limit,
-        amount(decision.figure(plan)),
-    ]
-
-
-def verdict(decision: Decision) -> str:
-    """Return in a sentence whether to separate attention and experts."""
-    unit = UNITS[decision.objective]
-    if decision.best is None:
-        return "do not disaggregate: no deployment with attention and experts apart fits"
-    if decision.gain is None:
-        return "disaggregate: no colocated deployment fits"
-    if not decision.disaggregate:
-        return f"do not disaggregate: colocated gives {1 / decision.gain:.2f} times the {unit}"
-    return f"disaggregate: {decision.gain:.2f} times the {unit} of the best colocated deployment"

@@ -1,15 +1,12 @@
-"""Simulated decode steps of the plans of a decision, as a table."""
+"""Simulated decode steps of the plans of a decision."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from relibra.cli.outputs.files import writing
-from relibra.cli.outputs.terminal import new_table, print_wrapped, stdout_console
 from relibra.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,10 +23,6 @@ SEED = 0
 MOST_REQUESTS = 1_000_000
 SPREAD = 0.8
 """Standard deviation of the logarithm of lengths of prompts and responses; assumed."""
-UNITS = {"price": "tokens/s/price", "watts": "tokens/s/W", "gpus": "tokens/s/GPU"}
-"""Unit of a plan's figure, by objective."""
-FIELDS = {"price": "per_price", "watts": "per_watt", "gpus": "per_gpu"}
-"""Field of a result with that figure, by objective."""
 FIGURES = {
     "iteration_seconds": "mean_seconds",
     "p99_seconds": "p99_seconds",
@@ -47,6 +40,11 @@ FIGURES = {
     "queue_p99_seconds": "queue_p99_seconds",
 }
 """Fields of a result by their names in JSON."""
+RUN_COLUMNS = (
+    *("case", "iteration_seconds", "p99_seconds", "attention_busy", "experts_busy", "network_busy", "bubble"),
+    *("network_bytes", "limit", "tokens_per_second", "queue_seconds"),
+)
+"""Figures of the table in a terminal."""
 
 
 class Arrivals(NamedTuple):
@@ -70,7 +68,7 @@ def figures(name: str, result: ServingResult) -> dict[str, Any]:
     return {"case": name, "label": "simulated"} | {key: getattr(result, field) for key, field in FIGURES.items()}
 
 
-def simulated_runs(
+def simulate_decision(
     decision: Decision, trace: Path | None, copies: int, arrivals: Arrivals | None, measured: Path | None = None
 ) -> dict[str, ServingResult]:
     """Return results by name: the best plan apart with two transports and with what is asked for, the best colocated.
@@ -130,45 +128,6 @@ def _arriving(plan: DeploymentPlan, routes: RoutePool, arrivals: Arrivals) -> Sc
     )
     stream = poisson_stream(arrivals.rate, number, prompt, response, np.random.default_rng(SEED))
     return Scenario(steps=steps, warm_up=arrivals.response, routes=routes, stream=stream)
-
-
-def print_runs(runs: Mapping[str, ServingResult], objective: str, measured: Path | None = None) -> None:
-    """Print a row per run, and with measured times that the verdict is not of these."""
-    titles = ("ms/token", "P99", "attention", "experts", "network", "bubble", "MB/NIC", "limit", UNITS[objective])
-    table = new_table("simulated", *titles)
-    for name, one in runs.items():
-        table.add_row(
-            name,
-            f"{1e3 * one.mean_seconds:.1f}",
-            f"{1e3 * one.p99_seconds:.1f}",
-            *(f"{share:.0%}" for share in (one.attention_busy, one.experts_busy, one.network_busy, one.bubble)),
-            f"{one.network_bytes / 1e6:,.0f}",
-            one.limit,
-            amount(getattr(one, FIELDS[objective])),
-        )
-    stdout_console().print()
-    stdout_console().print(table)
-    for name, one in runs.items():
-        waited = f"{one.queue_seconds:.3g} s in the mean, {one.queue_p99_seconds:.3g} s P99"
-        print_wrapped(f"{name}: a place was free after {waited}" * bool(one.finished))
-    print_wrapped("shares of time: computing of the mean node, the busiest NIC; bytes that a GPU sends in a step")
-    if measured is not None:
-        print_wrapped(
-            f"these rows use the times of {measured}, the verdict above only modelled ones; the colocated plan is not "
-            "simulated, for the file has no times of it"
-        )
-
-
-def amount(figure: float) -> str:
-    """Return a figure with three digits or more."""
-    return f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}"
-
-
-def write_timeline(path: Path | None, runs: Mapping[str, ServingResult]) -> None:
-    """Write four layers of the first run for Perfetto."""
-    if path is not None:
-        with writing(path):
-            next(iter(runs.values())).timeline().save_perfetto(path)
 
 
 def _routes(model: ServedModel, trace: Path | None) -> RoutePool:

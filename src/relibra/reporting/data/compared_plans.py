@@ -87,7 +87,7 @@ class ComparedStep:
     distinct_rows: tuple[DistinctRows, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_same_sizes(*((one.name, one.plan) for one in self.plans))
+        check_same_sizes(*((plan.name, plan.plan) for plan in self.plans))
 
     @property
     def plans(self) -> tuple[ComparedPlan, ComparedPlan]:
@@ -102,11 +102,11 @@ class ComparedStep:
     @property
     def shared_choices_known(self) -> bool:
         """Whether it is known which experts tokens choose together: from the trace, or from counts of pairs."""
-        return self.distinct_rows is not None or all(one.demand.pairs_LEE is not None for one in self.plans)
+        return self.distinct_rows is not None or all(plan.demand.pairs_LEE is not None for plan in self.plans)
 
     def most_improved(self) -> tuple[int, int]:
         """Return the micro-batch whose busiest ranks lose most load over all layers, and its most improved layer."""
-        busiest = [one.rank_load_MLR.max(axis=2, initial=0) for one in self.plans]
+        busiest = [plan.rank_load_MLR.max(axis=2, initial=0) for plan in self.plans]
         shared = min(map(len, busiest))
         gain_ML = busiest[0][:shared] - busiest[1][:shared]
         m = int(gain_ML.sum(axis=1).argmax())
@@ -160,7 +160,7 @@ def count_distinct_rows(trace: RoutingTrace | None, plans: Sequence[ComparedPlan
     experts_TLK, sample_T = np.asarray(trace.experts_TLK), sample_of_rows(trace, plans[0].given)
     if not _share_samples(plans):
         raise TraceError("the two plans were made for different samples, so one trace cannot hold both: leave it out")
-    return tuple(distinct_rows_of_step(one.plan, one.demand, experts_TLK, sample_T) for one in plans)
+    return tuple(distinct_rows_of_step(plan.plan, plan.demand, experts_TLK, sample_T) for plan in plans)
 
 
 def times_mean(
@@ -175,8 +175,8 @@ def times_mean(
 
 
 def _are_few(plans: Sequence[ComparedPlan]) -> bool:
-    return max(one.rank_load_MLR.size * one.plan.num_ranks for one in plans) <= MAX_PAIRS
+    return max(plan.rank_load_MLR.size * plan.plan.num_ranks for plan in plans) <= MAX_PAIRS
 
 
 def _share_samples(plans: Sequence[ComparedPlan]) -> bool:
-    return all(np.array_equal(one.given.sample_ids, plans[0].given.sample_ids) for one in plans)
+    return all(np.array_equal(plan.given.sample_ids, plans[0].given.sample_ids) for plan in plans)

@@ -87,8 +87,8 @@ class ComparisonRow:
         if self.predicted_seconds is None or self.relocation_seconds is None:
             return self
         part = self.relocation_seconds / steps
-        settled = self.predicted_seconds - self.relocation_seconds
-        return replace(self, predicted_seconds=settled + part, relocation_seconds=part)
+        without_moves = self.predicted_seconds - self.relocation_seconds
+        return replace(self, predicted_seconds=without_moves + part, relocation_seconds=part)
 
     def figures(self) -> dict[str, object]:
         """Return the fields by name, for JSON."""
@@ -214,14 +214,6 @@ def measure(
         exposed_seconds=prediction.copies,
         relocation_seconds=prediction.relocation,
     )
-
-
-def describe_scopes(rows: Iterable[ComparisonRow]) -> str:
-    """Return the balancers by allowed scope of copies; bounds are comparable only within one scope."""
-    made = list(rows)
-    words = {"node": "inside the node", "cluster": "anywhere"}
-    scopes = {scope: [row.balancer for row in made if row.scope == scope] for scope in words}
-    return "; ".join(f"{words[scope]}: {', '.join(names)}" for scope, names in scopes.items() if names)
 
 
 def first_layers(demand: ScheduledDemand, number: int) -> ScheduledDemand:

@@ -51,6 +51,7 @@ _OPEN = "modelled seconds of copies that nothing hides"
 _ACROSS = "token-slots computed on another node than their token"
 _SLOTS = "memory of a rank's spare slots with gradients"
 _BETWEEN = "sent between nodes: at least these rows, gate weights, weights, gradients, and all moves"
+_SCOPE = "where copies may be: on the node of their home, or in the cluster; bounds compare only within one"
 _SECONDS = "modelled time of attention and experts, from a lower bound of the rows that travel; not measured"
 
 COLUMNS = (
@@ -67,6 +68,7 @@ COLUMNS = (
     Column("moved\nGB", lambda row: billions(_bytes(row).moves.total), "state of experts with a new home", 10),
     Column("between\nGB", lambda row: billions(sum(links.between for links in _bytes(row))), _BETWEEN, 13),
     Column("moves\ns", lambda row: f"{row.relocation_seconds:.2g}", "part of step s for moves of experts", 14),
+    Column("copies\nwithin", lambda row: row.scope or "-", _SCOPE, 15),
     Column("plan\ns", lambda row: f"{row.plan_seconds:.2f}", "measured here", 7),
     Column("step s\nmodel", lambda row: f"{row.predicted_seconds:.3g}", _SECONDS, 1),
 )

@@ -26,7 +26,7 @@ MAX_CHOICES = 1 << 28
 """Choices (row, layer, k) of a step that is planned for a page; more take minutes and gigabytes."""
 
 
-class PlannedStep(NamedTuple):
+class ReplannedStep(NamedTuple):
     """The step under the static layout and under a plan, and a sentence that says how it was planned."""
 
     step: ComparedStep
@@ -35,7 +35,7 @@ class PlannedStep(NamedTuple):
 
 def plan_last_step(
     recording: Recording, *, ranks: int | None = None, cluster: Cluster | None = None, model: ModelShape | None = None
-) -> PlannedStep | str:
+) -> ReplannedStep | str:
     """Plan the last recorded step, or return a sentence that says why not; "" on one rank, where nothing is planned.
 
     ranks     None: the run's own
@@ -73,7 +73,7 @@ def plan_last_step(
         f"{which} is planned here again, on {ranks} ranks, in micro-batches of whole samples in recorded order, at "
         f"most {rank_tokens:,} tokens per rank. The trainer used another schedule, so figures differ from the run’s."
     )
-    return PlannedStep(compare_step(plans, machine, model, trace), about)
+    return ReplannedStep(compare_step(plans, machine, model, trace), about)
 
 
 def default_model(trace: Path) -> ModelShape:

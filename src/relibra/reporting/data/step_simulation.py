@@ -49,9 +49,9 @@ def simulate_plans(step: ComparedStep) -> StepSimulation:
     raises     as `simulate_step`
     """
     before, after = (
-        simulate_step(one.plan, demand, step.cluster, step.model, how, distinct=rows)
-        for one, rows in step.plans_with_rows
-        for demand, how in (with_mini_batches(one.demand),)
+        simulate_step(compared.plan, demand, step.cluster, step.model, how, distinct=rows)
+        for compared, rows in step.plans_with_rows
+        for demand, how in (with_mini_batches(compared.demand),)
     )
     demand, how = with_mini_batches(step.after.demand)
     return StepSimulation(before, after, memory_use(step.after.plan, demand, step.cluster, step.model, how))
@@ -62,13 +62,20 @@ def simulate_timelines(step: ComparedStep, micro_batch: int) -> tuple[list[tuple
     ranks = choose_ranks(step.before.rank_load_MLR[micro_batch].sum(axis=0).tolist())
     timelines = [
         (
-            one.name,
+            compared.name,
             simulated_timeline(
-                one.plan, demand, step.cluster, step.model, how, ranks=ranks, micro_batches=[micro_batch], distinct=rows
+                compared.plan,
+                demand,
+                step.cluster,
+                step.model,
+                how,
+                ranks=ranks,
+                micro_batches=[micro_batch],
+                distinct=rows,
             ),
         )
-        for one, rows in step.plans_with_rows
-        for demand, how in (with_mini_batches(one.demand),)
+        for compared, rows in step.plans_with_rows
+        for demand, how in (with_mini_batches(compared.demand),)
     ]
     return timelines, ranks
 

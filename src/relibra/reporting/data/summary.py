@@ -14,7 +14,7 @@ from jaxtyping import Float64, Int, Int64
 from numpy import ndarray
 
 from relibra.errors import TraceError
-from relibra.number_ranges import ranges_in_words
+from relibra.number_ranges import format_ranges
 from relibra.routing.statistics import coefficient_of_variation, skew
 from relibra.routing.trace_statistics import Group, RankSkew, TraceStatistics, pool_groups, pool_ranks, require_tokens
 
@@ -162,16 +162,16 @@ def summarize(steps: Sequence[Step], *, own_ranks: int | None = None) -> Summary
     _check_one_model(steps)
     statistics = [step.statistics for step in steps]
     require_tokens(statistics)
-    load_LE = np.sum([one.load_LE for one in statistics], axis=0)
+    load_LE = np.sum([part.load_LE for part in statistics], axis=0)
     layer_ids = statistics[0].layer_ids
-    pooled = {parts[0].ranks: pool_ranks(parts) for parts in zip(*(one.layouts for one in statistics), strict=True)}
-    groups = [group for group in pool_groups(g for one in statistics for g in one.groups).values() if group.tokens]
+    pooled = {parts[0].ranks: pool_ranks(parts) for parts in zip(*(part.layouts for part in statistics), strict=True)}
+    groups = [group for group in pool_groups(g for part in statistics for g in part.groups).values() if group.tokens]
     return Summary(
         steps=tuple(steps),
-        micro_batch_tokens=next(one.micro_batch_tokens for one in statistics if one.tokens),
+        micro_batch_tokens=next(part.micro_batch_tokens for part in statistics if part.tokens),
         layer_ids=layer_ids,
         load_LE=load_LE,
-        step_M=np.repeat([step.number or 0 for step in steps], [one.micro_batches for one in statistics]),
+        step_M=np.repeat([step.number or 0 for step in steps], [part.micro_batches for part in statistics]),
         rank_views=tuple(
             RankView(ranks=ranks, is_own=ranks == own_ranks, skew=pooled.get(ranks))
             for ranks in rank_counts(load_LE.shape[1], own_ranks)
@@ -213,9 +213,9 @@ def evenly_chosen(num_items: int, limit: int) -> list[int]:
 
 
 def _stability(statistics: Sequence[TraceStatistics]) -> Stability:
-    filled = [one for one in statistics if one.micro_batches]
-    weights = [one.micro_batches for one in filled]
-    loads = [one.load_LE.astype(np.float64) for one in filled]
+    filled = [part for part in statistics if part.micro_batches]
+    weights = [item.micro_batches for item in filled]
+    loads = [item.load_LE.astype(np.float64) for item in filled]
     norms = [np.linalg.norm(load_LE, axis=-1) for load_LE in loads]
     between = [
         float(np.mean((loads[i - 1] * loads[i]).sum(axis=-1) / np.maximum(norms[i - 1] * norms[i], 1e-300)))
@@ -223,11 +223,11 @@ def _stability(statistics: Sequence[TraceStatistics]) -> Stability:
     ]
     return Stability(
         micro_batches=sum(weights),
-        cosine_mean_L=np.average([one.cosine_mean_L for one in filled], axis=0, weights=weights),
-        cosine_low_L=np.min([one.cosine_low_L for one in filled], axis=0),
-        cosine_high_L=np.max([one.cosine_high_L for one in filled], axis=0),
-        chance=float(np.average([one.chance_L.mean() for one in filled], weights=weights)),
-        fluctuation=float(np.mean([one.fluctuation_L for one in filled])),
+        cosine_mean_L=np.average([item.cosine_mean_L for item in filled], axis=0, weights=weights),
+        cosine_low_L=np.min([item.cosine_low_L for item in filled], axis=0),
+        cosine_high_L=np.max([item.cosine_high_L for item in filled], axis=0),
+        chance=float(np.average([item.chance_L.mean() for item in filled], weights=weights)),
+        fluctuation=float(np.mean([item.fluctuation_L for item in filled])),
         step_to_step=float(np.mean(between)) if between else None,
     )
 
@@ -242,6 +242,6 @@ def _check_one_model(steps: Sequence[Step]) -> None:
             )
 
 
-def _model(one: TraceStatistics) -> str:
-    layers = ranges_in_words(one.layer_ids.tolist())
-    return f"{one.layers} layers ({layers}) x {one.experts} experts, {one.top_k} choices per token"
+def _model(statistics: TraceStatistics) -> str:
+    layers = format_ranges(statistics.layer_ids.tolist())
+    return f"{statistics.layers} layers ({layers}) x {statistics.experts} experts, {statistics.top_k} choices per token"

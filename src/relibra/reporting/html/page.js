@@ -1,6 +1,7 @@
-// Draws the figures that the page holds as JSON, in the colours of its theme, and handles selectors and the sample list.
+// Draws the figures that the page holds as JSON, in the colours of its theme, and handles sliders and the sample list.
 (() => {
   const plots = [...document.querySelectorAll(".plot")];
+  const views = []; // set the view that each slider shows
   const narrow = () => window.innerWidth < 600;
 
   function themed(layout) {
@@ -31,18 +32,25 @@
   function draw() {
     for (const plot of plots) {
       const figure = JSON.parse(document.getElementById(plot.dataset.figure).textContent);
-      const shown = plot.data ? plot.data.map((trace) => trace.visible) : null;
-      if (shown) figure.data.forEach((trace, i) => { trace.visible = shown[i]; });
       Plotly.react(plot, figure.data, themed(figure.layout), { displayModeBar: false, responsive: true });
     }
+    for (const show of views) show();
   }
 
-  for (const select of document.querySelectorAll("select[data-plot]")) {
-    select.value = "0"; // browsers keep a choice over a reload, the figure does not
-    select.addEventListener("change", () => {
-      const plot = document.getElementById(select.dataset.plot);
-      Plotly.restyle(plot, { visible: plot.data.map((_, i) => i === Number(select.value)) });
-    });
+  for (const slider of document.querySelectorAll("input[data-plots]")) {
+    const names = JSON.parse(slider.dataset.names), ranges = JSON.parse(slider.dataset.ranges || "null");
+    slider.value = slider.dataset.first; // browsers keep a choice over a reload
+    const show = () => {
+      const view = Number(slider.value), traces = Number(slider.dataset.traces);
+      document.getElementById(`${slider.id}-value`).textContent = names[view];
+      slider.setAttribute("aria-valuetext", names[view]);
+      for (const plot of slider.dataset.plots.split(" ").map((id) => document.getElementById(id))) {
+        if (ranges) Plotly.relayout(plot, ranges[view]);
+        else Plotly.restyle(plot, { visible: plot.data.map((_, i) => Math.floor(i / traces) === view) });
+      }
+    };
+    slider.addEventListener("input", show);
+    views.push(show);
   }
   const list = document.getElementById("sample-list");
   if (list) {

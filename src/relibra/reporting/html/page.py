@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from hashlib import sha256
@@ -24,7 +24,7 @@ from relibra.files import write_text
 from relibra.printable import plural
 from relibra.reporting.data.number_format import count, exact_percent, percent, times
 from relibra.reporting.html.route_figures import plotly_script
-from relibra.simulation.units import seconds_in_words
+from relibra.simulation.units import format_seconds
 
 _POLICY = "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:"
 """What a browser lets the page do: run these scripts, no others, and send no request."""
@@ -54,16 +54,14 @@ def _file_errors(output: Path) -> Iterator[None]:
         ) from error
 
 
-def render_page(body: str, *, scripts: Sequence[str], plotly: bool = False, **values: Any) -> str:
-    """Return a whole page with its scripts and style in it.
+def render_page(body: str, **values: Any) -> str:
+    """Return a whole page with the scripts and the style in it; plotly's script has 5 MB.
 
     body      template of what stands between header and footer
-    scripts   files of this package, in order
-    plotly    the body holds figures of plotly, whose script has 5 MB
     values    of the templates; `page.html` needs `title`, `kind`, `headline` and `facts`
     """
-    texts = [_as_parsed(text) for text in (*([plotly_script()] if plotly else []), *map(_asset, scripts))]
-    policy = _POLICY.format(scripts=" ".join(map(_source_of, texts)) or "'none'")
+    texts = [_as_parsed(text) for text in (plotly_script(), _asset("page.js"))]
+    policy = _POLICY.format(scripts=" ".join(map(_source_of, texts)))
     return render("page.html", body=body, scripts=texts, policy=policy, style=_asset("page.css"), **values)
 
 
@@ -84,7 +82,7 @@ def templates() -> Environment:
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     filters = (count, exact_percent, percent, plural, times, plotly_json)
-    environment.filters |= {one.__name__: one for one in filters} | {"duration": seconds_in_words}
+    environment.filters |= {item.__name__: item for item in filters} | {"duration": format_seconds}
     environment.globals["relibra_version"] = relibra.__version__
     elements = environment.get_template("elements.html").module
     environment.globals |= {name: macro for name, macro in vars(elements).items() if not name.startswith("_")}

@@ -6,6 +6,7 @@ palette of Okabe and Ito, areas cividis: both suit any common colour vision.
 
 from __future__ import annotations
 
+from html import escape
 from types import ModuleType
 from typing import Any
 
@@ -167,6 +168,11 @@ def line(
         marker={"color": colour, "size": 9},
         hovertemplate=hover + "<extra></extra>",
     )
+
+
+def plain_name(name: str) -> str:
+    """Make a name safe for plotly, which reads some HTML in names."""
+    return escape(name.encode("utf-8", "replace").decode()).replace("%", "")
 
 
 def band(figure: Any, x: Any, low: Any, high: Any, colour: str, name: str, yaxis: str = "y") -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from math import ceil, log10
 from typing import Any, Literal, NamedTuple
 
 from relibra.reporting.data.metrics import Metrics
-from relibra.reporting.html.route_figures import DASHES, PALETTE, band, line, plotly_figures
+from relibra.reporting.html.route_figures import DASHES, PALETTE, band, line, plain_name, plotly_figures
 
 PANEL_PIXELS = 190
 GAP_PIXELS = 44
@@ -114,7 +113,7 @@ def compared_panels(runs: Sequence[tuple[str, Metrics]], panels: Sequence[Panel]
     for panel, curves in drawn:
         for number, (run, metrics) in enumerate(runs):
             for place, curve in enumerate(panel.curves[:2]):
-                name, dash = f"{_plain(run)}: {curve.name}", (2 * place + number) % len(DASHES)
+                name, dash = f"{plain_name(run)}: {curve.name}", (2 * place + number) % len(DASHES)
                 curves.append((curve._replace(name=name, spread="", colour=number, dash=dash), metrics))
     return _draw_panels(drawn, GAP_PIXELS + 76)
 
@@ -122,7 +121,7 @@ def compared_panels(runs: Sequence[tuple[str, Metrics]], panels: Sequence[Panel]
 def _draw_panels(panels: Sequence[tuple[Panel, Sequence[tuple[Curve, Metrics]]]], gap: int) -> Any:
     """Draw (panel, its curves with the run of each) above one another; each panel has a legend of its own."""
     figure = plotly_figures().Figure()
-    kept = [(panel, [one for one in curves if _is_drawn(one[0], panel, one[1])]) for panel, curves in panels]
+    kept = [(panel, [item for item in curves if _is_drawn(item[0], panel, item[1])]) for panel, curves in panels]
     shown = [(panel, curves) for panel, curves in kept if curves]
     height = len(shown) * PANEL_PIXELS + (len(shown) - 1) * gap
     for i, (panel, curves) in enumerate(shown):
@@ -156,7 +155,7 @@ def stage_seconds(metrics: Metrics) -> Any:
     """Draw the seconds of each step as bars stacked by stage."""
     figure = plotly_figures().Figure()
     for i, (stage, seconds) in enumerate(metrics.seconds().items()):
-        name = _plain(stage)
+        name = plain_name(stage)
         figure.add_bar(
             x=metrics.steps,
             y=seconds,
@@ -190,8 +189,3 @@ def _draw(figure: Any, metrics: Metrics, curve: Curve, panel: Panel, number: str
 
 def _is_drawn(curve: Curve, panel: Panel, metrics: Metrics) -> bool:
     return any(panel.axis != "log" or value > 0 for value in metrics.known(curve.key, curve.part))
-
-
-def _plain(name: str) -> str:
-    """Make a name safe for plotly, which reads some HTML in names."""
-    return escape(name.encode("utf-8", "replace").decode()).replace("%", "")

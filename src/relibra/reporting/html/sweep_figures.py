@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from relibra.errors import ConfigError
-from relibra.reporting.data.sweep_lines import SweepLines, setting_name
+from relibra.reporting.data.sweep_lines import STATIC, SweepLines, setting_text
 from relibra.reporting.html.route_figures import PALETTE, plotly_figures
 
 VALUE_NAME = "tokens per second and rank"
@@ -31,25 +31,18 @@ def load_matplotlib() -> ModuleType:
 
 
 def sweep_png(sweep: SweepLines, title: str) -> bytes:
-    """Return the picture as a PNG file."""
+    """Return the picture as a PNG file; values begin at 0."""
     figure = load_matplotlib().Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
-    bars = sweep.has_bars
-    for number, (name, (positions, values)) in enumerate(sweep.lines.items()):
-        colour = PALETTE[number % len(PALETTE)]
-        if bars:
-            axes.barh(positions, values, color=colour, label=name)
-        else:
-            dashed = sweep.is_static(name)
-            axes.plot(positions, values, "--" * dashed, marker="o", color=GREY if dashed else colour, label=name)
-    axes.set_title(title)
-    (axes.set_xlabel if bars else axes.set_ylabel)(VALUE_NAME)
-    if not bars:
-        axes.set_xlabel(sweep.axis_name)
-        axes.set_xscale("log" if sweep.is_log else "linear")
-        axes.set_xticks(sweep.ticks, [f"{tick:,}" for tick in sweep.ticks])
-        axes.set_xticks([], minor=True)
-        axes.set_ylim(bottom=0)
+    for number, (name, points) in enumerate(sweep.lines.items()):
+        colour, dash = _style(name, number)
+        axes.plot(
+            list(points), list(points.values()), "--" if dash == "dash" else "-", marker="o", color=colour, label=name
+        )
+    axes.set(title=title, xlabel=sweep.axis_name, ylabel=VALUE_NAME, xscale="log" if sweep.is_log else "linear")
+    axes.set_xticks(sweep.ticks, [setting_text(tick) for tick in sweep.ticks])
+    axes.set_xticks([], minor=True)
+    axes.set_ylim(bottom=0)
     if any(sweep.lines):
         axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
@@ -59,26 +52,29 @@ def sweep_png(sweep: SweepLines, title: str) -> bytes:
 
 
 def sweep_figure(sweep: SweepLines) -> Any:
-    """Draw the lines, or bars of balancers, with plotly; all values from 0."""
+    """Draw the lines with plotly; values begin at 0."""
     figure = plotly_figures().Figure()
-    bars = sweep.has_bars
-    for number, (name, (positions, values)) in enumerate(sweep.lines.items()):
-        colour = PALETTE[number % len(PALETTE)]
-        if bars:
-            hover = "%{y}: %{x:,.0f}<extra></extra>"
-            figure.add_bar(x=values, y=positions, orientation="h", name=name, marker_color=colour, hovertemplate=hover)
-        else:
-            hover = f"{name}{', ' * bool(name)}%{{x}} {setting_name(sweep.axis)}: %{{y:,.0f}}<extra></extra>"
-            dashed = sweep.is_static(name)
-            line = {"color": GREY if dashed else colour, "dash": "dash" if dashed else "solid"}
-            figure.add_scatter(x=positions, y=values, mode="lines+markers", name=name, line=line, hovertemplate=hover)
+    for number, (name, points) in enumerate(sweep.lines.items()):
+        colour, dash = _style(name, number)
+        figure.add_scatter(
+            x=list(points),
+            y=list(points.values()),
+            mode="lines+markers",
+            name=name,
+            line={"color": colour, "dash": dash},
+            hovertemplate=f"{sweep.axis_name} %{{x}}: %{{y:,.0f}} {name}<extra></extra>",
+        )
+    kind = "category" if sweep.axis == "balancer" else "log" if sweep.is_log else "linear"
+    ticks = {"tickmode": "array", "tickvals": sweep.ticks, "ticktext": list(map(setting_text, sweep.ticks))}
     figure.update_layout(
-        height=100 + 44 * len(sweep.ticks) if bars else 440,
+        height=440,
         showlegend=any(sweep.lines),
-        xaxis={"title": {"text": VALUE_NAME if bars else sweep.axis_name}, "rangemode": "tozero" if bars else "normal"},
-        yaxis={"automargin": True} if bars else {"title": {"text": VALUE_NAME}, "rangemode": "tozero"},
+        xaxis={"title": {"text": sweep.axis_name}, "type": kind, **ticks},
+        yaxis={"title": {"text": VALUE_NAME}, "rangemode": "tozero"},
     )
-    if not bars:
-        ticks = {"tickmode": "array", "tickvals": sweep.ticks, "ticktext": [f"{tick:,}" for tick in sweep.ticks]}
-        figure.update_xaxes(type="log" if sweep.is_log else "linear", **ticks)
     return figure
+
+
+def _style(name: str, number: int) -> tuple[str, str]:
+    is_static = STATIC in name.split(", ")
+    return (GREY, "dash") if is_static else (PALETTE[number % len(PALETTE)], "solid")

@@ -41,12 +41,10 @@ def render_comparison(runs: Sequence[Recording], made: datetime) -> str:
     drawn = [id for id, panels in PANELS.items() if any(has_any(run.metrics, panels) for run in runs)]
     return render_page(
         "comparison.html",
-        scripts=("page.js",),
-        plotly=True,
         title=" and ".join(names),
         kind="comparison of runs",
         headline=note,
-        facts=[f"{made:%Y-%m-%d %H:%M} UTC", *(f"{name}: {plural(len(one.rows), 'step')}" for name, one in pairs)],
+        facts=[f"{made:%Y-%m-%d %H:%M} UTC", *(f"{name}: {plural(len(item.rows), 'step')}" for name, item in pairs)],
         names=names,
         figures=key_figures([metrics for _, metrics in pairs]),
         settings_note=note,

@@ -1,7 +1,4 @@
-"""`write_plan_page`: a self-contained HTML page that compares a plan with the static layout or with another plan.
-
-Pictures are HTML and canvases drawn by two small scripts, without plotly.
-"""
+"""`write_plan_page`: a self-contained HTML page that compares a plan with the static layout or with another plan."""
 
 from __future__ import annotations
 
@@ -12,13 +9,11 @@ from typing import Any
 
 from relibra.printable import plural
 from relibra.reporting.data.compared_plans import ComparedStep
-from relibra.reporting.data.comparison import ComparisonRow, describe_scopes
+from relibra.reporting.data.comparison import ComparisonRow
 from relibra.reporting.data.comparison_columns import COLUMNS
 from relibra.reporting.html.page import check_output, render_page, write_page
 from relibra.reporting.pages.step_values import Bar, end_of_skews, step_headline, step_values
 from relibra.timeline import Timeline
-
-SCRIPTS = ("loads.js", "timeline.js")
 
 
 def write_plan_page(
@@ -50,17 +45,16 @@ def render_plan_page(
     """Return the page as text; the same values give the same bytes."""
     plan = step.after.plan
     M, L, R, _ = plan.replica_MLRB.shape
-    planned = [one for one in step.plans if not one.is_static]
+    planned = [item for item in step.plans if not item.is_static]
     return render_page(
         "plan.html",
-        scripts=SCRIPTS,
         title=f"{plan.num_experts} experts on {R} ranks"
         + f": {step.before.name} and {step.after.name}" * (len(planned) > 1),
         kind="comparison of balancers" if balancers else "plan of a step",
         headline=balancers_headline(balancers) if balancers else step_headline(step),
         facts=[
             f"{made:%Y-%m-%d %H:%M} UTC",
-            *(f"plan {one.plan.digest()[:16]} by {one.plan.balancer}" for one in planned),
+            *(f"plan {item.plan.digest()[:16]} by {item.plan.balancer}" for item in planned),
             f"{plural(M, 'micro-batch')}, {plural(L, 'layer')}, {plural(plan.num_experts, 'expert')}",
             f"{plural(R, 'rank')} on {plural(plan.num_nodes, 'node')}, {plural(plan.slots, 'spare slot')} per rank",
         ],
@@ -95,6 +89,5 @@ def balancer_values(rows: Sequence[ComparisonRow]) -> dict[str, Any]:
         "end": end_of_skews(bars),
         "columns": columns,
         "rows": [[row.balancer, row.sees, *(column.cell(row) for column in columns)] for row in made],
-        "scopes": describe_scopes(made) if any(row.copies for row in made) else "",
         "failed": [(row.balancer, row.message) for row in rows if row.message],
     }

@@ -14,7 +14,7 @@ from relibra.cluster import Cluster
 from relibra.printable import plural
 from relibra.reporting.data.metrics import Metrics
 from relibra.reporting.data.number_format import count, percent, times
-from relibra.reporting.data.planned_step import PlannedStep, plan_last_step
+from relibra.reporting.data.planned_step import ReplannedStep, plan_last_step
 from relibra.reporting.data.recording import Recording, open_recording
 from relibra.reporting.data.samples import Samples, read_samples
 from relibra.reporting.data.settings import changed_settings, list_settings, main_settings
@@ -22,7 +22,6 @@ from relibra.reporting.data.summary import Step, Summary, possible_ranks, summar
 from relibra.reporting.html import route_figures
 from relibra.reporting.html.page import check_output, render_page, write_page
 from relibra.reporting.html.route_figures import plotly_figures, ranks_name
-from relibra.reporting.pages.plan_page import SCRIPTS
 from relibra.reporting.pages.run_values import run_values
 from relibra.reporting.pages.step_values import Bar, step_headline, step_values
 from relibra.routing.statistics import rank_skew, skew
@@ -96,7 +95,7 @@ def render_report(
     summary: Summary | None,
     samples: Samples,
     made: datetime,
-    planned: PlannedStep | str = "",
+    planned: ReplannedStep | str = "",
     timelines: Sequence[tuple[str, Timeline]] = (),
 ) -> str:
     """Return the page as text; the same values give the same bytes.
@@ -109,11 +108,9 @@ def render_report(
     """
     metrics = recording.metrics
     config = recording.config if recording.is_run else {}
-    step = planned.step if isinstance(planned, PlannedStep) else None
+    step = planned.step if isinstance(planned, ReplannedStep) else None
     return render_page(
         "report.html",
-        scripts=("page.js", *(SCRIPTS if step else ())),
-        plotly=True,
         title=recording.name,
         kind="run report" if recording.is_run else "expert load report",
         headline=_headline(metrics, summary),
@@ -126,7 +123,7 @@ def render_report(
         summary=summary,
         routes=route_values(summary) if summary else None,
         step=step_values(step, timelines) if step else None,
-        step_about=planned.about if isinstance(planned, PlannedStep) else planned,
+        step_about=planned.about if isinstance(planned, ReplannedStep) else planned,
         step_headline=step_headline(step) if step else "",
         words=("routes", "plans") if step else ("routes",),
     )
@@ -179,17 +176,19 @@ def _load_cards(summary: Summary) -> list[Card]:
 
 def route_values(summary: Summary) -> dict[str, Any]:
     """Return the values of routes.html."""
-    one, possible = summary.stability, summary.possible
+    stability, possible = summary.stability, summary.possible
+    several = stability.micro_batches > 1
     ranks = summary.headline[0].ranks if summary.headline else None
     sizes = [
         [ranks_name(view), *(f"{getattr(it, name):.2f}" for name in SKEW_COLUMNS), percent(it.idle_share)]
         for view, it in possible
     ]
-    stability = {
-        "cosine of a micro-batch and its step, mean": f"{one.cosine:.3f}",
-        "the same by chance alone": f"{one.chance:.3f}" * (one.micro_batches > 1),
-        "fluctuation of an expert’s share": percent(one.fluctuation) * (one.micro_batches > 1),
-        "cosine of a step and the step before it, mean": "" if one.step_to_step is None else f"{one.step_to_step:.3f}",
+    step_to_step = stability.step_to_step
+    figures = {
+        "cosine of a micro-batch and its step, mean": f"{stability.cosine:.3f}",
+        "the same by chance alone": f"{stability.chance:.3f}" if several else "",
+        "fluctuation of an expert’s share": percent(stability.fluctuation) if several else "",
+        "cosine of a step and the step before it, mean": "" if step_to_step is None else f"{step_to_step:.3f}",
     }
     return {
         "views": [label for label, _ in route_figures.heatmap_views(summary)],
@@ -214,8 +213,8 @@ def route_values(summary: Summary) -> dict[str, Any]:
             for group in summary.groups[:MAX_GROUPS]
             if ranks is not None
         ],
-        "stability": [[name, figure] for name, figure in stability.items() if figure],
-        "cosines": route_figures.cosine_by_layer(one, summary.layer_ids) if one.micro_batches > 1 else None,
+        "stability": [[name, figure] for name, figure in figures.items() if figure],
+        "cosines": route_figures.cosine_by_layer(stability, summary.layer_ids) if several else None,
     }
 
 

@@ -14,11 +14,9 @@ from relibra.reporting.data.compared_plans import ComparedStep
 from relibra.reporting.data.fault_coverage import replica_cover, step_cover
 from relibra.reporting.data.number_format import count, exact_percent, percent
 from relibra.reporting.data.step_simulation import StepSimulation, simulate_plans, simulate_timelines
-from relibra.reporting.pages.load_facts import load_facts
-from relibra.reporting.pages.timeline_facts import timeline_facts
-from relibra.simulation import advice
-from relibra.simulation.limits import overlap_ratios, sustained_overlap_ratios
-from relibra.simulation.units import seconds_in_words
+from relibra.reporting.html.step_figures import load_figures, timeline_values
+from relibra.simulation.limits import overlap_ratios, step_parts, sustained_overlap_ratios
+from relibra.simulation.units import format_bytes, format_seconds
 from relibra.timeline import Timeline
 
 MAX_FAILED_RANKS = 16
@@ -84,46 +82,47 @@ def step_values(step: ComparedStep, timelines: Sequence[tuple[str, Timeline]] = 
     micro_batch, layer = step.most_improved()
     simulated, ranks = simulate_timelines(step, micro_batch) if found else ([], [])
     bars = {
-        i: waterfall(lever_gaps(one.plan, one.given), lever_bounds(one.plan, one.given)) for i, one in _planned(step)
+        i: waterfall(lever_gaps(compared.plan, compared.given), lever_bounds(compared.plan, compared.given))
+        for i, compared in _planned(step)
     }
     return {
         "compared": step,
         "simulated": found,
         "figures": key_figures(step, found),
-        "levers": [(i, one.name, bars[i], end_of_skews(bars[i])) for i, one in _planned(step)],
-        "loads": load_facts(step) if all(one.demand.load_MLE.any() for one in step.plans) else None,
-        "micro_batches": max(len(one.plan.replica_MLRB) for one in step.plans),
+        "levers": [(i, compared.name, bars[i], end_of_skews(bars[i])) for i, compared in _planned(step)],
+        "loads": load_figures(step) if all(plan.demand.load_MLE.any() for plan in step.plans) else None,
+        "micro_batches": max(len(plan.plan.replica_MLRB) for plan in step.plans),
         "cover": _cover(step),
         "ledgers": _ledgers(step, found),
         "limits": _limits(step, found) if found else None,
         "remedy": remedy,
         "micro_batch": micro_batch,
         "simulated_ranks": ranks,
-        "timelines": timeline_facts([*simulated, *timelines], int(step.after.plan.layer_ids[layer])),
+        "timelines": timeline_values([*simulated, *timelines], int(step.after.plan.layer_ids[layer])),
     }
 
 
 def step_headline(step: ComparedStep) -> str:
     """Return skew, and share of the expert time that a rank waits for the busiest on average, of both plans."""
     return " · ".join(
-        f"{one.name}: skew {one.skew:.3f}, {exact_percent(1 - 1 / one.skew)} of the expert time spent waiting"
-        for one in step.plans
+        f"{plan.name}: skew {plan.skew:.3f}, {exact_percent(1 - 1 / plan.skew)} of the expert time spent waiting"
+        for plan in step.plans
     )
 
 
 def _planned(step: ComparedStep) -> list[tuple[int, Any]]:
-    return [(number, one) for number, one in enumerate(step.plans) if not one.is_static]
+    return [(number, compared) for number, compared in enumerate(step.plans) if not compared.is_static]
 
 
 def key_figures(step: ComparedStep, found: StepSimulation | None) -> list[list[str]]:
     """Return rows of name, figure of both plans, and how many times as fast the second is."""
-    plans = [one.plan for one in step.plans]
+    plans = [compared.plan for compared in step.plans]
     places = max(1, plans[1].replica_MLRB.shape[0] * plans[1].replica_MLRB.shape[1])
     rows = [
-        ["skew", *(f"{one.skew:.3f}" for one in step.plans)],
-        ["bound of the skew", *(f"{one.bound:.3f}" for one in step.plans)],
-        ["gap", *(exact_percent(one.skew / one.bound - 1) for one in step.plans)],
-        ["share of the expert time spent waiting", *(exact_percent(1 - 1 / one.skew) for one in step.plans)],
+        ["skew", *(f"{compared.skew:.3f}" for compared in step.plans)],
+        ["bound of the skew", *(f"{compared.bound:.3f}" for compared in step.plans)],
+        ["gap", *(exact_percent(compared.skew / compared.bound - 1) for compared in step.plans)],
+        ["share of the expert time spent waiting", *(exact_percent(1 - 1 / compared.skew) for compared in step.plans)],
         ["replicas", *(count(plan.num_copies) for plan in plans)],
         ["replicas per micro-batch and layer", *(f"{plan.num_copies / places:.1f}" for plan in plans)],
         ["replicas across nodes", *(count(plan.num_cross_node_copies) for plan in plans)],
@@ -139,7 +138,7 @@ def duration_rows(name: str, seconds: tuple[float, float], relocation: tuple[flo
     if any(moved > MIN_RELOCATION_SHARE * total for total, moved in zip(seconds, relocation, strict=True)):
         durations[f"{name}, without relocation"] = (seconds[0] - relocation[0], seconds[1] - relocation[1])
     return [
-        [name, seconds_in_words(old), seconds_in_words(new), f"{old / new if new else 1.0:.2f}×"]
+        [name, format_seconds(old), format_seconds(new), f"{old / new if new else 1.0:.2f}×"]
         for name, (old, new) in durations.items()
     ]
 
@@ -150,10 +149,10 @@ def _cover(step: ComparedStep) -> dict[str, Any] | None:
     plan = after.plan
     if plan.num_ranks < 2 or not after.demand.load_MLE.any():
         return None
-    before_R, after_R = (step_cover(one.plan, one.demand) for one in step.plans)
+    before_R, after_R = (step_cover(compared.plan, compared.demand) for compared in step.plans)
     order = np.argsort(after_R, kind="stable")
     shown = [(rank, float(before_R[rank]), float(after_R[rank])) for rank in sorted(order[:MAX_FAILED_RANKS].tolist())]
-    layers = [replica_cover(one.plan, one.demand).min(axis=1) for one in (before, after)]
+    layers = [replica_cover(compared.plan, compared.demand).min(axis=1) for compared in (before, after)]
     least = int(np.argmin(layers[1]))
     means = {
         "mean over ranks": (before_R.mean(), after_R.mean()),
@@ -170,21 +169,21 @@ def _cover(step: ComparedStep) -> dict[str, Any] | None:
 def _ledgers(step: ComparedStep, found: StepSimulation | None) -> dict[str, Any] | None:
     """Return bytes by kind, then the ledger of dispatches, in total and per layer; None on one rank."""
     ledgers = named_ledgers(step)
-    totals = [one.total() for _, one in ledgers]
-    if not any(one.useful_L.any() for one in totals):
+    totals = [item.total() for _, item in ledgers]
+    if not any(total.useful_L.any() for total in totals):
         return None
     sizes = (("useful_L", "useful, GB"), ("duplicate_L", "duplicate, GB"), ("forwarded_L", "forwarded, GB"))
-    sent = [one.bytes.as_dict() for one in (found.before, found.after)] if found else []
+    sent = [item.bytes.as_dict() for item in (found.before, found.after)] if found else []
     links = ("inside", "between") if step.cluster.num_nodes > 1 else ("inside",)
-    kinds = [(kind, link, [one[kind][link] for one in sent]) for link in links for kind in (sent[0] if sent else ())]
-    old, new = (one.efficiency_L for _, one in ledgers[:2])
+    kinds = [(kind, link, [item[kind][link] for item in sent]) for link in links for kind in (sent[0] if sent else ())]
+    old, new = (item.efficiency_L for _, item in ledgers[:2])
     return {
         "names": [name for name, _ in ledgers],
         "kinds": [[f"{kind}, {link} nodes", *map(_gigabytes, sizes)] for kind, link, sizes in kinds if any(sizes)],
-        "exact": all(one.exact for one in totals),
+        "exact": all(total.exact for total in totals),
         "totals": [
-            *([name, *(_gigabytes(float(getattr(one, key)[0])) for one in totals)] for key, name in sizes),
-            *([name, *(percent(float(getattr(one, key)[0])) for one in totals)] for key, name in FACTORS),
+            *([name, *(_gigabytes(float(getattr(total, key)[0])) for total in totals)] for key, name in sizes),
+            *([name, *(percent(float(getattr(total, key)[0])) for total in totals)] for key, name in FACTORS),
         ],
         "layers": [
             Bar(f"{layer}", 0.0, float(new[i]), _changes_of_layer(ledgers, i), mark=float(old[i]))
@@ -202,15 +201,15 @@ def named_ledgers(step: ComparedStep) -> list[tuple[str, ByteLedger]]:
     known, row_bytes = step.shared_choices_known, step.model.expert.row_bytes
     before, after = step.plans_with_rows
     found = []
-    for (one, rows), once in [(before, known), (after, known)] + [(after, False)] * known:
-        name = f"{one.name}, per choice" if known and not once else one.name
-        ledger = byte_ledger(one.plan, one.demand, step.cluster, row_bytes, distinct=rows, send_once=once)
+    for (compared, rows), once in [(before, known), (after, known)] + [(after, False)] * known:
+        name = f"{compared.name}, per choice" if known and not once else compared.name
+        ledger = byte_ledger(compared.plan, compared.demand, step.cluster, row_bytes, distinct=rows, send_once=once)
         found.append((name, ledger))
     return found
 
 
 def _changes_of_layer(ledgers: Sequence[tuple[str, ByteLedger]], i: int) -> tuple[str, ...]:
-    return tuple(" → ".join(f"{100 * getattr(one, key)[i]:.0f}" for _, one in ledgers) for key, _ in FACTORS)
+    return tuple(" → ".join(f"{100 * getattr(item, key)[i]:.0f}" for _, item in ledgers) for key, _ in FACTORS)
 
 
 def _gigabytes(size: float) -> str:
@@ -223,7 +222,9 @@ def _limits(step: ComparedStep, found: StepSimulation) -> dict[str, Any]:
     sustained = sustained_overlap_ratios(step.cluster, step.model.expert)
     used = (found.before, found.after)
     seconds = found.before.seconds, found.after.seconds
-    parts = {name: found.term(name) for name in found.after.terms if any(found.term(name))}
+    before_parts, after_parts = step_parts(found.before), step_parts(found.after)
+    parts = {name: (before_parts[name], value) for name, value in after_parts.items() if before_parts[name] or value}
+    memory = {**found.memory.parts, "activations, static layout": found.memory.activations_static}
     predicted = predict(after.plan, after.demand, step.cluster, step.model.expert)
     return {
         "overlap": [
@@ -232,11 +233,12 @@ def _limits(step: ComparedStep, found: StepSimulation) -> dict[str, Any]:
         ],
         "durations": [
             *duration_rows("step", seconds, found.term("relocation")),
-            ["share of the peak flops used", *(percent(one.model_flops_utilisation) for one in used), ""],
+            ["share of the peak flops used", *(percent(item.model_flops_utilisation) for item in used), ""],
         ],
-        "advice": advice(found.after, step.cluster, step.model, found.memory),
+        "memory": [[name, format_bytes(size)] for name, size in memory.items() if size],
+        "memory_warning": found.memory.warning,
         "parts": [
-            Bar(name, 0.0, new, (seconds_in_words(old), seconds_in_words(new), percent(new / (seconds[1] or 1.0))))
+            Bar(name, 0.0, new, (format_seconds(old), format_seconds(new), percent(new / (seconds[1] or 1.0))))
             for name, (old, new) in sorted(parts.items(), key=lambda part: -part[1][1])
         ],
         "longest": max(map(max, parts.values()), default=1.0),

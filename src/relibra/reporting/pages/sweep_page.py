@@ -65,8 +65,6 @@ def _page(
     best_settings = ", ".join(f"{setting_name(name)} {_text(best, name)}" for name in names)
     return render_page(
         "sweep.html",
-        scripts=("page.js",),
-        plotly=True,
         title=title,
         kind="sweep",
         headline=f"Most {VALUE_NAME}, simulated: {best[VALUE]:,.0f} with {best_settings}.",

@@ -126,7 +126,7 @@ def run_layers(
     )  # fmt: skip
     arrive_MXY = np.zeros((M, X, Y))
     shared = clocks.experts_Y is clocks.attention_X
-    work = Work(*(np.ascontiguousarray(one) for one in work))  # one layout: the kernel is compiled once
+    work = Work(*(np.ascontiguousarray(item) for item in work))  # one layout: the kernel is compiled once
     _run(work, clocks, events, arrive_MXY, order_XY, back_YX, barrier, partial, ack_priority, shared)
     return events
 
@@ -153,11 +153,11 @@ def _order(times_X) -> ndarray:
     """Return positions in the order of their times, ties by position, by insertion: times are nearly in order."""
     order_X = np.arange(len(times_X))
     for end in range(1, len(times_X)):
-        one, at = order_X[end], end
-        while at > 0 and times_X[order_X[at - 1]] > times_X[one]:
+        moved, at = order_X[end], end
+        while at > 0 and times_X[order_X[at - 1]] > times_X[moved]:
             order_X[at] = order_X[at - 1]
             at -= 1
-        order_X[at] = one
+        order_X[at] = moved
     return order_X
 
 

@@ -92,7 +92,9 @@ class ServingResult:
                 for y in range(Y):
                     start = events.experts_LMY[layer, m, y] - origin
                     found.append(_event("experts", layer, m, X + y, start, experts_LMY[layer, m, y]))
-        timeline = Timeline(events=tuple(sorted(found, key=lambda one: one.start)), num_ranks=X + Y, label="simulated")
+        timeline = Timeline(
+            events=tuple(sorted(found, key=lambda event: event.start)), num_ranks=X + Y, label="simulated"
+        )
         timeline.validate()
         return timeline
 
@@ -138,7 +140,7 @@ class Tally:
         others = [work.receive_LMXY.sum(axis=(0, 1, 2)), work.give_LMXY.sum(axis=(0, 1, 2))]
         if self._site.shared:  # one NIC sends rows to experts and results back
             directions = [directions[0] + others[1], directions[1] + others[0]]
-        self._busy["network"] += float(max(one.max() for one in (*directions, *others)))
+        self._busy["network"] += float(max(item.max() for item in (*directions, *others)))
         self._stalled += float(events.stalled_X.mean())
         self._bytes += float(bytes_LMXY.sum(axis=(0, 1, 3)).mean()) / self._site.attention_node[1]
         done_LM = (events.attention_LMX + work.attention_LMX).max(axis=2)
@@ -148,7 +150,7 @@ class Tally:
         """Return the figures."""
         elapsed = max(float(self._end_M.mean()) - self._began, 1e-12)
         iterations = np.array(self._iterations or [0.0])
-        hops = np.concatenate([one.ravel() for one in self._hops]) if self._hops else np.zeros(1)
+        hops = np.concatenate([hop.ravel() for hop in self._hops]) if self._hops else np.zeros(1)
         rounds = self._plan.micro_batches // len(self._end_M)  # more than 1 where micro-batches are pipeline stages
         busy = {name: seconds / elapsed for name, seconds in self._busy.items()}
         assert self._last is not None, "at least one step was run"

@@ -136,7 +136,7 @@ def run_group(costs_D: list[StageCosts], how: Execution, note_of: NoteOf | None 
                     note=notes[BACKWARD],
                 )
             )
-    pairs_D = [list(pair) for pair in zip(*(one for one in passes_2D if one), strict=True)]
+    pairs_D = [list(pair) for pair in zip(*(item for item in passes_2D if item), strict=True)]
     last = len(costs_D) - 1
     sent_D = [_sent(costs, how, int(s > 0), int(s < last)) for s, costs in enumerate(costs_D)]
     return GroupRun(
@@ -144,10 +144,10 @@ def run_group(costs_D: list[StageCosts], how: Execution, note_of: NoteOf | None 
             _mini_batch(pairs_D, costs_D, number, how) for number in mini_batches_of(costs_D[0], how.mini_batches)
         ),
         spent={
-            name: np.stack([sum(one.spent[name] for one in pair) for pair in pairs_D]) for name in pairs_D[0][0].spent
+            name: np.stack([sum(item.spent[name] for item in pair) for pair in pairs_D]) for name in pairs_D[0][0].spent
         },
-        waited_DR=np.stack([sum(one.waited_R for one in pair) for pair in pairs_D]),
-        sent={kind: np.stack([one[kind] for one in sent_D]) for kind in sent_D[0]},
+        waited_DR=np.stack([sum(item.waited_R for item in pair) for pair in pairs_D]),
+        sent={kind: np.stack([item[kind] for item in sent_D]) for kind in sent_D[0]},
         bytes=add_bytes(
             sent_bytes(
                 costs,
@@ -192,16 +192,16 @@ def _mini_batch(
     D = len(pairs_D)
     seconds_2DM = np.zeros((2, D, len(number_M)))
     for stage, pair in enumerate(pairs_D):
-        for direction, one in enumerate(pair):
-            seconds_2DM[direction, stage] = one.seconds_M[number_M]
+        for direction, item in enumerate(pair):
+            seconds_2DM[direction, stage] = item.seconds_M[number_M]
     start_2DM, end = run_schedule(seconds_2DM, costs_D[0].handover_M[number_M], forward_only=how.forward_only)
     busiest = int(np.argmax(seconds_2DM.sum(axis=(0, 2))))
-    busy = {name: float(sum(one.terms[name][number_M].sum() for one in pairs_D[busiest])) for name in TERMS}
+    busy = {name: float(sum(item.terms[name][number_M].sum() for item in pairs_D[busiest])) for name in TERMS}
     return MiniBatchRun(
         number_M=number_M,
         seconds=end,
         busy=busy,
-        copying=float(sum(one.copying_M[number_M].sum() for one in pairs_D[busiest])),
+        copying=float(sum(item.copying_M[number_M].sum() for item in pairs_D[busiest])),
         last_backward_D=seconds_2DM[BACKWARD, :, -1] if len(number_M) else np.zeros(D),
         start_2DM=start_2DM,
     )
@@ -218,9 +218,10 @@ def _sent(costs: StageCosts, how: Execution, before: int, after: int) -> dict[st
     """
     back = 0 if how.forward_only else 1
     ahead = 1 + (back if how.recompute_activations else 0)
-    one, weights = costs.exchange, costs.gather_bytes
+    exchange, weights = costs.exchange, costs.gather_bytes
     out_R, in_R, gates_R, gates_back_R = (
-        rows_MLR.sum(axis=(0, 1)) for rows_MLR in (one.out_MLR, one.in_MLR, one.gates_out_MLR, one.gates_in_MLR)
+        rows_MLR.sum(axis=(0, 1))
+        for rows_MLR in (exchange.out_MLR, exchange.in_MLR, exchange.gates_out_MLR, exchange.gates_in_MLR)
     )
     gathered = weights.root + (1 + back) * (weights.first + (len(costs.layer_ids) - 1) * weights.each)
     own_R = costs.rows_MR.sum(axis=0) * costs.row_bytes

@@ -16,14 +16,16 @@ from numpy import ndarray
 FORWARD, BACKWARD = 0, 1
 
 
-class Task(NamedTuple):
+class PipelineTask(NamedTuple):
     """One pass of one micro-batch through one stage."""
 
     direction: int
     micro_batch: int
 
 
-def stage_tasks(stage: int, num_stages: int, num_micro_batches: int, *, forward_only: bool = False) -> list[Task]:
+def stage_tasks(
+    stage: int, num_stages: int, num_micro_batches: int, *, forward_only: bool = False
+) -> list[PipelineTask]:
     """Return the tasks of a stage in the order of 1F1B (PipeDream-Flush, arXiv 2006.09503).
 
     A stage runs as many forward passes ahead as there are stages behind it, then one backward and one forward in turn.
@@ -32,12 +34,12 @@ def stage_tasks(stage: int, num_stages: int, num_micro_batches: int, *, forward_
     [('F', 0), ('F', 1), ('B', 0), ('F', 2), ('B', 1), ('B', 2)]
     """
     if forward_only:
-        return [Task(FORWARD, m) for m in range(num_micro_batches)]
+        return [PipelineTask(FORWARD, m) for m in range(num_micro_batches)]
     ahead = min(num_stages - 1 - stage, num_micro_batches)
-    tasks = [Task(FORWARD, m) for m in range(ahead)]
+    tasks = [PipelineTask(FORWARD, m) for m in range(ahead)]
     for m in range(ahead, num_micro_batches):
-        tasks += [Task(FORWARD, m), Task(BACKWARD, m - ahead)]
-    return tasks + [Task(BACKWARD, m) for m in range(num_micro_batches - ahead, num_micro_batches)]
+        tasks += [PipelineTask(FORWARD, m), PipelineTask(BACKWARD, m - ahead)]
+    return tasks + [PipelineTask(BACKWARD, m) for m in range(num_micro_batches - ahead, num_micro_batches)]
 
 
 def run_schedule(
@@ -56,7 +58,7 @@ def run_schedule(
     next_D, free_D = [0] * D, [0.0] * D
     heap: list[tuple[float, int, int, int]] = []
 
-    def arrival(stage: int, task: Task) -> float:
+    def arrival(stage: int, task: PipelineTask) -> float:
         """Return when the input of a task arrives; NaN: not known yet."""
         direction, m = task
         before = stage - 1 if direction == FORWARD else stage + 1

@@ -51,8 +51,8 @@ class StageCosts(LayerCosts):
 
     def gather(self, layer: int, *, root: bool) -> float:
         """Return the seconds of the all-gather of a layer's weights; of the first one with those of `root`."""
-        one = self.gather_seconds
-        return one.each if layer else one.first + (one.root if root else 0.0)
+        seconds = self.gather_seconds
+        return seconds.each if layer else seconds.first + (seconds.root if root else 0.0)
 
     def before_MR(self, layer: int) -> Float64[ndarray, "M R"]:
         """Return the forward seconds of each rank between the experts of the layer before and those of this one."""
@@ -126,7 +126,7 @@ def _cut(costs: Any, layers: slice) -> Any:
     if isinstance(costs, ndarray):
         return costs[:, layers]
     if isinstance(costs, tuple):
-        return tuple(_cut(one, layers) for one in costs)
+        return tuple(_cut(cost, layers) for cost in costs)
     if not is_dataclass(costs) or isinstance(costs, type):
         return costs
     return replace(costs, **{field.name: _cut(getattr(costs, field.name), layers) for field in fields(costs)})

@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import NamedTuple
 
 from relibra.timeline import Event, Timeline
 
-Key = tuple[str, int, int]
+EventKey = tuple[str, int, int]
+"""Stage, layer and micro-batch of an event."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,19 @@ class StageRow:
     bytes: tuple[int, int]
 
 
+class FirstDifference(NamedTuple):
+    """The first event of a rank that is another one in the second timeline; None: it has no more.
+
+    reordered   the rank has the same events, in another order
+    """
+
+    rank: int
+    event: int
+    first: EventKey | None
+    second: EventKey | None
+    reordered: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class TimelineDifference:
     """Result of `diff_timelines`.
@@ -29,7 +44,8 @@ class TimelineDifference:
     same_order      on every rank, events of the compared stages are the same in the same order
     compared        stages that both timelines have: only their events are compared
     only_first, only_second   stages that just one of them has
-    sentences       one or two about what differs
+    num_events      compared events of the first
+    wrong_ranks     ranks whose events differ, or have another order; first_difference: where, on the first of them
     stages          side by side, in order of names; labels are those of the timelines
     labels          where the figures come from: first, second
     """
@@ -38,7 +54,9 @@ class TimelineDifference:
     compared: tuple[str, ...]
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
-    sentences: tuple[str, ...]
+    num_events: int
+    wrong_ranks: tuple[int, ...]
+    first_difference: FirstDifference | None
     stages: tuple[StageRow, ...]
     labels: tuple[str, str]
 
@@ -61,51 +79,27 @@ def diff_timelines(first: Timeline, second: Timeline) -> TimelineDifference:
         compared=tuple(sorted(compared)),
         only_first=only[0],
         only_second=only[1],
-        sentences=tuple(_sentences(orders, wrong, only)),
+        num_events=sum(map(len, orders[0].values())),
+        wrong_ranks=tuple(wrong),
+        first_difference=_first_difference(orders, wrong[0]) if wrong else None,
         stages=tuple(_row(stage, first, second) for stage in sorted(names[0] | names[1])),
         labels=(first.label, second.label),
     )
 
 
-def _orders(timeline: Timeline, compared: set[str]) -> dict[int, list[Key]]:
-    orders: dict[int, list[Key]] = {}
+def _orders(timeline: Timeline, compared: set[str]) -> dict[int, list[EventKey]]:
+    orders: dict[int, list[EventKey]] = {}
     for event in timeline.events:
         if event.stage in compared:
             orders.setdefault(event.rank, []).append((event.stage, event.layer, event.micro_batch))
     return orders
 
 
-def _sentences(orders: Sequence[dict[int, list[Key]]], wrong: list[int], only: Sequence[tuple[str, ...]]) -> list[str]:
-    sentences = []
-    if not wrong:
-        events, ranks = sum(map(len, orders[0].values())), len(orders[0])
-        sentences.append(f"All {events} compared events are the same in the same order on {ranks} ranks.")
-    else:
-        rank = wrong[0]
-        left, right = (orders[i].get(rank, []) for i in (0, 1))
-        at, pair = next((i, pair) for i, pair in enumerate(zip_longest(left, right)) if pair[0] != pair[1])
-        counts = Counter(left), Counter(right)
-        again = "with the same events in another order" if counts[0] == counts[1] else "with other events"
-        more = f", and so do {len(wrong) - 1} other ranks" if len(wrong) > 1 else ""
-        sentences.append(
-            f"Rank {rank} differs first at its event {at}, {again}: {_in_words(pair[0])} in the first timeline, "
-            f"{_in_words(pair[1])} in the second{more}."
-        )
-    named = [
-        f"{', '.join(stages)} only in the {which}"
-        for stages, which in zip(only, ("first", "second"), strict=True)
-        if stages
-    ]
-    if named:
-        sentences.append(f"Not compared: {'; '.join(named)}.")
-    return sentences
-
-
-def _in_words(key: Key | None) -> str:
-    if key is None:
-        return "nothing more"
-    stage, layer, micro_batch = key
-    return f"{stage!r} of layer {layer}, micro-batch {micro_batch}"
+def _first_difference(orders: Sequence[dict[int, list[EventKey]]], rank: int) -> FirstDifference:
+    left, right = (order.get(rank, []) for order in orders)
+    pairs = list(zip_longest(left, right))
+    at = next(i for i, (item, other) in enumerate(pairs) if item != other)
+    return FirstDifference(rank, at, *pairs[at], Counter(left) == Counter(right))
 
 
 def _row(stage: str, first: Timeline, second: Timeline) -> StageRow:

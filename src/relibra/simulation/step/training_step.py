@@ -251,7 +251,7 @@ def ends_of_mini_batches(
     layout = how.layout(plan.num_ranks, len(runs))
     found = []
     for number in range(how.num_mini_batches):
-        slowest = max((run.mini_batches[number] for run in runs), key=lambda one: one.seconds)  # ties: the first group
+        slowest = max((run.mini_batches[number] for run in runs), key=lambda run: run.seconds)  # ties: the first group
         gradients = optimizer = 0.0
         for stage, layers in enumerate(layout.stage_layers(model.moe_layers)):
             if how.forward_only:

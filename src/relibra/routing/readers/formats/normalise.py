@@ -15,7 +15,7 @@ from jaxtyping import Bool
 from numpy import ndarray
 
 from relibra.errors import TraceError
-from relibra.number_ranges import ranges_in_words
+from relibra.number_ranges import format_ranges
 from relibra.routing.array_sizes import MAX_SAMPLES, MAX_TOP_K, check_array_size
 from relibra.routing.import_choices import ShortRows, ZeroRows
 from relibra.routing.readers.formats.routed_sample import ImportRules, RoutedSample
@@ -193,7 +193,7 @@ def _refuse_zero_layers(where: str, ids_TLK: ndarray, recorded_T: ndarray, rules
         zero = [rules.layers[layer] for layer in zero]
         raise TraceError(f"{where}: layers {zero} of --layers are zero in every row: the engine did not capture them")
     if zero:
-        kept = ranges_in_words([layer for layer in range(ids_TLK.shape[1]) if layer not in zero], ",")
+        kept = format_ranges([layer for layer in range(ids_TLK.shape[1]) if layer not in zero], ",")
         raise TraceError(
             f"{where}: layers {zero} are zero in every row: they have no experts, or were not captured; --layers "
             f"{kept} imports the others"

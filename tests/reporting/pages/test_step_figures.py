@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from relibra.reporting.data.step_simulation import choose_ranks
-from relibra.reporting.pages.timeline_facts import timeline_facts
+from relibra.reporting.html.step_figures import timeline_values
 from relibra.timeline import Event, Timeline
 
 
@@ -32,20 +32,22 @@ def _slices(url: str) -> list[dict]:
 
 
 def test_events_arrive_as_they_were_recorded() -> None:
-    facts = timeline_facts([("run", _timeline(2, 3))], first_layer=1)
-    [one] = facts["figures"]
+    facts = timeline_values([("run", _timeline(2, 3))], first_layer=1)
+    [one] = facts["files"]
     slices = _slices(one["url"])
     found = sorted((e["pid"], e["args"]["layer"], e["ts"] / 1e6, float(e["args"]["bytes"])) for e in slices)
     expected = [(rank, layer, 10 + layer + 0.01 * rank, 100.0 * rank) for rank in range(2) for layer in range(3)]
     np.testing.assert_allclose(found, expected, atol=1e-9)
     assert {(e["cat"], e["args"]["micro_batch"]) for e in slices} == {("experts", 2)}
-    assert slices == sorted(slices, key=lambda e: e["ts"]), "the script takes the first as the origin"
-    assert (one["name"], facts["data"]["layers"], facts["data"]["first"]) == ("run (measured)", [0, 1, 2], 2)
+    drawn = [start for bars in facts["figure"].data for start in bars.base]
+    np.testing.assert_allclose(sorted(drawn), sorted(e["ts"] / 1e6 - 10 for e in slices), atol=1e-9)
+    assert len(facts["views"]) == 4
+    assert (one["name"], facts["layers"], facts["first"]) == ("run (measured)", [0, 1, 2], 2)
 
 
 def test_many_ranks_and_events_are_thinned_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relibra.reporting.pages.timeline_facts.MAX_EVENTS", 10)
-    [one] = timeline_facts([("run", _timeline(20, 5))], first_layer=1)["figures"]
+    monkeypatch.setattr("relibra.reporting.html.step_figures.MAX_EVENTS", 10)
+    [one] = timeline_values([("run", _timeline(20, 5))], first_layer=1)["files"]
     ranks = {e["pid"] for e in _slices(one["url"])}
     assert (len(_slices(one["url"])), one["shown"], one["of"]) == (10, 10, 100)
     assert (min(ranks), max(ranks)) == (0, 19)
@@ -57,4 +59,4 @@ def test_busiest_and_least_busy_ranks_are_chosen() -> None:
 
 
 def test_without_events_there_is_no_section() -> None:
-    assert timeline_facts([("run", Timeline(events=(), num_ranks=1, label="measured"))], first_layer=0) is None
+    assert timeline_values([("run", Timeline(events=(), num_ranks=1, label="measured"))], first_layer=0) is None

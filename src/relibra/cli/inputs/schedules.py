@@ -1,0 +1,162 @@
+"""Schedules of a step: the samples of a trace in micro-batches, made here, as a run does, or as a trainer did."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from relibra.cli.inputs.options import Order
+from relibra.cli.inputs.recordings import RecordedStep
+from relibra.cli.inputs.requests import WorkloadRequest
+from relibra.errors import ConfigError, TraceError
+
+if TYPE_CHECKING:
+    from jaxtyping import Int64
+    from numpy import ndarray
+
+    from relibra.routing.demand import ScheduledDemand
+    from relibra.routing.readers.given_schedule import GivenSchedule
+    from relibra.routing.trace import RoutingTrace
+
+Cut = dict[str, Any]
+"""How samples were scheduled, as numbers by name, for JSON and for a terminal."""
+
+
+def mini_batches_for(recording: RecordedStep, request: WorkloadRequest) -> int | None:
+    """Return the mini-batches of a step that is scheduled as a run does; None: a trace of no run, in one mini-batch."""
+    if recording.mini_batches is not None:
+        return request.mini_batches or recording.mini_batches
+    return None if request.mini_batches == 1 else request.mini_batches
+
+
+def read_given_schedule(recording: RecordedStep, request: WorkloadRequest) -> GivenSchedule | None:
+    """Read the schedule of --schedule, else the one in an .npz trace; None where there is none."""
+    from relibra.routing.readers.given_schedule import read_schedule
+
+    drawn_here = request.order is Order.SHUFFLED or request.micro_batches is not None
+    if request.schedule is None and (drawn_here or request.mini_batches is not None):
+        return None
+    found = read_schedule(request.schedule or recording.trace, required=request.schedule is not None)
+    contradictions = {
+        ("micro-batch", "--order shuffled"): request.order is Order.SHUFFLED,
+        ("micro-batch", "--micro-batches"): request.micro_batches is not None,
+        ("mini-batch", "--mini-batches"): request.mini_batches is not None,
+    }
+    for (unit, option), is_given in contradictions.items():
+        if found is not None and is_given:
+            raise ConfigError(f"--schedule gives the {unit} of every sample: leave out {option}")
+    return found
+
+
+def schedule_step(
+    routes: RoutingTrace,
+    recording: RecordedStep,
+    request: WorkloadRequest,
+    given: GivenSchedule | None,
+    tokens: int | None,
+) -> tuple[ScheduledDemand, Cut]:
+    """Return the demand of a step under its schedule, and what that is.
+
+    given     schedule of a trainer; None: samples are scheduled here
+    tokens    most tokens of a rank in a micro-batch; None: as many as the given schedule has
+    raises    TraceError for a damaged schedule or a trace without samples; ConfigError where --mini-batches asks for
+              more than there are
+    """
+    from relibra.routing.readers.given_schedule import schedule_of
+
+    mini_batches, cut = mini_batches_for(recording, request), Cut(order=request.order.value)
+    if given is not None:
+        demand, cut = schedule_of(routes, given, request.ranks, tokens), {"schedule": str(given.path)}
+    else:
+        assert tokens is not None, "given, or a default"
+        if mini_batches is None:
+            demand, cut["named_groups"] = _schedule_one_mini_batch(routes, request, tokens)
+        else:
+            demand = _schedule_mini_batches(routes, recording, request, mini_batches, tokens)
+            if recording.mini_batches is not None and request.order is Order.RECORDED:
+                cut["order"] = "of the run"
+    tokens_MR, left_S = demand.sum_per_rank(demand.length_S), demand.micro_batch_S < 0
+    numbers = {
+        "seed": request.seed if request.order is Order.SHUFFLED or request.micro_batches else None,
+        "mini_batches": 1 if demand.group_M is None else len(set(demand.group_M.tolist())),
+        "micro_batches": len(tokens_MR),
+        "samples": len(left_S),
+        "tokens_per_rank": tokens,
+        "mean_tokens": float(tokens_MR.mean()) if tokens_MR.size else 0.0,
+        "fullest_tokens": int(tokens_MR.max(initial=0)),
+        "samples_above_the_limit": None if tokens is None else int((demand.length_S > tokens).sum()),
+        "samples_left_out": int(left_S.sum()),
+        "tokens_left_out": int(demand.length_S[left_S].sum()),
+        "rows_without_route": int((~routes.valid_T).sum()),
+        "untrained_groups_included": given is None and mini_batches is not None and recording.filters_groups,
+    }
+    return demand, cut | {name: number for name, number in numbers.items() if number}
+
+
+def _schedule_one_mini_batch(
+    routes: RoutingTrace, request: WorkloadRequest, tokens: int
+) -> tuple[ScheduledDemand, int | None]:
+    """Schedule whole samples; return also how many named groups take turns in micro-batches."""
+    import numpy as np
+
+    from relibra.routing.micro_batches import schedule_samples, task_sets
+
+    shuffled = request.order is Order.SHUFFLED
+    demand = schedule_samples(routes, tokens, request.ranks, np.random.default_rng(request.seed) if shuffled else None)
+    if shuffled or len(routes.group_names) < 2:
+        return demand, None
+    return demand, len(task_sets(routes, tokens * request.ranks))
+
+
+def _schedule_mini_batches(
+    routes: RoutingTrace, recording: RecordedStep, request: WorkloadRequest, mini_batches: int, tokens: int
+) -> ScheduledDemand:
+    """Schedule whole samples as a step of a run; `group_M` of the demand are its mini-batches.
+
+    Responses of a run go to the mini-batches in which it trained them, if its filter left none out; on as many ranks
+    also to the same micro-batches and ranks, before packing. Other samples fill mini-batches in recorded order.
+    """
+    import numpy as np
+
+    from relibra.rl.batch.schedule import make_schedule
+    from relibra.routing.demand import Demand
+    from relibra.routing.statistics import co_activation
+
+    if not routes.num_samples:
+        raise TraceError("the trace has no samples: there is no step to plan")
+    demand = replace(Demand.from_trace(routes), pairs_LEE=co_activation(routes))
+    by_id = np.argsort(routes.sample_ids, kind="stable")  # the trainer's order, by which equal lengths are taken
+    made = make_schedule(
+        demand.length_S[by_id],
+        _order_of_units(routes, recording, request)[by_id],
+        mini_batches=mini_batches,
+        micro_batch_tokens=tokens,
+        num_ranks=request.ranks,
+    )
+    micro_batch_S, rank_S = np.empty((2, routes.num_samples), dtype=np.int32)
+    micro_batch_S[by_id], rank_S[by_id] = made.micro_batch_S, made.rank_S
+    scheduled = demand.with_schedule(micro_batch_S, rank_S, request.ranks, made.num_micro_batches)
+    if (found := len(set(made.mini_batch_M.tolist()))) < (request.mini_batches or 0):
+        raise ConfigError(f"--mini-batches {request.mini_batches}: the samples of the trace fill at most {found}")
+    return replace(scheduled, group_M=made.mini_batch_M)
+
+
+def _order_of_units(routes: RoutingTrace, recording: RecordedStep, request: WorkloadRequest) -> Int64[ndarray, " S"]:
+    """Return the position of each sample or its group in the order that fills mini-batches.
+
+    Groups of samples that were drawn again are not whole: these samples are scheduled one by one.
+    """
+    import numpy as np
+
+    from relibra.rl.batch.schedule import draw_unit_order
+
+    if request.order is Order.SHUFFLED:
+        return np.random.default_rng(request.seed).permutation(routes.num_samples)
+    if recording.mini_batches is None:
+        return np.arange(routes.num_samples)
+    return draw_unit_order(
+        routes.sample_ids,
+        routes.group_ids,
+        by_group=recording.keeps_groups and request.micro_batches is None,
+        seed=recording.seed,
+    )
