@@ -115,7 +115,7 @@ def test_page_loads_nothing(run_folder: Path) -> None:
     assert "default-src 'none'" in page
 
 
-def test_the_page_allows_its_own_scripts_by_their_hashes_and_no_others(run_folder: Path) -> None:
+def test_the_page_allows_only_its_own_scripts(run_folder: Path) -> None:
     write_plan_page(run_folder.parent / "plan.html", compared_step())
     for page in (write_report(run_folder), run_folder.parent / "plan.html"):
         text = page.read_text()
@@ -155,12 +155,6 @@ def test_run_without_metrics_and_configuration(run_folder: Path) -> None:
     assert 'id="learning"' not in page
 
 
-def test_metrics_with_missing_and_odd_values(run_folder: Path) -> None:
-    rows = [{"step": 0}, {"step": 1, "reward": float("nan"), "seconds": None}, {"step": 2, "response_length": 7}]
-    (run_folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "Response length" in write_report(run_folder).read_text()
-
-
 def test_many_steps_are_thinned_in_the_selector(tmp_path: Path) -> None:
     for step in range(20):
         write_trace(small_trace(step, num_layers=1), tmp_path / "run" / "traces" / f"step-{step:05d}")
@@ -197,14 +191,9 @@ def test_what_is_no_recording_gets_a_sentence(tmp_path: Path, make, message: str
     assert not list(tmp_path.glob("*.html"))
 
 
-def test_damaged_configuration_gets_a_sentence(run_folder: Path) -> None:
-    (run_folder / "config.json").write_text('{"run": ')
-    with pytest.raises(TraceError, match=r"config\.json is damaged"):
-        write_report(run_folder)
-
-
-def test_configuration_nested_without_end_gets_a_sentence(run_folder: Path) -> None:
-    (run_folder / "config.json").write_text("[" * 200_000)
+@pytest.mark.parametrize("text", ['{"run": ', "[" * 200_000])
+def test_a_damaged_configuration_is_refused(run_folder: Path, text: str) -> None:
+    (run_folder / "config.json").write_text(text)
     with pytest.raises(TraceError, match=r"config\.json is damaged"):
         write_report(run_folder)
 
@@ -278,14 +267,11 @@ def test_page_and_command_print_the_same_figures(run_folder: Path, tokens: int) 
     assert f"the busiest expert gets {expert_skew}× the mean load" in text
 
 
-def test_output_that_is_a_folder_gets_a_sentence(run_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"name an \.html file"):
-        write_report(run_folder, run_folder)
-
-
-@pytest.mark.parametrize("name", ["config.json/page.html", "n" * 300 + ".html"])
-def test_output_in_an_impossible_place_gets_a_sentence(run_folder: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be written to .* name another file with --output"):
+@pytest.mark.parametrize(
+    ("name", "said"), [("config.json/page.html", "--output"), ("n" * 300 + ".html", "--output"), ("", r"\.html file")]
+)
+def test_output_in_an_impossible_place_is_refused(run_folder: Path, name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
         write_report(run_folder, run_folder / name)
 
 

@@ -40,7 +40,7 @@ def test_the_skew_is_total_busiest_work_over_total_mean_work() -> None:
     assert (view.ranks, found.skew_weighted, found.idle_share) == (2, pytest.approx(4 / 3), pytest.approx(0.25))
 
 
-def test_steps_are_pooled_pair_by_pair_and_one_without_tokens_adds_nothing() -> None:
+def test_steps_are_pooled_and_empty_ones_add_nothing() -> None:
     experts = np.zeros((3, 1, 1), dtype=np.int64)
     empty = RoutingTrace.from_samples([experts], num_experts=2, valid=[np.zeros(3, dtype=bool)])
     full = [
@@ -65,7 +65,7 @@ def test_invalid_rows_count_nowhere() -> None:
     assert [(hot.expert, hot.share, hot.times_mean) for hot in summary.hottest][:2] == [(0, 0.5, 2.0), (1, 0.5, 2.0)]
 
 
-def test_ranks_that_do_not_divide_the_experts_are_said_to_be_impossible() -> None:
+def test_ranks_that_do_not_divide_the_experts_are_impossible() -> None:
     summary = summary_of(small_trace(num_experts=12), own_ranks=4)
     assert [(view.ranks, view.is_own) for view, _ in summary.possible] == [(2, False), (4, True)]
     assert [view.ranks for view in summary.rank_views if view.skew is None] == [8, 32]
@@ -73,7 +73,7 @@ def test_ranks_that_do_not_divide_the_experts_are_said_to_be_impossible() -> Non
     assert summary.headline[0].ranks == 4
 
 
-def test_a_prime_number_of_experts_is_shown_with_one_expert_per_rank() -> None:
+def test_a_prime_number_of_experts_has_one_per_rank() -> None:
     assert [view.ranks for view, _ in summary_of(small_trace(num_experts=7)).possible] == [7]
 
 

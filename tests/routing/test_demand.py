@@ -123,7 +123,7 @@ def test_routes_nobody_validated_do_no_harm():
         Demand.from_traces([trace, replace(trace, layer_ids=np.array([4, 5], np.int32))])
 
 
-def test_tiny_micro_batches_are_counted_a_bounded_number_at_a_time(monkeypatch):
+def test_tiny_micro_batches_are_counted_in_bounded_memory(monkeypatch):
     trace = balanced_trace(TraceShape(rows_per_sample=[100], num_layers=2, num_experts=8, top_k=2))
     whole = micro_batch_load(trace, 3)
     monkeypatch.setattr("relibra.routing.demand._LOAD_BYTES", 5 * 2 * 8 * 8)

@@ -76,7 +76,7 @@ def forge(path, demand, *, facts=None, **changes):
         ("pairs_LEE", (0, 0, 0), -1, "negative co-routing pairs"),
     ],
 )
-def test_impossible_values_are_refused_when_read_and_when_written(tmp_path, demand, name, where, value, sentence):
+def test_impossible_values_are_neither_read_nor_written(tmp_path, demand, name, where, value, sentence):
     array = getattr(demand, name).copy()
     array[where] = value
     with pytest.raises(TraceError, match=sentence):
@@ -101,15 +101,15 @@ def test_the_kind_of_demand_follows_from_the_file(tmp_path, demand):
     assert type(read_demand(tmp_path / "bare")) is Demand
     with pytest.raises(TraceError, match="bare has no schedule"):
         read_scheduled_demand(tmp_path / "bare")
+    forge(tmp_path / "half", demand, rank_S=None)
+    with pytest.raises(TraceError, match="holds only tokens_MLRE, micro_batch_S"):
+        read_demand(tmp_path / "half")
+    wrong = replace(demand, tokens_MLRE=np.ascontiguousarray(demand.tokens_MLRE[::-1]))
+    with pytest.raises(TraceError, match="not those of its samples"):
+        write_demand(tmp_path / "d", wrong)
     groups = np.zeros(len(demand.tokens_MLRE), dtype=np.int32)
     forge(tmp_path / "groups", demand, rank_S=None, micro_batch_S=None, tokens_MLRE=None, group_M=groups)
     assert type(read_demand(tmp_path / "groups")) is Demand
-
-
-def test_half_a_schedule_is_refused(tmp_path, demand):
-    forge(tmp_path / "d", demand, rank_S=None)
-    with pytest.raises(TraceError, match="demand holds only tokens_MLRE, micro_batch_S: a schedule is"):
-        read_demand(tmp_path / "d")
 
 
 def test_plans_missing_and_cut_files_are_no_demand(tmp_path, demand):
@@ -124,9 +124,3 @@ def test_plans_missing_and_cut_files_are_no_demand(tmp_path, demand):
     os.truncate(tmp_path / "d", len(data) - 1)
     with pytest.raises(TraceError, match="cannot be read as safetensors"):
         read_demand(tmp_path / "d")
-
-
-def test_tokens_that_are_not_those_of_the_samples_are_refused(tmp_path, demand):
-    wrong = replace(demand, tokens_MLRE=np.ascontiguousarray(demand.tokens_MLRE[::-1]))
-    with pytest.raises(TraceError, match="not those of its samples"):
-        write_demand(tmp_path / "d", wrong)

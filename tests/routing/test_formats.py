@@ -3,6 +3,8 @@
 import base64
 import dataclasses
 import json
+import os
+import pickle
 import tracemalloc
 
 import numpy as np
@@ -321,7 +323,6 @@ def test_illegal_ids_are_refused(tmp_path, samples, change):
 
 def test_a_pickle_does_not_act(tmp_path):
     """What a file names is not called: neither in a torch archive, nor in a pickle."""
-    import os
 
     class Act:
         def __reduce__(self):
@@ -330,8 +331,6 @@ def test_a_pickle_does_not_act(tmp_path):
     torch.save({"samples": [Act()]}, tmp_path / "a.pt")
     with pytest.raises(TraceError, match="expected a dictionary"):
         read(tmp_path / "a.pt", Format.SLIME)
-    import pickle
-
     (tmp_path / "a.pkl").write_bytes(pickle.dumps(Act()))
     with pytest.raises(TraceError, match="no TensorBatch"):
         read(tmp_path / "a.pkl", Format.SKYRL)
@@ -347,32 +346,16 @@ def large_files(folder, rng):
     small = [ids[:600].astype(np.int16), ids[:500].astype(np.int16)]
     return {
         Format.ANSWERS: write(folder, "a.jsonl", [made.vllm_answer(ids, 9000, len(ids) + 1 - 9000)] * 2),
-        Format.VERL: saved(folder, made.verl_batch(parts, 3000, 1001)),
-        Format.SKYRL: saved(folder, made.skyrl_batch(parts)),
-        Format.NEMO_RL: saved(folder, made.nemo_batch(parts)),
-        Format.SLIME: dumped(folder / "s.pt", {"samples": made.slime_samples(parts, tensor)}),
-        Format.PRIME_RL: put(
-            folder / "rank_0.bin", made.prime_batches([[(one[0].astype(np.uint8), True)] for one in parts])
+        Format.VERL: write(folder, "v.safetensors", made.verl_batch(parts, 3000, 1001)),
+        Format.SKYRL: write(folder, "k.safetensors", made.skyrl_batch(parts)),
+        Format.NEMO_RL: write(folder, "n.safetensors", made.nemo_batch(parts)),
+        Format.SLIME: write(folder, "s.pt", {"samples": made.slime_samples(parts, tensor)}),
+        Format.PRIME_RL: write(
+            folder, "rank_0.bin", made.prime_batches([[(one[0].astype(np.uint8), True)] for one in parts])
         ),
-        Format.MEGATRON: dumped(folder / "m.pt", [tensor(ids[:, layer].astype(np.int64)) for layer in range(24)]),
-        Format.SGLANG_RECORDER: dumped(folder / "r.pt", made.recorder_dump(small, slots, tensor)),
+        Format.MEGATRON: write(folder, "m.pt", [tensor(ids[:, layer].astype(np.int64)) for layer in range(24)]),
+        Format.SGLANG_RECORDER: write(folder, "r.pt", made.recorder_dump(small, slots, tensor)),
     }
-
-
-def saved(folder, arrays):
-    path = folder / f"{len(list(folder.iterdir()))}.safetensors"
-    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
-    return path
-
-
-def dumped(path, value):
-    torch.save(value, path)
-    return path
-
-
-def put(path, data):
-    path.write_bytes(data)
-    return path
 
 
 def test_reading_takes_at_most_twice_the_payload(tmp_path, rng):

@@ -1,5 +1,7 @@
 """Micro-batches cut from traces: every row once, task sets pure and in turn."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,11 +18,7 @@ def _trace(lengths, groups=None, names=()):
     rng = np.random.default_rng(0)
     samples = [np.argsort(rng.random((n, 2, 8)), axis=2)[:, :, :2].astype(np.uint8) for n in lengths]
     trace = RoutingTrace.from_samples(samples, num_experts=8)
-    if groups is None:
-        return trace
-    from dataclasses import replace
-
-    return replace(trace, group_ids=np.array(groups), group_names=tuple(names))
+    return trace if groups is None else replace(trace, group_ids=np.array(groups), group_names=tuple(names))
 
 
 def test_recorded_order_cuts_exactly_and_drops_the_rest():
@@ -42,7 +40,7 @@ def test_task_sets_take_turns_and_stay_pure():
     assert first_of == [[0], [2], [0, 1], [2]]
 
 
-def test_a_set_too_small_for_one_micro_batch_makes_the_recording_one_set():
+def test_a_set_below_one_micro_batch_joins_the_others():
     trace = _trace([25, 10, 45], groups=[0, 1, 0], names=("a", "b"))
     demand = cut_recorded(trace, 20, 1)
     assert len(demand.load_MLE) == 4
@@ -60,7 +58,7 @@ def _scheduled_in_order(demand):
     st.integers(1, 6),
     st.one_of(st.none(), st.integers(0, 9)),
 )
-def test_whole_samples_keep_the_limit_of_every_rank_and_none_is_left_out(lengths, limit, ranks, seed):
+def test_whole_samples_keep_the_limit_of_every_rank(lengths, limit, ranks, seed):
     trace = _trace(lengths)
     rng = None if seed is None else np.random.default_rng(seed)
     demand = schedule_samples(trace, limit, ranks, rng)

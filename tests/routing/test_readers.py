@@ -174,7 +174,7 @@ def _padded(*lengths):
     return ids
 
 
-def test_padded_samples_end_where_their_lengths_say_or_at_the_last_recorded_row(tmp_path):
+def test_padded_samples_end_at_their_length_or_last_row(tmp_path):
     ids = _padded(2, 5, 0, 3)
     ids[1, 3] = -1
     rows = np.concatenate([_ids(2), _with_gaps(_ids(5, seed=1), 3), _ids(3, seed=3)])

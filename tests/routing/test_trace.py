@@ -32,11 +32,6 @@ def test_arrays_are_frozen():
         trace.experts_TLK[0, 0, 0] = 1
 
 
-def test_a_printed_trace_says_its_sizes():
-    trace = RoutingTrace.from_samples([np.array([[[0, 5]], [[1, 2]]])], num_experts=8, source="here")
-    assert repr(trace) == "RoutingTrace(1 samples, 2 token rows, 1 MoE layers, 2 of 8 experts, source 'here')"
-
-
 @given(traces(), st.data())
 def test_select_gives_the_rows_of_the_samples(trace, data):
     chosen = data.draw(st.lists(st.integers(0, trace.num_samples - 1), max_size=4))

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from relibra import RoutingTrace, TraceError, iterate_trace, read_trace, write_trace
 from relibra.routing.synthetic import TraceShape, balanced_trace
 from relibra.routing.trace import concatenate
-from relibra.routing.trace_files import INDEX, TraceWriter, read_index
+from relibra.routing.trace_files import INDEX, TraceIndex, TraceWriter, index_of, read_index, write_index
 from tests.routing.traces import assert_same, traces
 
 
@@ -45,8 +46,6 @@ def test_round_trip_in_any_pieces(tmp_path, trace, shard_rows, max_rows):
 
 
 def test_several_writers_make_one_trace(tmp_path):
-    from relibra.routing.trace_files import index_of, write_index
-
     trace = balanced_trace(TraceShape(rows_per_sample=[5] * 4, num_layers=1, num_experts=8, top_k=2))
     shards = []
     for rank in range(2):
@@ -96,8 +95,6 @@ def _shard(folder):
 
 def _rewrite_index(folder, **changes):
     """Change facts in the index and give it a digest that fits, as a malicious or buggy writer would."""
-    from relibra.routing.trace_files import TraceIndex, write_index
-
     index = TraceIndex.model_validate(
         {k: v for k, v in json.loads((folder / INDEX).read_text()).items() if k != "digest"}
     )
@@ -106,8 +103,6 @@ def _rewrite_index(folder, **changes):
 
 def _resign(folder, shard):
     """Make the index agree with the bytes of a changed shard, so that only its content can give it away."""
-    from relibra.routing.trace_files import read_index
-
     entries = [
         entry.model_copy(
             update={"size": shard.stat().st_size, "sha256": hashlib.sha256(shard.read_bytes()).hexdigest()}
@@ -141,7 +136,7 @@ def test_flipped_byte_in_a_shard(stored, where):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=80, deadline=None)
 @given(data=st.data())
-def test_any_damage_to_a_signed_shard_raises_or_reads_legal_routes(stored, data):
+def test_damage_to_a_signed_shard_raises_or_reads_legally(stored, data):
     """Whatever bytes a shard holds, reading gives a TraceError or a trace that validates; never anything else."""
     _, folder = stored
     shard = _shard(folder)
@@ -229,6 +224,30 @@ def test_an_index_with_impossible_values(stored, key, value):
         read_trace(folder)
 
 
+def test_sizes_beyond_the_shard_are_refused_before_allocation(stored):
+    _, folder = stored
+    _rewrite_index(folder, shards=[one.model_copy(update={"rows": 1 << 40}) for one in read_index(folder).shards])
+    with pytest.raises(TraceError, match="the index says"):
+        read_trace(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "value", "said"),
+    [
+        ("routed_experts", (7, 2, 1), 8, r"sample 4, row 2, layer 2: .* range 0\.\.7"),
+        ("offsets", 1, 99, "sample offsets"),
+    ],
+)
+def test_impossible_values_in_a_signed_shard_are_refused(stored, name, where, value, said):
+    shard = _shard(stored[1])
+    tensors = load_file(shard)
+    tensors[name][where] = value
+    save_file(tensors, shard)
+    _resign(stored[1], shard)
+    with pytest.raises(TraceError, match=said):
+        read_trace(stored[1])
+
+
 def test_a_second_writer_does_not_replace_a_finished_trace(tmp_path):
     trace = balanced_trace(TraceShape(rows_per_sample=[5], num_layers=1, num_experts=8, top_k=2))
     slow = TraceWriter(tmp_path / "t", shard_prefix="slow")
@@ -253,39 +272,6 @@ def test_huge_header_is_refused_before_it_is_allocated(stored, length):
         read_trace(folder)
     assert tracemalloc.get_traced_memory()[1] < 10_000_000
     tracemalloc.stop()
-
-
-def test_sizes_that_the_shard_does_not_have_are_refused_before_they_are_allocated(stored):
-    _, folder = stored
-    entries = [entry.model_copy(update={"rows": 1 << 40}) for entry in read_index(folder).shards]
-    _rewrite_index(folder, shards=entries)
-    with pytest.raises(TraceError, match="the index says"):
-        read_trace(folder)
-
-
-def test_id_out_of_range_in_a_signed_shard(stored):
-    from safetensors.numpy import load_file, save_file
-
-    _, folder = stored
-    shard = _shard(folder)
-    tensors = load_file(shard)
-    tensors["routed_experts"][7, 2, 1] = 8
-    save_file(tensors, shard)
-    _resign(folder, shard)
-    with pytest.raises(TraceError, match=r"sample 4, row 2, layer 2: .* leave the allowed range 0\.\.7"):
-        read_trace(folder)
-
-
-def test_offsets_that_fall_are_refused(stored):
-    from safetensors.numpy import load_file, save_file
-
-    _, folder = stored
-    tensors = load_file(_shard(folder))
-    tensors["offsets"][1] = 99
-    save_file(tensors, _shard(folder))
-    _resign(folder, _shard(folder))
-    with pytest.raises(TraceError, match="sample offsets"):
-        read_trace(folder)
 
 
 def test_streaming_holds_one_piece_at_a_time(tmp_path):

@@ -80,7 +80,7 @@ def test_pieces_give_what_the_whole_gives(seed: int, tokens: int, cells: int) ->
     assert (result.rows, result.samples, result.micro_batches) == (120, 6, -(-120 // tokens))
 
 
-def test_weighted_skew_is_total_busiest_work_over_total_mean_work() -> None:
+def test_weighted_skew_is_busiest_over_mean_work() -> None:
     # 2 experts on 2 ranks: micro-batch one is 3 : 1; the short rest, 2 tokens only, is 1 : 1.
     [layout] = compute_statistics(lambda: [one_layer([0, 0, 0, 1, 0, 1])], ranks=[2], micro_batch_tokens=4).layouts
     assert layout.skew_ML.tolist() == [[1.5], [1.0]]

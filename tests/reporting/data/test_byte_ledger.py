@@ -138,7 +138,7 @@ def test_rows_that_stay_on_their_rank_travel_nowhere():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_is_sent_once_has_no_duplicates_not_even_by_rounding(seed):
+def test_rows_sent_once_have_no_duplicates(seed):
     _, cluster, demand, plan = _step(seed, 2, 2)
     assert demand.pairs_LEE is not None
     row_bytes = 4096 + 2 * seed

@@ -91,7 +91,7 @@ def test_every_balancer_gives_a_valid_row(demand):
     assert rows["relibra"].predicted_seconds <= min(row.predicted_seconds for row in rows.values()) * (1 + 1e-9)
 
 
-def test_a_balancer_that_fails_or_breaks_a_rule_has_a_row_that_says_so(demand, monkeypatch):
+def test_a_failing_balancer_has_a_row_with_its_message(demand, monkeypatch):
     def refuses(request):
         raise PlanError("this balancer wants 7 ranks")
 

@@ -24,7 +24,7 @@ def write_config(run_folder: Path, config: object) -> None:
     (run_folder / "policy" / "config.json").write_text(json.dumps(config))
 
 
-def test_the_sizes_of_the_policy_are_taken_where_they_can_be_read(run_folder: Path) -> None:
+def test_sizes_are_those_of_the_policy(run_folder: Path) -> None:
     recording = open_recording(run_folder)
     assert default_model(recording.path).name == DEFAULT_MODEL
     write_config(run_folder, CONFIG)
@@ -48,7 +48,7 @@ def test_damaged_sizes_are_none(run_folder: Path, change: dict[str, object]) -> 
     assert default_model(run_folder).name == DEFAULT_MODEL
 
 
-def test_a_recording_of_few_layers_is_simulated_as_a_part_of_a_large_model(run_folder: Path) -> None:
+def test_few_recorded_layers_are_a_part_of_a_large_model(run_folder: Path) -> None:
     planned = plan_last_step(
         open_recording(run_folder), cluster=cluster_preset("h100x8"), model=model_shape("gpt-oss-20b")
     )

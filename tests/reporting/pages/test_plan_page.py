@@ -97,7 +97,7 @@ def traced_step() -> ComparedStep:
     return replace(compared_step(before, after), distinct_rows=rows)
 
 
-def test_the_seconds_of_the_expert_layers_are_the_sum_of_the_parts_below_it() -> None:
+def test_seconds_of_expert_layers_are_the_sum_of_their_parts() -> None:
     compared = traced_step()
     after, model = compared.after, compared.model
     page = rendered(compared, MADE)
@@ -127,12 +127,6 @@ def test_bytes_by_kind_are_those_of_the_simulated_step() -> None:
     assert sent.weights.inside > 0
     assert "rows, between nodes" in words
     assert "moves, between nodes" in words
-
-
-def test_without_tokens_the_page_says_that_rows_are_bounds() -> None:
-    page = rendered(replace(traced_step(), distinct_rows=None), MADE)
-    assert "Rows between ranks are a lower bound from pairs of experts." in page
-    assert "one for every choice, an upper bound" in rendered(compared_step(), MADE)
 
 
 def test_seconds_without_relocation_stand_beside_those_with_it() -> None:
@@ -178,14 +172,14 @@ def test_the_ledger_speaks_of_what_is_sent() -> None:
     assert float(duplicate[2]) > 0
 
 
-def test_where_nobody_counted_pairs_the_ledger_has_no_column_of_what_is_sent_once() -> None:
+def test_without_pairs_the_ledger_has_no_column_per_choice() -> None:
     page = rendered(compared_step(), MADE)
     words = page[page.index('id="bytes-title"') :]
     assert "per choice</th>" not in words
     assert "it was not counted which experts tokens choose together" in words
 
 
-def test_the_overlap_ratio_is_told_at_peak_and_at_sustained_flops() -> None:
+def test_overlap_ratios_at_peak_and_at_sustained_flops() -> None:
     shown = _row(rendered(compared_step(), MADE), "inside a node")
     peak = overlap_ratio(EXPERT, CLUSTER.intra.bytes_per_second, CLUSTER.peak_flops_per_second)
     sustained = overlap_ratio(EXPERT, CLUSTER.intra.bytes_per_second, CLUSTER.flops_per_second)
@@ -193,7 +187,7 @@ def test_the_overlap_ratio_is_told_at_peak_and_at_sustained_flops() -> None:
     assert sustained > peak
 
 
-def test_what_limits_the_model_comes_after_what_is_counted_and_is_what_the_simulator_says() -> None:
+def test_limits_are_those_of_the_simulator() -> None:
     compared = compared_step()
     page = rendered(compared, MADE)
     assert _sections(page) == ["plan", "levers-1", "loads", "cover", "bytes", "limits", "timeline", "glossary"]
@@ -208,24 +202,20 @@ def test_what_limits_the_model_comes_after_what_is_counted_and_is_what_the_simul
     assert "memory of the fullest rank with the plan" in limits
 
 
-def test_two_plans_stand_side_by_side() -> None:
-    plan, demand = planned_step()
-    other = plan_step(demand, CLUSTER, Budget(slots=0), expert=EXPERT)
-    first, second = compare_plan("plan <one>", other, demand), compare_plan("plan two", plan, demand)
-    page = rendered(compared_step(first, second), MADE)
-    assert "<one>" not in page
-    assert "plan &lt;one&gt;: skew" in page
-    assert {"levers-0", "levers-1"} <= set(_sections(page))
-    assert other.digest()[:16] in page
-    assert plan.digest()[:16] in page
-
-
-def test_every_figure_of_two_plans_stands_below_the_name_of_its_plan() -> None:
+def test_figures_of_two_plans_stand_below_their_names() -> None:
     plan, demand = planned_step()
     other = plan_step(demand, CLUSTER, Budget(slots=1), "ultraep", expert=EXPERT)
-    first, second = compare_plan("plan one", other, demand), compare_plan("plan two", plan, demand)
-    page = rendered(compared_step(first, second), MADE)
-    assert re.findall(r'<th scope="col"[^>]*>([^<]*)</th>', page)[:4] == ["", "plan one", "plan two", "times as fast"]
+    first, second = compare_plan("plan <one>", other, demand), compare_plan("plan two", plan, demand)
+    step = compared_step(first, second)
+    page = rendered(step, MADE)
+    assert "<one>" not in page
+    names = re.findall(r'<th scope="col"[^>]*>([^<]*)</th>', page)[1:3]
+    assert names == ["plan &lt;one&gt;", "plan two"]
+    assert {"levers-0", "levers-1"} <= set(_sections(page))
+    assert all(one.digest()[:16] in page for one in (other, plan))
+    for one, part in zip(step.plans, step_headline(step).split(" · "), strict=True):
+        assert part.startswith(one.name)
+        assert percent(1 - 1 / one.skew) in part
     assert _row(page, "skew")[:2] == [f"{other.skew(first.demand):.3f}", f"{plan.skew(second.demand):.3f}"]
     assert _row(page, "replicas")[:2] == [str(other.num_copies), str(plan.num_copies)]
     moved = f"experts moved before the step, of {plan.home_LE.size}"
@@ -260,14 +250,8 @@ def test_a_recorded_timeline_is_drawn_beside_the_simulated_ones() -> None:
 
 
 def test_waterfall_bars_join_and_end_at_the_plan() -> None:
-    levers = [
-        ("static", 2.0),
-        ("schedule", 1.8),
-        ("homes", 1.9),
-        ("replicas", 1.1),
-        ("cross-node copies", 1.1),
-        ("bound", 1.05),
-    ]
+    values = {"static": 2.0, "schedule": 1.8, "homes": 1.9, "replicas": 1.1, "cross-node copies": 1.1, "bound": 1.05}
+    levers = list(values.items())
     rows = waterfall(levers, [("static", 1.2)])
     html = templates().globals["bar_table"]("levers", ("lever", "skew"), rows, 1.0, 2.0)
     bars = re.findall(r'row" class="name">([^<]+)</th>.*?class="bar (\w+)" style="left:([\d.]+)%;width:([\d.]+)%', html)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from relibra.errors import ConfigError
-from relibra.reporting.data.sweep_lines import STATIC_VALUE, VALUE, describe_constants, sweep_lines
+from relibra.reporting.data.sweep_lines import STATIC_VALUE, VALUE, sweep_lines
 from relibra.reporting.pages.sweep_page import KINDS, check_plot, draw_sweep
 from tests.reporting.test_report_in_browser import Tab, tab
 
@@ -46,7 +46,7 @@ def drawn(path: Path, given: list[dict[str, Any]], varied: list[str]) -> tuple[s
     return page, json.loads(figure[1])
 
 
-def test_the_page_says_simulated_model_machine_and_what_is_the_same_for_all_points(tmp_path: Path) -> None:
+def test_the_page_names_model_machine_and_constants(tmp_path: Path) -> None:
     page, figure = drawn(tmp_path / "s.html", rows(), ["ranks", "balancer"])
     assert f"<h1>{TITLE}</h1>" in page
     [about] = re.findall(r'<p class="how">(.*?)</p>', page)
