@@ -77,7 +77,7 @@ def test_gemm_seconds_with_and_without_a_table():
     assert table.gemm_seconds(np.array([0, 5, 10, 20, 25, 60]), 1.0).tolist() == [0.0, 1.0, 1.0, 2.0, 25 / 30, 60 / 50]
 
 
-def test_on_a_preset_an_expert_with_one_row_takes_as_long_as_its_weights_are_read():
+def test_an_expert_with_one_row_takes_as_long_as_its_weights():
     h100, parameters = cluster_preset("h100x8"), 3 * 2048 * 768
     one, some, many = (h100.gemm_seconds(np.array([rows]), 2.0 * parameters)[0] for rows in (1, 148, 1 << 15))
     assert one == pytest.approx(2 * parameters / 3.35e12, rel=0.01)

@@ -39,7 +39,7 @@ def test_the_program_runs_and_labels_never_share_a_table():
 
 
 @pytest.mark.slow
-def test_the_running_server_is_judged_by_every_test_that_needs_it():
+def test_the_running_server_is_judged_by_its_tests():
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS), "acceptance", "--quick", "--json"], capture_output=True, text=True, check=True
     )

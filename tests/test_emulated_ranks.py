@@ -198,7 +198,7 @@ def test_the_executors_path_is_timed_part_by_part(capsys):
         assert row["error"] < 1e-2
 
 
-def test_rows_that_ranks_prepare_one_after_another_are_those_of_ranks_that_talk():
+def test_emulated_ranks_prepare_the_rows_of_real_ranks():
     """Every rank computes what the plan gives it, from rows that their source sends: each token-slot once."""
     from benchmarks.runtime import executor_path
 

@@ -16,7 +16,7 @@ from relibra.rl.toy.character_tokenizer import CharacterTokenizer
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
-def test_points_follow_from_the_seed_and_hit_every_target_at_every_time():
+def test_points_follow_from_the_seed_and_hit_every_target():
     points = signalled_runs.choose_points(50, 0)
     assert points == signalled_runs.choose_points(50, 0) != signalled_runs.choose_points(50, 1)
     assert {(one.signal, one.target) for one in points} == {
@@ -87,7 +87,7 @@ def test_results_with_a_torn_line_are_no_results(tmp_path):
     assert started_run.read_trained(tmp_path) is None
 
 
-def test_samples_hold_characters_that_readers_take_for_the_end_of_a_line(tmp_path):
+def test_samples_hold_characters_that_end_lines(tmp_path):
     assert CharacterTokenizer(CHARACTERS).vocab_size == len(CHARACTERS) + 1
     assert len(CHARACTERS.splitlines()) > 5
     assert {len(one.encode()) for one in CHARACTERS} == {1, 2, 3, 4}

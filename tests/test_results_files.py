@@ -98,7 +98,7 @@ def test_equal_rows_are_matched_in_their_order(results):
     assert str(one) == "x, ranks 8 (number 2): seconds 5 -> 2 (-60.0%)"
 
 
-def test_tables_inside_rows_are_compared_and_repetitions_and_spreads_are_not(results):
+def test_tables_are_compared_but_no_spreads(results):
     row = ROW | {"seconds_per_stage": {"plan": 1.0}, "rewards": [1, 2], "seconds low": 1.0, "ok": True, "note": "a"}
     changed = row | {"seconds_per_stage": {"plan": 2.0}, "rewards": [9], "seconds low": 9.0, "ok": False, "note": "b"}
     assert [one.figure for one in results.compare([row], [changed], 0.1)] == ["seconds_per_stage.plan", "ok"]
@@ -244,7 +244,7 @@ def test_of_a_program_that_fails_or_skips_nothing_is_taken_over(bench, tmp_path,
 
 
 @pytest.mark.parametrize(("outcomes", "code"), [(["measured", "skipped", "kept"], 0), (["failed", "measured"], 1)])
-def test_one_failure_does_not_stop_the_others_but_the_exit_code_says_it(monkeypatch, capsys, outcomes, code):
+def test_one_failure_stops_no_other_and_sets_the_exit_code(monkeypatch, capsys, outcomes, code):
     everything = load("all")
     made = [everything.Outcome(program=f"p{n}", outcome=what) for n, what in enumerate(outcomes)]
     monkeypatch.setattr(everything, "outcomes", lambda **_: iter(made))
@@ -268,7 +268,7 @@ def test_what_takes_long_is_kept_and_said_aloud(monkeypatch, tmp_path):
     assert {one.outcome for one in everything.outcomes(long=True, data=tmp_path, results=tmp_path)} == {"measured"}
 
 
-def test_every_program_is_there_and_all_short_ones_fit_into_a_quarter_of_an_hour():
+def test_short_programs_fit_into_a_quarter_of_an_hour():
     everything, render = load("all"), load("render")
     assert sum(program.minutes for program in everything.PROGRAMS if not program.long) <= everything.MOST_MINUTES
     split = f"^({'|'.join(render.SPLIT)}).*"  # one file of many tables

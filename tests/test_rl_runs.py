@@ -92,7 +92,7 @@ def test_all_algorithms_are_measured_to_the_plateau_of_ppo(capsys):
     assert [line[-2:] for line in lines[:4]] == [[reward, "0.58"] for reward in ("0.60", "0.60", "0.63", "0.60")]
 
 
-def test_the_plateau_is_the_best_of_the_last_third_and_what_still_moves_is_told():
+def test_the_plateau_is_the_best_of_the_last_third():
     from benchmarks.rl import tppo
 
     falling = rows_of([0.9, 0.9, 0.9, 0.2, 0.2, 0.5, 0.5, 0.5, 0.2], decode_steps=1, seconds=1.0)
@@ -103,7 +103,7 @@ def test_the_plateau_is_the_best_of_the_last_third_and_what_still_moves_is_told(
     assert tppo.last_move(rising) == pytest.approx(0.1)
 
 
-def test_rows_hold_the_settings_of_the_warm_up_and_of_the_run_apart():
+def test_rows_hold_settings_of_warm_up_and_run_apart():
     from benchmarks.rl import tppo
 
     runs = {name: rows_of([0.2, 0.6, 0.6, 0.6], decode_steps=9, seconds=1.0) for name in tppo.MORE}
@@ -134,7 +134,7 @@ def test_who_goes_first_takes_turns(monkeypatch, tmp_path):
         load_config(None, settings)
 
 
-def test_a_reward_that_is_never_reached_is_no_ratio_and_misses_the_target(capsys):
+def test_a_reward_that_is_never_reached_misses_the_target(capsys):
     from benchmarks.rl import tppo
 
     waiting = rows_of([0.2, 0.6, 0.6, 0.6], decode_steps=100, seconds=2.0)

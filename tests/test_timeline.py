@@ -139,7 +139,7 @@ def test_threads_record_into_one_timeline():
     assert sorted(one.layer for one in recorder.timeline().events) == sorted([*range(500)] * 4)
 
 
-def test_ranks_of_a_run_become_one_timeline_by_the_earliest_origin():
+def test_ranks_become_one_timeline_by_the_earliest_origin():
     late = timeline(event("push", rank=1, start=1.0), origin=100.5)
     early = timeline(event("push", rank=0, start=1.0), event("experts", rank=0, start=2.0), origin=100.0)
     run = merged([late, early])
@@ -163,7 +163,7 @@ def test_timelines_that_make_no_run_are_refused(parts, message):
 
 
 @given(timelines())
-def test_a_trace_holds_every_event_on_a_track_where_nothing_overlaps(given_timeline):
+def test_a_trace_holds_every_event_without_overlaps(given_timeline):
     trace = json.loads(json.dumps(given_timeline.perfetto()))["traceEvents"]
     slices = [one for one in trace if one["ph"] == "X"]
     names = {(one["pid"], one["tid"]): one["args"]["name"] for one in trace if one["name"] == "thread_name"}

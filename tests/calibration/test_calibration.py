@@ -116,7 +116,7 @@ def test_experts_faster_than_the_large_product_are_the_peak():
     assert found.cluster.efficiency == 1
 
 
-def test_one_rank_takes_the_links_of_another_cluster_and_is_a_model():
+def test_one_rank_takes_the_links_of_another_cluster():
     cited = cluster_preset("h100x8")
     found = fit_cluster(timings(exchange={}), replace(MACHINE, ranks=1), SHAPE, cited)
     assert found.exchange is None

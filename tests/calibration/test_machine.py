@@ -37,7 +37,7 @@ def test_a_name_that_exists_passes(name):
         ("missing.toml", "missing.toml cannot be read: .*relibra calibrate --output cluster.toml"),
     ],
 )
-def test_a_name_that_does_not_exist_is_refused_with_the_next_step(name, said):
+def test_an_unknown_name_is_refused(name, said):
     for look_up in (check_cluster, lambda given: find_cluster(given, CPU, 2, 2)):
         with pytest.raises(ClusterError, match=said):
             look_up(name)
@@ -68,7 +68,7 @@ def test_a_damaged_measurement_is_made_again(length, cache):
 
 
 @pytest.mark.usefixtures("no_measuring")
-def test_a_folder_that_cannot_be_written_is_found_before_measuring(tmp_path, monkeypatch):
+def test_an_unwritable_folder_is_found_before_measuring(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(ClusterError, match=r"cannot be kept in .*: .*; set XDG_CACHE_HOME to a folder"):

@@ -109,7 +109,7 @@ def test_rows_without_a_route_are_not_counted():
 
 
 @pytest.mark.parametrize("filler", [-1, 8])
-def test_an_id_of_no_expert_is_named_with_sample_position_and_layer(filler):
+def test_an_id_of_no_expert_is_named_with_its_place(filler):
     routes = [draw_routes(np.random.default_rng(s), 6) for s in range(3)]
     routes[1][4] = -1  # a row without a route
     routes[2][3, 2, 1] = filler

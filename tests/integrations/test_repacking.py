@@ -76,7 +76,7 @@ def waited_for(share_SLR, attention_S, schedule):
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0, 30]), st.sampled_from([0.0, 0.05, 1.0]), st.booleans())
-def test_a_free_choice_is_never_worse_than_samples_that_keep_their_ranks(seed, samples, price, keep_counts):
+def test_a_free_choice_is_never_worse_than_kept_ranks(seed, samples, price, keep_counts):
     """Also with one sample for each micro-batch and rank, where swaps of neighbours in length gain little."""
     share_SLR, length_S, given_schedule = draw_case(
         np.random.default_rng(seed), samples=samples, steps=1, micro_batches=8, group_ranks=4
@@ -98,7 +98,7 @@ def test_a_free_choice_is_never_worse_than_samples_that_keep_their_ranks(seed, s
     assert kept <= before * (1 + 1e-6)
 
 
-def test_samples_are_exchanged_where_their_neighbours_in_length_are_of_one_task():
+def test_samples_of_other_lengths_are_exchanged_too():
     """Lengths tell tasks apart, as thousands of samples do: the trainer's micro-batches are pure, skew 2."""
     tasks, of_task = 4, 1000
     share_SLR = np.zeros((tasks * of_task, 1, 2), dtype=np.float32)

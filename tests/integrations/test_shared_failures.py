@@ -95,7 +95,7 @@ def found(tmp_path_factory):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-def test_the_rank_that_failed_raises_its_own_error_and_others_repeat_it(found):
+def test_the_failed_rank_raises_and_others_repeat_it(found):
     first, second = found
     assert [one["none"] for one in found] == ["'done'"] * RANKS
     assert second["key"] == "KeyError: 'layer 3'"
@@ -107,7 +107,7 @@ def test_the_rank_that_failed_raises_its_own_error_and_others_repeat_it(found):
     assert [one["both"] for one in found] == ["ValueError: both"] * RANKS
 
 
-def test_no_rank_waits_where_the_plug_in_of_verl_fails_on_another(found):
+def test_no_rank_waits_where_verls_plug_in_fails(found):
     first, second = found
     assert second["sample_routes"] == "KeyError: 'routed_experts'"
     assert "rank 1 cannot count the loads of its samples" in first["sample_routes"]

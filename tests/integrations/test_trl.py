@@ -95,7 +95,7 @@ def test_routes_stay_while_the_weights_change(tmp_path):
         assert_same_weights(tmp_path, f"{name}, planned", f"{name}, replayed")
 
 
-def test_gradients_of_two_generation_batches_and_an_uneven_end_of_an_epoch(tmp_path):
+def test_gradients_of_two_batches_and_an_uneven_epoch(tmp_path):
     options = {"steps_per_generation": 1, "gradient_accumulation_steps": 2, "max_steps": 4}
     cases = {"stock": Case(options=options, prompts=7, **STOCK), "planned": Case(options=options, prompts=7)}
     found = train(cases, tmp_path)
@@ -151,7 +151,7 @@ def test_the_example_prints_what_it_says():
     assert "".join(f"# {line}\n" for line in done.stdout.splitlines() if line.startswith("step")) == expected
 
 
-def test_evaluation_and_checkpoints_between_steps_of_moved_experts(tmp_path):
+def test_evaluation_and_checkpoints_with_moved_experts(tmp_path):
     options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
     options |= {"save_strategy": "steps", "save_steps": 1, "save_only_model": True}
     cases = {"stock": Case(options=options, **STOCK), "planned": Case(options=options, budget={"slots": 0})}
@@ -161,7 +161,7 @@ def test_evaluation_and_checkpoints_between_steps_of_moved_experts(tmp_path):
     assert_same_weights(tmp_path, "planned", "stock")
 
 
-def test_a_best_model_that_cannot_be_loaded_is_refused_before_training(tmp_path):
+def test_load_best_model_at_end_is_refused(tmp_path):
     options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
     options |= {"save_strategy": "steps", "save_steps": 1, "save_only_model": True, "load_best_model_at_end": True}
     with pytest.raises(mp.ProcessRaisedException, match="EngineError: load_best_model_at_end"):

@@ -73,7 +73,7 @@ def test_recorded_routes_are_those_of_the_batch_in_any_order(batch):
         routes_of(trace, [2, 1], tokens[[2, 2]], mask[[2, 2]])
 
 
-def test_routes_of_an_engine_may_lack_last_tokens_and_are_checked(batch):
+def test_routes_of_an_engine_may_lack_last_tokens(batch):
     tokens, mask = batch
     model = tiny_model()
     trace = record_routes(model, tokens, mask, rows_at_once=3)

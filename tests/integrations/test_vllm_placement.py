@@ -83,7 +83,7 @@ def test_a_version_without_policies_is_named(policies, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM at {PYTHON}: run make test-vllm, or set VLLM_PYTHON")
 @pytest.mark.parametrize("wanted", ["on", "file"])
-def test_vllms_own_code_moves_weights_to_where_experts_are_placed(wanted, tmp_path):
+def test_vllms_own_code_moves_weights_as_placed(wanted, tmp_path):
     path = tmp_path / "placement.json"
     path.write_text(json.dumps({"physical_to_logical_map": MAP}))
     done = subprocess.run(

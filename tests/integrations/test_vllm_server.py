@@ -80,7 +80,7 @@ def prompts_of(length, number):
     return [rng.integers(0, STOP, length + index).tolist() for index in range(number)]
 
 
-def test_routes_and_log_probs_are_those_of_transformers_after_every_reload(server, start, tmp_path):
+def test_routes_and_log_probs_are_those_of_transformers(server, start, tmp_path):
     model, engine = load(start), engine_at(server)
     [served] = check_servers(engine.servers, start_seconds=60.0, longest=CONTEXT, dtype="float32")
     assert (served.context, served.dtype) == (CONTEXT, "float32")
@@ -125,7 +125,7 @@ def test_a_server_without_our_reload_is_caught(start, tmp_path, monkeypatch):
             canary.after_update(model, 0)
 
 
-def test_a_server_that_ends_is_replaced_and_gets_the_last_weights_when_it_is_started_again(start, tmp_path, caplog):
+def test_a_server_started_again_gets_the_last_weights(start, tmp_path, caplog):
     model, prompts = load(start), prompts_of(8, 64)
     flags = [*FLAGS, "--max-model-len", "1200", "--enforce-eager"]
 

@@ -29,7 +29,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("name", "norm", "selection"), SETTINGS)
-def test_native_ids_give_native_weights_and_gradients_bit_for_bit(name, norm, selection, precision):
+def test_native_ids_give_native_bits(name, norm, selection, precision):
     dtype, autocast = PRECISIONS[precision]
     router = tiny_router(name, norm=norm, dtype=dtype, selection=selection)
     rule = RULES[name](router)
@@ -52,7 +52,7 @@ def test_native_ids_give_native_weights_and_gradients_bit_for_bit(name, norm, se
 
 
 @pytest.mark.parametrize(("name", "norm", "selection"), SETTINGS)
-def test_foreign_ids_get_weight_and_gradient_even_outside_the_live_groups(name, norm, selection):
+def test_foreign_ids_get_weight_and_gradient_in_any_group(name, norm, selection):
     router = tiny_router(name, norm=norm, dtype=torch.float32, selection=selection)
     scores_TE, native_TK, ids_TK, *_ = call_router(router, hidden_states(64, torch.float32))
     foreign_TK = torch.from_numpy(random_experts(64, 1, EXPERTS, CHOICES)[:, 0])
@@ -65,7 +65,7 @@ def test_foreign_ids_get_weight_and_gradient_even_outside_the_live_groups(name, 
     assert (ids_TK.sort().values != foreign_TK.sort().values).any(1).float().mean() > 0.9
 
 
-def test_every_class_of_the_tables_exists_in_the_installed_transformers():
+def test_every_class_of_the_tables_is_in_transformers():
     assert set(RULES) | set(REFUSED) <= set(modules_by_class())
     assert not set(RULES) & set(REFUSED)
 

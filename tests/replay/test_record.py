@@ -35,7 +35,7 @@ def test_records_what_the_experts_execute(family):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_generation_with_a_cache_gives_the_prompt_then_one_row_per_sequence_and_token(mode):
+def test_generation_with_a_cache_records_prompt_and_tokens(mode):
     model = tiny_model().eval()
     model.generation_config.eos_token_id = None
     prompt = random_tokens(2, 4)
@@ -80,7 +80,7 @@ def test_an_unfinished_forward_pass_is_an_error_and_is_forgotten():
             model(random_tokens(1, 3))
 
 
-def test_leaving_the_context_with_an_unfinished_forward_pass_is_an_error():
+def test_an_unfinished_forward_pass_is_an_error():
     model = tiny_model()
     with pytest.raises(EngineError, match="1 of 3 routers"), record_routing(model):
         model.model.layers[0].mlp(torch.randn(1, 3, 32))

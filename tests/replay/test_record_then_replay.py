@@ -80,7 +80,7 @@ def test_another_number_of_tokens_is_told_and_nothing_is_lost():
             recorder.take_trace(ids_BN)
 
 
-def test_routes_without_layer_ids_are_refused_with_the_line_to_write():
+def test_routes_without_layer_ids_are_refused():
     model, (ids_BN, mask_BN) = tiny_model("deepseek_v3"), batch()
     with torch.no_grad(), record_routing(model) as recorder:
         model(ids_BN)

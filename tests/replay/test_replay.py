@@ -68,7 +68,7 @@ def test_recorded_routes_replay_to_the_same_bits(family, dtype):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_foreign_routes_are_executed_and_train_the_router_rows_of_the_experts_used(family):
+def test_foreign_routes_train_the_router_rows_of_their_experts(family):
     model = tiny_model(family)
     ids_BN = random_tokens(2, 7)
     routes, _ = other_routes(model)
@@ -92,7 +92,7 @@ def test_foreign_routes_are_executed_and_train_the_router_rows_of_the_experts_us
         handle.remove()
 
 
-def test_disagreement_is_the_share_of_rows_and_layers_with_another_set():
+def test_disagreement_is_the_share_of_other_sets():
     model = tiny_model(num_hidden_layers=1)
     ids_BN = random_tokens(1, 9)
     with record_routing(model) as recorder:
@@ -135,7 +135,7 @@ def test_comparison_counts_pairs_rows_and_choices_that_differ(seed):
 
 
 @pytest.mark.parametrize("left", [True, False])
-def test_padding_on_either_side_gives_the_loss_of_the_packed_sequences(left):
+def test_padding_on_either_side_gives_the_packed_loss(left):
     model = tiny_model()
     lengths = [7, 4]
     tokens = [random_tokens(1, n, seed=n)[0] for n in lengths]
@@ -211,7 +211,7 @@ def test_checkpointing_every_second_layer_is_consumed_cleanly():
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_forward_and_backward_may_be_two_contexts_over_the_same_routes(use_reentrant):
+def test_forward_and_backward_may_be_two_contexts(use_reentrant):
     model = tiny_model().train()
     model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
     batches = [(random_tokens(2, 7, seed), other_routes(model, seed=seed)[0]) for seed in (1, 2)]
@@ -275,7 +275,7 @@ def test_several_passes_in_flight_are_not_confused(use_reentrant):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_replay_without_its_backward_pass_leaves_native_training_alone(use_reentrant):
+def test_a_replay_without_backward_leaves_training_alone(use_reentrant):
     model = tiny_model().train()
     model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
     routes, _ = other_routes(model)
@@ -294,7 +294,7 @@ def test_a_replay_without_its_backward_pass_leaves_native_training_alone(use_ree
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_native_training_after_a_replay_without_gradients_is_left_alone(use_reentrant):
+def test_a_replay_without_gradients_leaves_training_alone(use_reentrant):
     model = tiny_model().train()
     model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
     routes, _ = other_routes(model)
@@ -399,7 +399,7 @@ def test_two_models_in_one_process_do_not_meet():
             assert torch.equal(actor(ids_BN, use_cache=False).logits, alone)
 
 
-def test_a_replay_inside_a_replay_is_refused_and_the_outer_one_goes_on():
+def test_a_replay_inside_a_replay_is_refused():
     model = tiny_model()
     routes, _ = other_routes(model)
     ids_BN = random_tokens(2, 7)
@@ -411,7 +411,7 @@ def test_a_replay_inside_a_replay_is_refused_and_the_outer_one_goes_on():
         assert torch.equal(model(ids_BN, use_cache=False).logits, outer)
 
 
-def test_a_deep_copy_made_before_the_backward_pass_can_be_replayed():
+def test_a_deep_copy_before_the_backward_pass_is_replayed():
     model = tiny_model().train()
     model.activation_checkpointing_enable({"use_reentrant": False})
     routes, _ = other_routes(model)
@@ -475,7 +475,7 @@ def test_routes_of_other_weights_are_noticed():
         model(random_tokens(2, 7))
 
 
-def test_the_gate_rule_is_checked_again_when_it_or_the_type_changes(monkeypatch):
+def test_a_changed_gate_rule_is_checked_again(monkeypatch):
     model = tiny_model()
     routes, _ = other_routes(model)
     checks = []

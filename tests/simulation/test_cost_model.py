@@ -42,7 +42,7 @@ def test_many_ranks_sum_few_bytes_in_a_tree():
     )
 
 
-def test_gradients_are_summed_by_rings_over_those_who_hold_the_same():
+def test_gradients_are_summed_by_rings_over_their_holders():
     cluster = replace(
         cluster_preset("h100x8"),
         intra=Link(latency_seconds=0, bytes_per_second=100),
@@ -56,7 +56,7 @@ def test_gradients_are_summed_by_rings_over_those_who_hold_the_same():
     assert gradient_reduction_seconds(one, ParallelLayout(expert_parallel=1), 80, 1000) == 0
 
 
-def test_sharded_gradients_are_scattered_in_the_group_and_summed_over_groups():
+def test_sharded_gradients_are_scattered_then_summed():
     cluster = replace(
         cluster_preset("h100x8", 16),
         intra=Link(latency_seconds=1, bytes_per_second=100),
@@ -94,7 +94,7 @@ def test_stages_and_ranks_together_own_every_weight_once(name):
     assert R * sum(experts for _, experts in owned) == model.routed_parameters
 
 
-def test_tied_embeddings_are_one_matrix_where_both_ends_are_one_stage():
+def test_tied_embeddings_of_one_stage_are_one_matrix():
     model = replace(model_shape("qwen3-30b-a3b"), tied_embeddings=True)
     shared, _ = owned_parameters(model, ParallelLayout(expert_parallel=8), 48, first=True, last=True)
     assert shared == model.shared_parameters

@@ -52,7 +52,7 @@ def test_limits_are_the_parts_of_the_step_the_largest_first():
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_even_loads_have_no_straggler_and_uneven_ones_the_same_in_any_number_of_stages(stages):
+def test_stragglers_are_the_same_in_any_number_of_stages(stages):
     cluster, R, M = cluster_preset("h100x8"), 8, 8
     model = replace(model_shape("qwen3-30b-a3b"), moe_layers=5)
     counts_SLE = np.full((M * R, 5, 128), 64, dtype=np.int32)

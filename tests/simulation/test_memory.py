@@ -103,7 +103,7 @@ def test_balance_lowers_activations_and_slots_cost_little():
     assert use.parts["slots"] == 2 * layers * 6 * 3 * 2048 * 768
 
 
-def test_stages_keep_activations_in_flight_and_recomputation_drops_them():
+def test_stages_keep_activations_in_flight():
     plan, demand, cluster, model = random_step(3, nodes=1, per_node=2, layers=2, micro_batches=3)
     model = replace(model, dense_layers=0, dense_width=0)
     whole = memory_use(plan, demand, cluster, model)

@@ -52,7 +52,7 @@ def test_whole_responses_decode_as_token_by_token(lengths, slots):
     assert 0 <= decoded.idle < 1
 
 
-def test_a_decode_step_reads_all_weights_once_and_a_cache_for_each_response():
+def test_a_decode_step_reads_weights_once_and_each_cache():
     model, cluster = model_shape("qwen3-30b-a3b"), cluster_preset("h100x8")
     cost = decode_cost(model, cluster, 8, context=1000.0)
     assert cost.fixed == pytest.approx(model.parameters * 2 / 8 / 3.35e12 + 2 * 48 * 7 * 2e-6)
@@ -64,7 +64,7 @@ def test_a_decode_step_reads_all_weights_once_and_a_cache_for_each_response():
         decode_cost(model, replace(cluster, memory_bytes_per_second=0.0), 8, context=1.0)
 
 
-def test_prefill_counts_weights_once_per_token_and_scores_by_squares():
+def test_prefill_counts_scores_by_squares():
     model, cluster = model_shape("qwen3-30b-a3b"), cluster_preset("h100x8")
     one, two = (prefill_seconds(model, cluster, 8, np.array(tokens)) for tokens in ([2000], [1000, 1000]))
     weights = 2 * (model.active_parameters - model.head_parameters) * 2000

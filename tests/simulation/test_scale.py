@@ -46,7 +46,7 @@ def test_64_ranks_take_seconds(planned):
 
 
 @pytest.mark.slow
-def test_4096_ranks_take_less_than_a_minute_and_the_memory_of_one_group(planned):
+def test_4096_ranks_take_less_than_a_minute(planned):
     plan, demand, cluster = planned
     peaks = []
     for groups in (1, 4):

@@ -17,7 +17,7 @@ def run(passes, seen, reentrant=True):
     return checkpoint(layer, x, use_reentrant=True) if reentrant else layer(x)
 
 
-def test_recomputations_see_the_micro_batch_of_their_forward_pass():
+def test_recomputations_see_the_micro_batch_of_their_pass():
     passes, seen = LayerPasses(), []
     passes.begin("first")
     one = run(passes, seen)

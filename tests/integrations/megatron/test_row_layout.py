@@ -95,7 +95,7 @@ def random_routes(lengths, layers, choices, experts, rng):
 
 
 @given(LENGTHS, st.sampled_from([1, 2]), st.sampled_from([1, 2]), st.integers(0, 99))
-def test_each_row_takes_the_experts_of_its_token_and_the_others_differ_in_each_row(lengths, tp, cp, seed):
+def test_each_row_takes_the_experts_of_its_token(lengths, tp, cp, seed):
     layers, choices, experts = 2, 3, 5
     routes = random_routes([n - 1 for n in lengths], layers, choices, experts, np.random.default_rng(seed))
     rows = RowLayout.of_verl(tensor_ranks=tp, context_ranks=cp).rows(lengths)
@@ -128,7 +128,7 @@ def test_routes_that_do_not_fit_are_refused(routes, message):
 
 @settings(max_examples=20)
 @given(LENGTHS, st.sampled_from([1, 2]), st.sampled_from([1, 2]), st.sampled_from([2, 4, 8]))
-def test_a_demand_of_slices_counts_every_row_at_the_rank_that_feeds_it(lengths, tp, cp, expert_ranks):
+def test_a_demand_of_slices_counts_rows_at_their_rank(lengths, tp, cp, expert_ranks):
     """Two data-parallel ranks, each with a micro-batch of its own rows; groups of ranks share experts."""
     layers, choices, experts = 1, 2, 8
     layout = RowLayout.of_verl(tensor_ranks=tp, context_ranks=cp)

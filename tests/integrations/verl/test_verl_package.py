@@ -85,7 +85,7 @@ def test_loads_of_experts_get_even(runs, name):
     assert not any(same for one in runs[name] for same in one["as_in_verl"])
 
 
-def test_routes_that_the_trainer_records_are_planned_for_its_update(runs):
+def test_recorded_routes_are_planned_for_the_update(runs):
     [line] = runs["routes of the trainer"][0]["lines"]
     assert "update of 96 samples" in line
 

@@ -87,7 +87,7 @@ def test_stages_of_hierarchical_dispatch_are_events_in_turn():
     assert exchanges == [*there, ("dispatch", "gate weights"), *back, *there, ("combine", "gate weights"), *back]
 
 
-def test_a_choice_of_ranks_micro_batches_and_layers_is_a_part_of_the_whole():
+def test_chosen_ranks_and_layers_are_a_part_of_the_whole():
     plan, demand, cluster, model = random_step(4, micro_batches=3, layers=2, nodes=2, per_node=2)
     demand = replace(demand, group_M=np.array([0, 1, 0], np.int32))
     how = Execution(pipeline_stages=2)

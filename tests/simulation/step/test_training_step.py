@@ -178,7 +178,7 @@ def test_a_push_to_another_node_rests_while_rows_travel():
 
 @given(SEEDS)
 @FEW
-def test_a_host_pool_relieves_homes_in_passes_without_gradients_only(seed):
+def test_a_host_pool_relieves_homes_without_gradients_only(seed):
     plan, demand, cluster, model = random_step(seed)
     homes, pool = (
         simulate_step(plan, demand, cluster, model, Execution(forward_only=True, host_pool=has))
@@ -211,7 +211,7 @@ def test_rows_come_back_and_every_token_slot_is_computed_once(seed, overlap, rec
 
 @given(SEEDS)
 @FEW
-def test_no_step_is_faster_than_its_busiest_ranks_and_overlap_never_hurts(seed):
+def test_no_step_is_faster_than_its_busiest_ranks(seed):
     plan, demand, cluster, model = random_step(seed)
     fast, slow = (simulate_step(plan, demand, cluster, model, Execution(overlap=how)) for how in (True, False))
     bound = layer_costs(plan, demand, cluster, model.expert).compute_ML.sum()
@@ -224,7 +224,7 @@ def test_no_step_is_faster_than_its_busiest_ranks_and_overlap_never_hurts(seed):
 
 @given(SEEDS)
 @FEW
-def test_free_links_leave_the_busiest_ranks_compute_and_attention(seed):
+def test_free_links_leave_compute_and_attention(seed):
     plan, demand, _, model = random_step(seed)
     cluster = free_links(plan)
     step = simulate_step(plan, demand, cluster, model)
@@ -282,7 +282,7 @@ def test_groups_run_side_by_side_and_meet_at_the_gradients():
     np.testing.assert_allclose(step.waited_R, np.concatenate([one.waited_R for one in alone]))
 
 
-def test_mini_batches_of_a_schedule_end_at_their_true_borders_on_the_same_ranks():
+def test_mini_batches_end_at_their_borders_on_the_same_ranks():
     plan, demand, cluster, model = random_step(3, micro_batches=4, layers=2, nodes=1, per_node=2)
     uneven = np.array([0, 0, 0, 1], np.int32)
     one_group, how = with_mini_batches(replace(demand, group_M=uneven), Execution(recompute_activations=True))
@@ -370,7 +370,7 @@ def test_sums_of_gradients_count_from_the_end_of_their_own_stage(seed, stages):
 
 @given(SEEDS)
 @FEW
-def test_a_live_balancer_is_never_faster_and_pays_for_each_decision(seed):
+def test_a_live_balancer_pays_for_each_decision(seed):
     plan, demand, cluster, model = random_step(seed)
     planned, live = (simulate_step(plan, demand, cluster, model, Execution(live=live)) for live in (False, True))
     decisions = plan.bound_ML.size * decision_seconds(cluster, plan.num_experts)
@@ -383,7 +383,7 @@ def test_a_live_balancer_is_never_faster_and_pays_for_each_decision(seed):
 
 @given(SEEDS)
 @FEW
-def test_gathers_cost_at_most_all_of_them_and_at_least_the_first_of_each_pass(seed):
+def test_gathers_cost_from_the_first_of_each_pass_to_all(seed):
     plan, demand, cluster, model = random_step(seed)
     spread, whole = (simulate_step(plan, demand, cluster, model, Execution(shard_dense=s)) for s in (True, False))
     weights, M, L = gathered_bytes(model, first=True, last=True), len(plan.bound_ML), len(plan.layer_ids)
@@ -439,7 +439,7 @@ def _without_first_sample(demand):
     return replace(demand, **{name: getattr(demand, name)[1:] for name in per_sample})
 
 
-def test_an_unknown_memory_bandwidth_leaves_the_optimizer_out_and_says_so():
+def test_an_unknown_memory_bandwidth_leaves_the_optimizer_out():
     plan, demand, cluster, model = random_step(1)
     step = simulate_step(plan, demand, replace(cluster, memory_bytes_per_second=0), model)
     assert step.terms["optimizer"] == 0
@@ -460,7 +460,7 @@ def test_a_step_without_tokens_takes_the_optimizer_s_time():
     assert tiny_model(plan).moe_layers == 1
 
 
-def test_a_layer_with_hierarchical_dispatch_is_a_stage_between_nodes_and_one_inside():
+def test_a_hierarchical_layer_has_two_stages():
     plan, demand, cluster, model = random_step(0, nodes=2, per_node=2, micro_batches=2, layers=2, slots=0)
     steps = {}
     for dispatch in ("flat", "hierarchical"):
