@@ -74,7 +74,7 @@ GROUND = {
 }  # fmt: skip
 LIGHT = ("routing", "cluster", "planning", "simulation", "reporting", "timeline")
 HEAVY = {"torch", "transformers", "accelerate", "tensorboard", "trl", "vllm", "ray", "fastapi", "uvicorn"}
-NAMES_NOT_SHORTENED = {"rl", "serving", "planning", "parallel", "gpu", "cli"}
+NAMES_NOT_SHORTENED = {"rl", "serving", "parallel", "gpu", "cli"}
 """Folders of tests/ in which test functions may still have names of more than 60 characters; only shrinks."""
 
 

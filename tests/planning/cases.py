@@ -1,10 +1,21 @@
 """Loads and machines that the planning tests share."""
 
+from pathlib import Path
+
 import numpy as np
 from hypothesis import strategies as st
 
 from relibra.cluster import cluster_preset
 from relibra.routing.demand import Demand
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+"""Recorded routes of real models, where they are there."""
+
+
+def seconds_of(plan, budget):
+    """Return the predicted seconds with the part of the moves that one of the steps served pays."""
+    relocation = plan.predicted["relocation"]
+    return plan.predicted["total"] - relocation * (1 - 1 / budget.steps_served)
 
 
 def cluster(num_nodes, ranks_per_node):

@@ -59,7 +59,7 @@ def test_a_step_keeps_the_replicas_that_carry_most():
 
 
 @given(planned_steps(max_slots=4))
-def test_filling_changes_empty_slots_only_and_repeats_nothing_on_a_rank_without_need(step):
+def test_filling_changes_empty_slots_only(step):
     plan, demand = step
     before, after = physical_maps(plan).physical_to_logical_map, filled_map(plan, demand)
     assert (after >= 0).all()

@@ -1,7 +1,6 @@
 import contextlib
 import copy
 import json
-import os
 import re
 import struct
 import tracemalloc
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from relibra import PlanError
-from relibra.planning.plan import StepPlan
 from relibra.planning.plan_files import FORMAT, read_plan, write_plan
 from relibra.routing.tensor_files import MAX_HEADER_BYTES, write_tensors
 from tests.planning.plans import planned_step, planned_steps
@@ -32,18 +30,11 @@ def stored(tmp_path):
 
 
 def facts_of(plan):
-    names = (
-        "balancer",
-        "num_nodes",
-        "ranks_per_node",
-        "resident",
-        "gradient_wire",
-        "scope",
-        "plan_seconds",
-        "assumed_model",
-        "demand_digest",
-    )
-    return {name: getattr(plan, name) for name in names} | {"predicted": plan.predicted, "digest": plan.digest()}
+    names = "balancer num_nodes ranks_per_node resident gradient_wire scope plan_seconds assumed_model demand_digest"
+    return {name: getattr(plan, name) for name in names.split()} | {
+        "predicted": plan.predicted,
+        "digest": plan.digest(),
+    }
 
 
 def forge(path, plan, *, arrays=(), **facts):
@@ -60,6 +51,9 @@ def test_round_trip(tmp_path, step):
     again = read_plan(tmp_path / "p.safetensors")
     assert_same(again, plan)
     assert again.digest() == plan.digest()
+    arrays = load_file(tmp_path / "p.safetensors")  # as other programs read them
+    assert np.array_equal(arrays["replica_MLRB"], plan.replica_MLRB)
+    assert set(arrays) == {*plan.decisions(), "bound_ML"}
 
 
 def test_same_plan_same_bytes(stored, tmp_path):
@@ -155,15 +149,11 @@ def test_forged_facts_are_refused(tmp_path, facts, sentence):
         ("quota_MLRB", -1, "quota_MLRB holds -1"),
         ("bound_ML", -1, "bound_ML holds -1"),
         ("layer_ids", 9, "layer ids .* must rise"),
-        (
-            "physical_to_logical_map",
-            8,
-            "physical_to_logical_map of layer 1 must hold each of the 8 experts exactly once",
-        ),
+        ("physical_to_logical_map", 8, "physical_to_logical_map of layer 1 must hold each of the 8 experts"),
         ("previous_map", 7, "previous_map of layer 1 must hold"),
     ],
 )
-def test_values_out_of_range_are_refused_when_read_and_when_written(tmp_path, name, value, sentence):
+def test_values_out_of_range_are_neither_read_nor_written(tmp_path, name, value, sentence):
     plan, _ = planned_step(np.random.default_rng(0))
     array = getattr(plan, name).copy()
     array.flat[0] = value
@@ -174,13 +164,6 @@ def test_values_out_of_range_are_refused_when_read_and_when_written(tmp_path, na
     forge(tmp_path / "p", plan)
     with pytest.raises(PlanError, match=sentence):
         read_plan(tmp_path / "p")
-
-
-def test_an_empty_slot_computes_nothing(tmp_path):
-    plan, _ = planned_step(np.random.default_rng(0))
-    replica_MLRB = np.full_like(plan.replica_MLRB, -1)
-    with pytest.raises(PlanError, match="quota_MLRB of empty slots"):
-        write_plan(tmp_path / "p", replace(plan, replica_MLRB=replica_MLRB, quota_MLRB=np.ones_like(plan.quota_MLRB)))
 
 
 def with_unchecked(plan, **arrays):
@@ -199,6 +182,9 @@ def test_wrong_types_and_shapes_are_not_written(tmp_path):
         write_plan(tmp_path / "p", with_unchecked(plan, rank_S=plan.rank_S[:6]))
     with pytest.raises(PlanError, match=r"plan of 'made up': predicted\.total"):
         write_plan(tmp_path / "p", replace(plan, predicted={"total": float("nan")}))
+    empty = replace(plan, replica_MLRB=np.full_like(plan.replica_MLRB, -1), quota_MLRB=np.ones_like(plan.quota_MLRB))
+    with pytest.raises(PlanError, match="quota_MLRB of empty slots"):
+        write_plan(tmp_path / "p", empty)
 
 
 def header_of(path):
@@ -261,30 +247,17 @@ def test_other_versions_and_foreign_files(stored, tmp_path):
     save_file({"x": np.zeros(3)}, tmp_path / "nested", metadata={"relibra": "[" * 100_000})
     with pytest.raises(PlanError, match="its metadata is not JSON"):
         read_plan(tmp_path / "nested")
-    (tmp_path / "text").write_text("hello, this is no plan at all")
-    with pytest.raises(PlanError, match="is not a step plan, or is truncated"):
-        read_plan(tmp_path / "text")
-    (tmp_path / "empty").touch()
-    with pytest.raises(PlanError, match="is not a step plan, or is truncated"):
-        read_plan(tmp_path / "empty")
+    for content, sentence in (
+        (b"hello, this is no plan at all", "is not a step plan, or is truncated"),
+        (b"", "is not a step plan, or is truncated"),
+        (data[:-1], "cannot be read as safetensors"),
+    ):
+        (tmp_path / "other").write_bytes(content)
+        with pytest.raises(PlanError, match=sentence):
+            read_plan(tmp_path / "other")
     for nothing in (tmp_path, tmp_path / "none"):
         with pytest.raises(PlanError, match="expected a step plan"):
             read_plan(nothing)
-
-
-def test_a_cut_file(stored):
-    _, path = stored
-    os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(PlanError, match="cannot be read as safetensors"):
-        read_plan(path)
-
-
-def test_other_programs_read_the_arrays(stored):
-    plan, path = stored
-    arrays = load_file(path)
-    assert np.array_equal(arrays["replica_MLRB"], plan.replica_MLRB)
-    assert set(arrays) == {*plan.decisions(), "bound_ML"}
-    assert isinstance(read_plan(path), StepPlan)
 
 
 def test_axes_without_a_byte_to_show_cannot_be_of_any_length(tmp_path):

@@ -24,55 +24,51 @@ from relibra.routing.demand import Demand, ScheduledDemand
 from relibra.routing.micro_batches import cut_recorded
 from relibra.routing.statistics import co_activation
 from relibra.routing.synthetic import TraceShape, domain_trace
-from tests.planning.cases import cluster, demands, make_demand
+from tests.examples import few_and_many
+from tests.planning.cases import cluster, demands, make_demand, seconds_of
 from tests.planning.levers.schedules import assert_within_limits, bins_of, most_squares, scheduled_demands
 
 SMALL = EXPERT_SHAPES["qwen3-30b-a3b"]
 
 
-def seconds_of(plan, budget):
-    """Return the predicted seconds with the part of the moves that one of the steps served pays."""
-    relocation = plan.predicted["relocation"]
-    return plan.predicted["total"] - relocation * (1 - 1 / budget.steps_served)
+@few_and_many(12, 120)
+def test_any_demand_gets_a_valid_plan_never_above_static(examples):
+    @settings(max_examples=examples)
+    @given(demands(), st.integers(0, 2), st.booleans(), st.booleans(), st.sampled_from(["flat", "hierarchical"]))
+    def check(case, slots, move, pack, dispatch):
+        demand, machine = case[0], replace(case[1], dispatch=dispatch)
+        budget = Budget(slots=slots, move_homes=move, pack_samples=pack)
+        plan = plan_step(demand, machine, budget, expert=SMALL)
+        validate_plan(plan, machine.topology, demand)
+        assert plan.dispatch == dispatch
+        assert plan.slots <= slots
+        static = plan_step(demand, machine, budget, "static", expert=SMALL)
+        assert seconds_of(plan, budget) <= static.predicted["total"]
+        compared = StepPlan.static(demand, machine.topology, dispatch=dispatch)
+        assert predict(compared, demand, machine, SMALL).total == pytest.approx(static.predicted["total"])
+        assert plan.bound(plan.scheduled(demand)) <= plan.skew(plan.scheduled(demand)) + 1e-12
+        if not move:
+            assert plan.num_moved == 0
+        if not pack:
+            assert (plan.micro_batch_S == demand.micro_batch_S).all()
+
+    check()
 
 
-@settings(max_examples=40)
-@given(demands(), st.integers(0, 2), st.booleans(), st.booleans(), st.sampled_from(["flat", "hierarchical"]))
-def test_any_demand_gets_a_valid_plan_never_above_static(case, slots, move, pack, dispatch):
-    demand, machine = case[0], replace(case[1], dispatch=dispatch)
-    budget = Budget(slots=slots, move_homes=move, pack_samples=pack)
-    plan = plan_step(demand, machine, budget, expert=SMALL)
-    validate_plan(plan, machine.topology, demand)
-    assert plan.dispatch == dispatch
-    assert plan.slots <= slots
-    static = plan_step(demand, machine, budget, "static", expert=SMALL)
-    assert seconds_of(plan, budget) <= static.predicted["total"]
-    compared = StepPlan.static(demand, machine.topology, dispatch=dispatch)
-    assert predict(compared, demand, machine, SMALL).total == pytest.approx(static.predicted["total"])
-    assert plan.bound(plan.scheduled(demand)) <= plan.skew(plan.scheduled(demand)) + 1e-12
-    if not move:
-        assert plan.num_moved == 0
-    if not pack:
-        assert (plan.micro_batch_S == demand.micro_batch_S).all()
+@few_and_many(3, 30)
+def test_every_balancer_makes_valid_plans(examples):
+    @settings(max_examples=examples)
+    @given(demands(), st.integers(0, 2))
+    def check(case, slots):
+        demand, machine = case
+        history = np.ones((2, *demand.counts_SLE.shape[1:]), dtype=np.int64)
+        for name in BALANCERS:
+            for never_worse in (True, False):
+                options = {"expert": SMALL, "history_MLE": history, "never_worse": never_worse}
+                plan = plan_step(demand, machine, Budget(slots=slots), name, **options)
+                validate_plan(plan, machine.topology, demand)
 
-
-@settings(max_examples=5)
-@given(demands(), st.integers(0, 2))
-def test_every_balancer_makes_valid_plans(case, slots):
-    demand, machine = case
-    history = np.ones((2, *demand.counts_SLE.shape[1:]), dtype=np.int64)
-    for name in BALANCERS:
-        for never_worse in (True, False):
-            plan = plan_step(
-                demand,
-                machine,
-                Budget(slots=slots),
-                name,
-                expert=SMALL,
-                history_MLE=history,
-                never_worse=never_worse,
-            )
-            validate_plan(plan, machine.topology, demand)
+    check()
 
 
 def test_another_process_makes_the_same_plan():
@@ -81,12 +77,9 @@ def test_another_process_makes_the_same_plan():
         "print(plan_step(make_demand(32, 3, 16, 4, 8, 5), cluster(2, 4), Budget(slots=1)).digest())"
     )
     root = Path(__file__).parents[2]
-    digests = {
-        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=root).stdout
-        for _ in range(2)
-    }
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=root)
     here = plan_step(make_demand(32, 3, 16, 4, 8, 5), cluster(2, 4), Budget(slots=1)).digest()
-    assert digests == {here + "\n"}
+    assert done.stdout == here + "\n"
 
 
 def test_history_is_all_that_history_driven_balancers_see():
@@ -145,39 +138,31 @@ def test_packing_keeps_samples_in_their_group():
     assert packed == ["packed"]
 
 
-CHOICES = (scheduled_demands(), st.booleans(), st.integers(0, 2))
+@few_and_many(8, 1000)
+def test_plans_keep_limits_and_packing_never_costs(examples):
+    @settings(max_examples=examples)
+    @given(scheduled_demands(), st.booleans(), st.integers(0, 2))
+    def check(case, stated, slots):
+        """Two micro-batches are a group: a mini-batch."""
+        demand, limit, per_node = case
+        M, _, R, _ = demand.tokens_MLRE.shape
+        demand = replace(demand, group_M=np.arange(M, dtype=np.int32) // 2)
+        budget = Budget(slots=slots, rank_tokens=limit if stated else None)
+        costs, given_S = [], demand.micro_batch_S >= 0
+        for pack in (False, True):
+            changed = replace(budget, pack_samples=pack)
+            plan = plan_step(demand, cluster(R // per_node, per_node), changed, expert=SMALL, never_worse=False)
+            before, after = (bins_of(one.micro_batch_S, one.rank_S, demand.length_S) for one in (demand, plan))
+            most = limit if stated else max((sum(lengths) for lengths in before.values()), default=0)
+            assert_within_limits(after, most, most_squares(before, most))
+            assert (plan.micro_batch_S[given_S] // 2 == demand.micro_batch_S[given_S] // 2).all(), (
+                "a sample left its group"
+            )
+            assert {m for m, _ in before} == {m for m, _ in after}
+            costs.append(seconds_of(plan, budget))
+        assert costs[1] <= costs[0] * (1 + 1e-9)
 
-
-@settings(max_examples=25)
-@given(*CHOICES)
-def test_plans_keep_the_limits_of_every_rank_and_packing_never_costs(case, stated, slots):
-    assert_limits_and_groups_are_kept(case, stated, slots)
-
-
-@pytest.mark.slow
-@settings(max_examples=1000)
-@given(*CHOICES)
-def test_plans_keep_the_limits_of_every_rank_in_many_cases(case, stated, slots):
-    assert_limits_and_groups_are_kept(case, stated, slots)
-
-
-def assert_limits_and_groups_are_kept(case, stated, slots):
-    """Two micro-batches are a group: a mini-batch."""
-    demand, limit, per_node = case
-    M, _, R, _ = demand.tokens_MLRE.shape
-    demand = replace(demand, group_M=np.arange(M, dtype=np.int32) // 2)
-    budget = Budget(slots=slots, rank_tokens=limit if stated else None)
-    costs, given_S = [], demand.micro_batch_S >= 0
-    for pack in (False, True):
-        changed = replace(budget, pack_samples=pack)
-        plan = plan_step(demand, cluster(R // per_node, per_node), changed, expert=SMALL, never_worse=False)
-        before, after = (bins_of(one.micro_batch_S, one.rank_S, demand.length_S) for one in (demand, plan))
-        most = limit if stated else max((sum(lengths) for lengths in before.values()), default=0)
-        assert_within_limits(after, most, most_squares(before, most))
-        assert (plan.micro_batch_S[given_S] // 2 == demand.micro_batch_S[given_S] // 2).all(), "a sample left its group"
-        assert {m for m, _ in before} == {m for m, _ in after}
-        costs.append(seconds_of(plan, budget))
-    assert costs[1] <= costs[0] * (1 + 1e-9)
+    check()
 
 
 def test_packing_does_not_gather_long_samples_on_a_rank():
@@ -336,12 +321,14 @@ def test_a_plan_for_hierarchical_dispatch_is_cheaper_there():
     assert rows / (4 * once.cross_node_token_slots) == pytest.approx(share, rel=0.02)
 
 
-@pytest.mark.parametrize("arguments", ["demand.counts_SLE, cluster", "demand, 'h100x8'", "demand, cluster, 'eplb'"])
-def test_arguments_of_other_types_end_in_one_sentence(arguments):
+def test_arguments_of_other_types_end_in_one_sentence():
     """In a process of its own: here types are checked at every call."""
-    words = "from relibra import cluster_preset, demo_demand, plan_step; "
-    words += "demand, cluster = demo_demand(16), cluster_preset('h100x8', 16); "
-    done = subprocess.run(
-        [sys.executable, "-c", f"{words}plan_step({arguments})"], capture_output=True, text=True, check=False
+    program = (
+        "from relibra import PlanError, cluster_preset, demo_demand, plan_step\n"
+        "demand, cluster = demo_demand(16), cluster_preset('h100x8', 16)\n"
+        "for wrong in ((demand.counts_SLE, cluster), (demand, 'h100x8'), (demand, cluster, 'eplb')):\n"
+        "    try: plan_step(*wrong)\n"
+        "    except PlanError as error: print(error)\n"
     )
-    assert "PlanError: a " in done.stderr.splitlines()[-1], done.stderr
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert [line[:2] for line in done.stdout.splitlines()] == ["a "] * 3

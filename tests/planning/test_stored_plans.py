@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from relibra import PlanError, read_plan
+from tests.planning.cases import DATA
 
 FOLDER = Path(__file__).parent / "fixtures"
 PLANS = sorted(file.stem for file in FOLDER.glob("*_ranks_*.npz"))
-DATA = Path(__file__).parents[3] / "shared" / "data"
 RECORDINGS = {
     "gpt_oss": ("gpt_oss_20b_decode_topk.npz", 32),
     "v2_lite": ("deepseek_v2_lite_esft_topk.npz", 64),

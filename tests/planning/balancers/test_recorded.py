@@ -1,7 +1,6 @@
 """Balancers on recorded routes: sum over micro-batches of the busiest rank / the mean, averaged over layers."""
 
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +13,8 @@ from relibra.planning.registry import BALANCERS
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
 from relibra.routing.readers import open_trace
 from tests.planning.balancers.requests import ask, rank_loads, spread, step_skew
+from tests.planning.cases import DATA
 
-DATA = Path(__file__).parents[4] / "shared" / "data"
 TASKS = ("intent", "law", "summary", "translation")
 RECORDED = {  # file, experts, tokens of a micro-batch
     "gpt-oss": ("gpt_oss_20b_decode_topk.npz", 32, 2048),

@@ -15,7 +15,9 @@ from relibra.planning.costs.copies import pushed_copies, slot_bytes
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES
 from relibra.planning.planner import plan_step
 from relibra.planning.validation import validate_plan
+from tests.examples import quick_and_slow
 from tests.planning.balancers.requests import ask
+from tests.planning.cases import seconds_of
 
 QWEN, GPT_OSS = EXPERT_SHAPES["qwen3-30b-a3b"], EXPERT_SHAPES["gpt-oss-20b"]
 SLACK = 1.002
@@ -34,39 +36,36 @@ def machine(ranks, dispatch="hierarchical", **changes):
     return replace(cluster_preset("h100x8", ranks), dispatch=dispatch, **changes)
 
 
-def seconds_of(plan, budget):
-    """Return the predicted seconds with the part of the moves that one of the steps served pays."""
-    relocation = plan.predicted["relocation"]
-    return plan.predicted["total"] - relocation * (1 - 1 / budget.steps_served)
-
-
 SETTINGS = {
-    "one node": (small_step(8), machine(8), QWEN),
-    "two nodes": (small_step(), machine(16), GPT_OSS),
-    "two nodes, flat": (small_step(micro_batches=16, tokens=2048, seed=19), machine(16, "flat"), GPT_OSS),
-    "mini-batches": (small_step(groups=4, layers=8, seed=28), machine(16, "flat"), QWEN),
-    "four nodes, short": (small_step(32, tokens=64, micro_batches=4, seed=39), machine(32, "flat"), GPT_OSS),
-    "copies not hidden": (small_step(32, tokens=512, seed=18), machine(32, hides_copies=False), GPT_OSS),
+    "one node": lambda: (small_step(8), machine(8), QWEN),
+    "two nodes": lambda: (small_step(), machine(16), GPT_OSS),
+    "two nodes, flat": lambda: (small_step(micro_batches=16, tokens=2048, seed=19), machine(16, "flat"), GPT_OSS),
+    "mini-batches": lambda: (small_step(groups=4, layers=8, seed=28), machine(16, "flat"), QWEN),
+    "four nodes, short": lambda: (small_step(32, tokens=64, micro_batches=4, seed=39), machine(32, "flat"), GPT_OSS),
+    "copies not hidden": lambda: (small_step(32, tokens=512, seed=18), machine(32, hides_copies=False), GPT_OSS),
 }
+QUICK = ["one node", "two nodes"]
+of_settings = quick_and_slow("name", QUICK, [name for name in SETTINGS if name not in QUICK])
 
 
 @cache
 def planned_seconds(name, budget):
-    demand, cluster, expert = SETTINGS[name]
+    demand, cluster, expert = SETTINGS[name]()
     return seconds_of(plan_step(demand, cluster, budget, expert=expert), budget)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_more_slots_never_make_a_plan_slower(name):
+@quick_and_slow("slots", [(0, 2, None)], [(0, 1, 2, 3, 4, 8, None)])
+@of_settings
+def test_more_slots_never_make_a_plan_slower(name, slots):
     lowest = np.inf
-    for slots in (0, 1, 2, 3, 4, 8, None):
-        seconds = planned_seconds(name, Budget(slots=slots))
-        assert seconds <= SLACK * lowest, slots
+    for number in slots:
+        seconds = planned_seconds(name, Budget(slots=number))
+        assert seconds <= SLACK * lowest, number
         lowest = min(lowest, seconds)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("fewer", [{"move_homes": False}, {"pack_samples": False}, {"memory_gib": 0.0}], ids=str)
+@of_settings
 def test_a_lever_never_makes_a_plan_slower(name, fewer):
     assert planned_seconds(name, Budget()) <= SLACK * planned_seconds(name, Budget(**fewer))
 
@@ -75,9 +74,9 @@ def test_replicas_pay_on_several_nodes():
     assert planned_seconds("two nodes", Budget()) < 0.75 * planned_seconds("two nodes", Budget(slots=0))
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@of_settings
 def test_one_choice_that_fits_the_memory_is_chosen(name):
-    demand, cluster, expert = SETTINGS[name]
+    demand, cluster, expert = SETTINGS[name]()
     for memory_gib in (0.0, 0.5, None):
         plan = plan_step(demand, cluster, Budget(memory_gib=memory_gib, slots=4), expert=expert, never_worse=False)
         [chosen] = [row for row in plan.considered if row.chosen]
@@ -93,9 +92,9 @@ def test_one_choice_that_fits_the_memory_is_chosen(name):
         assert chosen.seconds == pytest.approx(seconds_of(plan, Budget()), rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["two nodes, flat", "copies not hidden"])
+@quick_and_slow("name", ["two nodes, flat"], ["copies not hidden"])
 def test_layers_of_one_group_follow_their_cheapest_choice(name):
-    demand, cluster, expert = SETTINGS[name]
+    demand, cluster, expert = SETTINGS[name]()
     plan = plan_step(demand, cluster, Budget(move_homes=False), expert=expert)
     assert plan.resident
     seconds_CL = np.array([row.seconds_L for row in plan.considered_layers])
@@ -104,18 +103,17 @@ def test_layers_of_one_group_follow_their_cheapest_choice(name):
     assert np.where(followed_CL, seconds_CL, 0).sum(axis=0) == pytest.approx(seconds_CL.min(axis=0))
 
 
-def test_the_same_plan_on_any_number_of_threads(monkeypatch):
-    demand, cluster, expert = SETTINGS["mini-batches"]
-    digests = set()
-    for cores in (1, 2, 5):
+def test_any_number_of_threads_makes_the_same_plan(monkeypatch):
+    demand, cluster, expert = SETTINGS["mini-batches"]()
+    plans = []
+    for cores in (1, 5):
         monkeypatch.setattr(parallel_map, "available_cores", lambda cores=cores: cores)
-        digests.add(plan_step(demand, cluster, expert=expert).digest())
-    assert len(digests) == 1
+        plans.append(plan_step(demand, cluster, expert=expert))
+    assert plans[0].digest() == plans[1].digest()
+    assert_samples_and_residents_stay_in_their_mini_batch(demand, plans[0])
 
 
-def test_samples_and_residents_stay_in_their_mini_batch():
-    demand, cluster, expert = SETTINGS["mini-batches"]
-    plan = plan_step(demand, cluster, expert=expert)
+def assert_samples_and_residents_stay_in_their_mini_batch(demand, plan):
     group_S = demand.group_M[plan.micro_batch_S]
     assert (group_S == demand.group_M[demand.micro_batch_S]).all()
     assert plan.resident
@@ -124,7 +122,7 @@ def test_samples_and_residents_stay_in_their_mini_batch():
     assert (forward == (plan.replica_MLRB >= 0))[starts].all()
 
 
-@pytest.mark.parametrize("ranks", [8, 16, 32])
+@quick_and_slow("ranks", [8], [16, 32])
 @pytest.mark.parametrize("changes", [{}, {"memory_gib": 0.0}], ids=str)
 def test_a_second_step_of_the_same_popularity_moves_few_homes(ranks, changes):
     first = plan_step(small_step(ranks), machine(ranks), Budget(**changes), expert=QWEN)
@@ -158,11 +156,11 @@ def test_a_sample_ends_with_a_group_and_pays_its_share_of_moves(per_group, kept)
     ("ranks", "changes"),
     [
         (1, {}),
-        (16, {"layers": 1}),
-        (16, {"experts": 16}),
+        (8, {"layers": 1}),
+        (8, {"experts": 8}),
         (16, {"experts": 48}),
         (12, {"experts": 60}),
-        (16, {"micro_batches": 1}),
+        (8, {"micro_batches": 1}),
     ],
     ids=str,
 )

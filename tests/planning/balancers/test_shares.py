@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.optimize import linprog
 
 from relibra.planning.balancers.physical_placement import choose_homes, count_copies, relabel_ranks
 from relibra.planning.balancers.shares import even_quotas, local_first_quotas, optimal_quotas
+from tests.planning.splits import lowest_busiest_rank, rank_load
 
 
 @st.composite
@@ -25,16 +25,6 @@ def layouts(draw):
     return load_ME, home_E, replica_RB
 
 
-def _loads(load_E, home_E, replica_RB, quota_RB):
-    left_E, load_R = load_E.astype(np.int64), quota_RB.sum(axis=1, dtype=np.int64)
-    np.subtract.at(left_E, replica_RB[replica_RB >= 0], quota_RB[replica_RB >= 0])
-    assert (left_E >= 0).all()
-    assert (quota_RB >= 0).all()
-    assert (quota_RB[replica_RB < 0] == 0).all()
-    np.add.at(load_R, home_E, left_E)
-    return load_R
-
-
 def _subset_bound(load_E, home_E, replica_RB):
     """MicroMoE (arXiv 2511.16947), equation 3: the densest set of ranks, counting experts that live nowhere else."""
     R, E = len(replica_RB), len(home_E)
@@ -46,32 +36,13 @@ def _subset_bound(load_E, home_E, replica_RB):
     )
 
 
-def optimal_maximum_reference(load_E, home_E, replica_RB):
-    """Solve the linear program behind `optimal_quotas` with HiGHS: the lowest possible maximum, in fractions."""
-    R, E = len(replica_RB), len(home_E)
-    rank_X, slot_X = np.nonzero(replica_RB >= 0)
-    rank_I = np.concatenate([home_E, rank_X])
-    expert_I = np.concatenate([np.arange(E), replica_RB[rank_X, slot_X]])
-    n = len(rank_I)
-    per_rank, per_expert = np.zeros((R, n + 1)), np.zeros((E, n + 1))
-    per_rank[rank_I, np.arange(n)] = 1
-    per_rank[:, n] = -1
-    per_expert[expert_I, np.arange(n)] = 1
-    cost = np.zeros(n + 1)
-    cost[n] = 1
-    scale = max(1, int(load_E.max(initial=0)))
-    result = linprog(cost, A_ub=per_rank, b_ub=np.zeros(R), A_eq=per_expert, b_eq=load_E / scale, method="highs")
-    assert result.status == 0, result.message
-    return float(result.fun) * scale
-
-
 @given(layouts())
 def test_optimal_split_equals_linear_program_and_subset_formula(layout):
     load_ME, home_E, replica_RB = layout
     quota_MRB = optimal_quotas(load_ME, home_E, replica_RB)
     for load_E, quota_RB in zip(load_ME, quota_MRB, strict=True):
-        top = _loads(load_E, home_E, replica_RB, quota_RB).max()
-        lowest = optimal_maximum_reference(load_E, home_E, replica_RB)
+        top = rank_load(load_E, home_E, replica_RB, quota_RB, idle=True).max()
+        lowest = lowest_busiest_rank(load_E, home_E, replica_RB)
         assert lowest == pytest.approx(_subset_bound(load_E, home_E, replica_RB), rel=1e-6, abs=1e-6)
         assert top == np.ceil(lowest - 1e-6)  # the best integers there are
 
@@ -83,8 +54,8 @@ def test_optimal_split_equals_linear_program_at_full_size():
     load_ME = rng.multinomial(500_000, rng.dirichlet(np.full(256, 0.5)), 3)
     quota_MRB = optimal_quotas(load_ME, home_E, replica_RB)
     for load_E, quota_RB in zip(load_ME, quota_MRB, strict=True):
-        lowest = optimal_maximum_reference(load_E, home_E, replica_RB)
-        assert _loads(load_E, home_E, replica_RB, quota_RB).max() == np.ceil(lowest - 1e-3)
+        lowest = lowest_busiest_rank(load_E, home_E, replica_RB)
+        assert rank_load(load_E, home_E, replica_RB, quota_RB, idle=True).max() == np.ceil(lowest - 1e-3)
 
 
 @given(layouts(), st.integers(0, 2**32 - 1))
@@ -94,7 +65,7 @@ def test_even_split_follows_copies_to_less_than_one_token(layout, seed):
     copies_E, copies_RB = rng.integers(0, 3, len(home_E)), rng.integers(1, 3, replica_RB.shape)
     quota_MRB = even_quotas(load_ME, home_E, copies_E, replica_RB, copies_RB)
     for load_E, quota_RB in zip(load_ME, quota_MRB, strict=True):
-        _loads(load_E, home_E, replica_RB, quota_RB)
+        rank_load(load_E, home_E, replica_RB, quota_RB, idle=True)
         for e in range(len(home_E)):
             here = replica_RB == e
             if here.any():
@@ -114,7 +85,7 @@ def test_local_first_equals_even_on_one_node_and_keeps_margins(layout, seed):
     assert np.array_equal(one_node, even_quotas(load_ME, home_E, ones_E, replica_RB, ones_RB))
     nodes = local_first_quotas(tokens_MRE, home_E, ones_E, replica_RB, ones_RB, 1)
     for m, load_E in enumerate(load_ME):
-        _loads(load_E, home_E, replica_RB, nodes[m])
+        rank_load(load_E, home_E, replica_RB, nodes[m], idle=True)
         for r, b in np.argwhere(replica_RB >= 0):
             assert nodes[m, r, b] >= tokens_MRE[m, r, replica_RB[r, b]]  # its own tokens at least
 
@@ -134,7 +105,7 @@ def test_homes_are_even_and_fit_the_slots(seed, R, per_rank, B):
         assert np.array_equal(home_E, before_E)
 
 
-def test_two_copies_trade_places_where_a_rank_holds_too_many_single_experts():
+def test_two_copies_trade_places_on_an_overfull_rank():
     placement_RP = np.array([[0, 1, 2], [3, 4, 4], [5, 4, 5]])
     home_E, copies_RE = choose_homes(count_copies(placement_RP, 6), np.repeat(np.arange(3), 2), np.arange(6.0), 1)
     assert np.bincount(home_E).tolist() == [2, 2, 2]

@@ -8,7 +8,8 @@ from benchmarks.planner.replication_milp import replicate_milp
 from relibra.planning.baselines.live import TOLERANCE, solve_layer
 from relibra.planning.registry import BALANCERS, find_balancer
 from tests.planning.balancers.requests import ask, spread
-from tests.planning.levers.test_replication import layers, rank_load
+from tests.planning.levers.test_replication import layers
+from tests.planning.splits import rank_load
 
 
 @given(layers(), st.integers(0, 3))

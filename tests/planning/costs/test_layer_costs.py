@@ -19,7 +19,7 @@ from tests.planning.costs.by_hand import EXPERT, cluster_for
 from tests.planning.plans import planned_step, planned_steps
 
 
-def test_dense_work_is_two_flops_per_weight_and_row_and_the_scores():
+def test_dense_seconds_are_two_flops_per_weight_and_row():
     plan, demand = planned_step(np.random.default_rng(0), nodes=1, per_node=2)
     machine = cluster_for(plan)  # 180 flops per second
     assert dense_seconds(machine, np.array([0.0, 9.0]), 20, np.array([0.0, 180.0])).tolist() == [0.0, 3.0]
@@ -109,7 +109,7 @@ def test_exchanges_are_those_of_the_split(step):
 
 @given(planned_steps())
 @settings(deadline=None)
-def test_hierarchical_exchanges_are_a_stage_between_nodes_and_one_inside(step):
+def test_hierarchical_exchanges_have_two_stages(step):
     """Slow and obvious: every choice by itself, from its rank to the relay, then to the rank that computes."""
     plan, demand = replace(step[0], dispatch="hierarchical"), step[1]
     inside, send, receive = (Link(latency_seconds=a, bytes_per_second=b) for a, b in ((1, 10), (3, 2), (5, 1)))
@@ -149,7 +149,7 @@ def test_hierarchical_exchanges_are_a_stage_between_nodes_and_one_inside(step):
                 assert found_MLR[at].tolist() == [links[number][way, r] for r in range(plan.num_ranks)]
 
 
-def test_a_home_that_feeds_several_nodes_sends_to_one_after_the_other_and_a_pool_relieves_it():
+def test_a_home_sends_to_nodes_in_turn_and_a_pool_relieves_it():
     plan, _ = planned_step(
         np.random.default_rng(0), nodes=4, per_node=1, experts_per_rank=1, micro_batches=1, layers=1, slots=1
     )

@@ -118,7 +118,7 @@ def test_a_case_by_hand():
     assert predict(plan, demand, slow, EXPERT).exchange == 4 * (7 + 160) + 2 * (7 + 80)
 
 
-def test_homes_send_weights_and_receive_gradients_inside_the_node_and_across_the_network():
+def test_homes_send_weights_and_receive_gradients():
     plan, demand = two_nodes(replica=(1, 0), quota=4)  # expert 0 copied to rank 1, on the node of its home
     sent = predict(plan, demand, cluster_for(plan), EXPERT).bytes  # weights of the last layer are not pushed again
     assert (sent.weights, sent.gradients) == ((60, 0), (60, 0))
@@ -135,7 +135,7 @@ def test_homes_send_weights_and_receive_gradients_inside_the_node_and_across_the
     assert predict(plan, demand, cluster_for(plan), EXPERT).cross_node_token_slots == 26
 
 
-def test_a_home_that_feeds_several_replicas_sends_to_one_after_the_other():
+def test_a_home_sends_to_its_replicas_in_turn():
     plan, demand = planned_step(np.random.default_rng(0), nodes=1, per_node=4, experts_per_rank=1, micro_batches=1)
     replica_MLRB = np.full_like(plan.replica_MLRB, -1)
     for rank in set(range(4)) - {plan.home_LE[0, 0]}:
@@ -144,7 +144,7 @@ def test_a_home_that_feeds_several_replicas_sends_to_one_after_the_other():
     assert predict(plan, demand, cluster_for(plan, hides_copies=False), EXPERT).copies == 3 * (60 + 60 + 60) / 10
 
 
-def test_resident_replicas_are_pushed_when_they_arrive_and_return_gradients_when_they_leave():
+def test_resident_replicas_are_pushed_once_and_return_once():
     plan, demand = two_nodes(replica=(1, 0), quota=4, resident=True, micro_batches=3)
     sent = predict(plan, demand, cluster_for(plan), EXPERT).bytes
     assert (sent.weights.total, sent.gradients.total) == (60, 60)
@@ -197,7 +197,7 @@ def test_what_does_not_fit_is_refused():
         predict(plan, two_nodes(micro_batches=2)[1], cluster_for(plan), EXPERT)
 
 
-def test_a_schedule_that_gathers_long_samples_loses_by_its_attention():
+def test_gathered_long_samples_cost_attention():
     """Same tokens on every rank; one rank has them in one sample: its attention alone takes longer."""
     plan, demand = two_nodes(micro_batches=5)
     counts_SLE = np.zeros((5, 1, 4), np.int32)

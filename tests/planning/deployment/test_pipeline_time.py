@@ -44,6 +44,6 @@ def test_the_formula_of_the_paper_is_optimistic_elsewhere(share, m, ratio):
     assert drained_seconds(stage, m, 40) / paper_seconds(stage, m, 40) == pytest.approx(ratio, abs=6e-4)
 
 
-def test_work_outside_of_expert_layers_is_done_by_each_micro_batch():
+def test_each_micro_batch_pays_for_the_other_layers():
     stage = StageSeconds(1.0, 1.0, 0.5, rest=2.0)
     assert iteration_seconds(stage, 3, 10) == 3 * 10 + 3 * 2

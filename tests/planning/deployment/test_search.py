@@ -39,7 +39,7 @@ def test_plans_are_those_computed_apart(model, gpu, expert_gpu, shape, micros, m
 @pytest.mark.parametrize(
     "model", [pytest.param(name, marks=[pytest.mark.slow] * (name != "dbrx")) for name in PAPER_MODELS]
 )
-def test_bandwidth_for_attention_and_flops_for_experts_are_the_best_pair(model):
+def test_best_pair_is_bandwidth_for_attention_flops_for_experts(model):
     plans = search_pairs(PAPER_MODELS[model], LEVEL, list(ACCELERATORS.values()), PAPER_SPACE, Efficiency())
     assert (plans[0].attention.accelerator.name, plans[0].experts.accelerator.name) == ("h20", "l40s")
     for plan in plans:

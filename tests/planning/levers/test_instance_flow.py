@@ -3,7 +3,6 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.optimize import linprog
 
 from relibra.planning.levers.instance_flow import (
     assign_tokens,
@@ -11,21 +10,7 @@ from relibra.planning.levers.instance_flow import (
     list_instances,
     lower_busiest_rank,
 )
-
-
-def lowest_busiest_rank(load_E, home_E, held_RB):
-    """Return the lowest busiest rank of any split over homes and slots, by linear programming."""
-    R = len(held_RB)
-    instances = [(e, int(home_E[e])) for e in range(len(load_E))]
-    instances += [(int(e), r) for r in range(R) for e in held_RB[r] if e >= 0]
-    over = np.zeros((R, len(instances) + 1))
-    over[:, -1] = -1
-    whole = np.zeros((len(load_E), len(instances) + 1))
-    for x, (e, r) in enumerate(instances):
-        over[r, x], whole[e, x] = 1, 1
-    cost = np.zeros(len(instances) + 1)
-    cost[-1] = 1
-    return linprog(cost, A_ub=over, b_ub=np.zeros(R), A_eq=whole, b_eq=load_E).fun
+from tests.planning.splits import lowest_busiest_rank
 
 
 @st.composite

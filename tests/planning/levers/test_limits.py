@@ -23,7 +23,7 @@ def test_limits_are_those_of_the_fullest_rank():
     assert limits.micro_batch_tokens == pytest.approx(70 * 1.02)
 
 
-def test_a_sample_beyond_a_stated_limit_does_not_raise_the_limit_of_attention():
+def test_a_sample_beyond_the_limit_raises_no_other_limit():
     limits = ScheduleLimits.of_demand(demand(), rank_tokens=32)
     assert (limits.rank_tokens, limits.rank_attention) == (32, 625)
 

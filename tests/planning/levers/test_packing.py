@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from relibra.planning.levers.limits import ScheduleLimits
 from relibra.planning.levers.packing import pack_samples
+from tests.examples import few_and_many
 from tests.planning.levers.schedules import (
     assert_within_limits,
     bins_of,
@@ -14,8 +15,6 @@ from tests.planning.levers.schedules import (
     no_limits,
     scheduled_demands,
 )
-
-MANY = settings(max_examples=1000, deadline=None)
 
 
 def node_share(demand, per_node):
@@ -34,40 +33,44 @@ def packing_cost(share_SLN, attention_S, micro_batch_S, rank_S):
     return cost
 
 
-@MANY
-@given(scheduled_demands(), st.booleans(), st.sampled_from([0.0, 0.02, 3.0]))
-def test_packing_keeps_the_limits_of_every_rank(case, stated, price):
-    demand, limit, per_node = case
-    micro_batch_S, rank_S, length_S = demand.micro_batch_S, demand.rank_S, demand.length_S
-    M, _, R, _ = demand.tokens_MLRE.shape
-    limits = ScheduleLimits.of_demand(demand, rank_tokens=limit if stated else None)
-    open_M = np.arange(M) != 1
-    share_SLN, attention_S = node_share(demand, per_node), price * length_S**1.5
-    packed_S, packed_rank_S = pack_samples(
-        share_SLN,
-        micro_batch_S,
-        rank_S,
-        length_S,
-        R,
-        open_M,
-        limits=limits,
-        attention_S=attention_S,
-        proposals=2000,
-        seed=1,
-    )
-    before, after = bins_of(micro_batch_S, rank_S, length_S), bins_of(packed_S, packed_rank_S, length_S)
-    most = limit if stated else max((sum(lengths) for lengths in before.values()), default=0)
-    assert_within_limits(after, most, most_squares(before, most))
-    assert before.keys() <= after.keys(), "a rank had samples and now waits for nothing"
-    assert open_M[packed_S[packed_S != micro_batch_S]].all()
-    assert ((packed_S < 0) == (micro_batch_S < 0)).all()
-    assert packed_S.max(initial=-1) < M
-    assert ((packed_rank_S >= 0) & (packed_rank_S < R)).all()
-    kept, given_S = packed_S >= 0, micro_batch_S >= 0
-    largest = np.bincount(micro_batch_S[given_S], length_S[given_S]).max(initial=0)
-    assert np.bincount(packed_S[kept], length_S[kept]).max(initial=0) <= largest * 1.02 + 1e-6
-    old_cost = packing_cost(share_SLN, attention_S, micro_batch_S, rank_S)
-    assert packing_cost(share_SLN, attention_S, packed_S, packed_rank_S) <= old_cost * (1 + 1e-6) + 1e-3
+@few_and_many(200, 2000)
+def test_packing_keeps_the_limits_of_every_rank(examples):
+    @settings(max_examples=examples)
+    @given(scheduled_demands(), st.booleans(), st.sampled_from([0.0, 0.02, 3.0]))
+    def check(case, stated, price):
+        demand, limit, per_node = case
+        micro_batch_S, rank_S, length_S = demand.micro_batch_S, demand.rank_S, demand.length_S
+        M, _, R, _ = demand.tokens_MLRE.shape
+        limits = ScheduleLimits.of_demand(demand, rank_tokens=limit if stated else None)
+        open_M = np.arange(M) != 1
+        share_SLN, attention_S = node_share(demand, per_node), price * length_S**1.5
+        packed_S, packed_rank_S = pack_samples(
+            share_SLN,
+            micro_batch_S,
+            rank_S,
+            length_S,
+            R,
+            open_M,
+            limits=limits,
+            attention_S=attention_S,
+            proposals=2000,
+            seed=1,
+        )
+        before, after = bins_of(micro_batch_S, rank_S, length_S), bins_of(packed_S, packed_rank_S, length_S)
+        most = limit if stated else max((sum(lengths) for lengths in before.values()), default=0)
+        assert_within_limits(after, most, most_squares(before, most))
+        assert before.keys() <= after.keys(), "a rank had samples and now waits for nothing"
+        assert open_M[packed_S[packed_S != micro_batch_S]].all()
+        assert ((packed_S < 0) == (micro_batch_S < 0)).all()
+        assert packed_S.max(initial=-1) < M
+        assert ((packed_rank_S >= 0) & (packed_rank_S < R)).all()
+        kept, given_S = packed_S >= 0, micro_batch_S >= 0
+        largest = np.bincount(micro_batch_S[given_S], length_S[given_S]).max(initial=0)
+        assert np.bincount(packed_S[kept], length_S[kept]).max(initial=0) <= largest * 1.02 + 1e-6
+        old_cost = packing_cost(share_SLN, attention_S, micro_batch_S, rank_S)
+        assert packing_cost(share_SLN, attention_S, packed_S, packed_rank_S) <= old_cost * (1 + 1e-6) + 1e-3
+
+    check()
 
 
 def test_packing_mixes_what_complements_each_other():

@@ -8,24 +8,7 @@ from hypothesis import strategies as st
 from benchmarks.planner.replication_milp import replicate_milp
 from relibra.planning.levers.replication import replicate
 from tests.planning.levers.incremental_greedy import replicate_incrementally
-
-
-def rank_load(load_E, home_E, replica_RB, quota_RB):
-    """Recount, checking that every replica is legal."""
-    R = len(replica_RB)
-    load_R = np.bincount(home_E, weights=load_E, minlength=R).astype(int)
-    taken_E = np.zeros(len(load_E), dtype=int)
-    for r, b in np.argwhere(replica_RB >= 0):
-        e, x = replica_RB[r, b], quota_RB[r, b]
-        assert x > 0
-        assert home_E[e] != r
-        assert (replica_RB[r] == e).sum() == 1
-        load_R[r] += x
-        load_R[home_E[e]] -= x
-        taken_E[e] += x
-    assert (taken_E <= load_E).all()
-    assert (quota_RB[replica_RB < 0] == 0).all()
-    return load_R
+from tests.planning.splits import rank_load
 
 
 @st.composite

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from relibra.planning.levers.replication import replicate
 from relibra.planning.levers.resident_replicas import keep_replicas
-from tests.planning.levers.test_instance_flow import lowest_busiest_rank
+from tests.planning.splits import lowest_busiest_rank, rank_load
 
 
 def pushes(replica_MRB, group_M=None):
@@ -19,23 +19,6 @@ def pushes(replica_MRB, group_M=None):
             before = set(replica_MRB[m - 1, r]) if same_group else set()
             count += len(set(held_B) - before - {-1})
     return count
-
-
-def rank_load(load_E, home_E, replica_RB, quota_RB):
-    """Recount, checking that every replica is legal; one without token-slots may stay."""
-    R, left_E = len(replica_RB), load_E.copy()
-    load_R = np.zeros(R, dtype=int)
-    for r in range(R):
-        held = replica_RB[r][replica_RB[r] >= 0]
-        assert len(set(held)) == len(held)
-        assert (home_E[held] != r).all()
-        left_E[held] -= quota_RB[r][replica_RB[r] >= 0]
-        load_R[r] += quota_RB[r].sum()
-    assert (left_E >= 0).all()
-    assert (quota_RB >= 0).all()
-    assert (quota_RB[replica_RB < 0] == 0).all()
-    np.add.at(load_R, home_E, left_E)
-    return load_R
 
 
 @st.composite
@@ -60,7 +43,10 @@ def test_legal_and_as_even_as_the_slots_allow(layer, slots, tolerance, cross_nod
     options = {"slots": slots, "tolerance": tolerance, "cross_node": cross_node, **local}
     replica_MRB, quota_MRB = keep_replicas(load_ME, home_E, R, G, group_M=group_M, **options)
     for load_E, replica_RB, quota_RB in zip(load_ME, replica_MRB, quota_MRB, strict=True):
-        top, before = rank_load(load_E, home_E, replica_RB, quota_RB).max(), np.bincount(home_E, load_E, R).max()
+        top, before = (
+            rank_load(load_E, home_E, replica_RB, quota_RB, idle=True).max(),
+            np.bincount(home_E, load_E, R).max(),
+        )
         mean = load_E.sum() / R
         fullest = 0.0 if cross_node else np.bincount(home_E // G, load_E).max() / G
         ceiling = max(1, np.ceil(mean * (1 + tolerance)), np.ceil(fullest * (1 + tolerance / 4)))
@@ -89,7 +75,9 @@ def test_popular_experts_are_pushed_once(slots, share):
     home_E = np.repeat(np.arange(16), 4)
     replica_MRB, quota_MRB = keep_replicas(load_ME, home_E, 16, 8, slots=slots, tolerance=0.01, cross_node=True)
     shared_MRB, _ = replicate(load_ME, home_E, 16, 8, slots=slots, tolerance=0.01, cross_node=True)
-    tops = [rank_load(*case).max() for case in zip(load_ME, [home_E] * 24, replica_MRB, quota_MRB, strict=True)]
+    tops = [
+        rank_load(*case, idle=True).max() for case in zip(load_ME, [home_E] * 24, replica_MRB, quota_MRB, strict=True)
+    ]
     assert sum(tops) <= 1.012 * load_ME.sum() / 16
     assert pushes(replica_MRB) <= share * (shared_MRB >= 0).sum()
 

@@ -1,7 +1,6 @@
 """ReLibra's levers as a balancer: never worse than homes kept by its objective; token-slots of recordings."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -12,8 +11,9 @@ from relibra.planning.costs.expert_shape import EXPERT_SHAPES
 from relibra.planning.planner import plan_step
 from relibra.routing.micro_batches import cut_recorded, select_micro_batches
 from relibra.routing.readers import open_trace
+from tests.examples import quick_and_slow
+from tests.planning.cases import DATA
 
-DATA = Path(__file__).parents[4] / "shared" / "data"
 EXPERT = EXPERT_SHAPES["qwen3-30b-a3b"]
 
 
@@ -41,7 +41,7 @@ def test_annealed_homes_are_never_worse_than_homes_kept(seed, slots, dispatch):
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"recorded routes of real models are not there ({DATA})")
-@pytest.mark.parametrize(("ranks", "skew"), [(8, 1.01), (16, 1.03), (32, 1.08)])
+@quick_and_slow(("ranks", "skew"), [(8, 1.01)], [(16, 1.03), (32, 1.08)])
 def test_token_slots_of_a_recording_are_even_with_one_slot(ranks, skew):
     """The later half of gpt-oss, 2,048 tokens of a micro-batch in recorded order."""
     whole = cut_recorded(open_trace(DATA / "gpt_oss_20b_decode_topk.npz", 32), 2048, ranks)

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.planning.levers.limits import ScheduleLimits
 from relibra.planning.relibra_paper.locality import place_samples
+from tests.examples import few_and_many
 from tests.planning.levers.schedules import assert_within_limits, bins_of, no_limits, scheduled_demands
-from tests.planning.levers.test_packing import MANY, node_share
+from tests.planning.levers.test_packing import node_share
 
 
 @pytest.mark.parametrize(("attention", "exchanged"), [(221, True), (220, False)])
@@ -22,29 +23,33 @@ def test_a_rank_with_a_longer_single_sample_raises_no_limit(attention, exchanged
     assert placed_S.tolist() == ([0, 1, 2, 1] if exchanged else [0, 1, 1, 2])
 
 
-@MANY
-@given(scheduled_demands(), st.booleans())
-def test_locality_keeps_the_limits_of_every_rank(case, stated):
-    demand, limit, per_node = case
-    micro_batch_S, rank_S, length_S = demand.micro_batch_S, demand.rank_S, demand.length_S
-    M, _, R, _ = demand.tokens_MLRE.shape
-    limits = ScheduleLimits.of_demand(demand, rank_tokens=limit if stated else None)
-    share_SLN = node_share(demand, per_node)
-    placed_S = place_samples(share_SLN, micro_batch_S, rank_S, length_S, R, per_node, limits=limits)
-    before, after = (bins_of(micro_batch_S, ranks, length_S) for ranks in (rank_S, placed_S))
-    most = limit if stated else max((sum(lengths) for lengths in before.values()), default=0)
-    assert_within_limits(after, most)
-    gain_SN = share_SLN.sum(axis=1)
-    kept = np.flatnonzero(micro_batch_S >= 0)
-    assert gain_SN[kept, placed_S[kept] // per_node].sum() >= gain_SN[kept, rank_S[kept] // per_node].sum() - 1e-3
-    for m in range(M):
-        members = micro_batch_S == m
-        assert sorted(placed_S[members].tolist()) == sorted(rank_S[members].tolist())
-        old, new = (
-            [sum(n * n for n in lengths) for (batch, _), lengths in bins.items() if batch == m]
-            for bins in (before, after)
-        )
-        assert max(new, default=0) <= max(old, default=0), "the micro-batch attends longer"
+@few_and_many(200, 2000)
+def test_locality_keeps_the_limits_of_every_rank(examples):
+    @settings(max_examples=examples)
+    @given(scheduled_demands(), st.booleans())
+    def check(case, stated):
+        demand, limit, per_node = case
+        micro_batch_S, rank_S, length_S = demand.micro_batch_S, demand.rank_S, demand.length_S
+        M, _, R, _ = demand.tokens_MLRE.shape
+        limits = ScheduleLimits.of_demand(demand, rank_tokens=limit if stated else None)
+        share_SLN = node_share(demand, per_node)
+        placed_S = place_samples(share_SLN, micro_batch_S, rank_S, length_S, R, per_node, limits=limits)
+        before, after = (bins_of(micro_batch_S, ranks, length_S) for ranks in (rank_S, placed_S))
+        most = limit if stated else max((sum(lengths) for lengths in before.values()), default=0)
+        assert_within_limits(after, most)
+        gain_SN = share_SLN.sum(axis=1)
+        kept = np.flatnonzero(micro_batch_S >= 0)
+        assert gain_SN[kept, placed_S[kept] // per_node].sum() >= gain_SN[kept, rank_S[kept] // per_node].sum() - 1e-3
+        for m in range(M):
+            members = micro_batch_S == m
+            assert sorted(placed_S[members].tolist()) == sorted(rank_S[members].tolist())
+            old, new = (
+                [sum(n * n for n in lengths) for (batch, _), lengths in bins.items() if batch == m]
+                for bins in (before, after)
+            )
+            assert max(new, default=0) <= max(old, default=0), "the micro-batch attends longer"
+
+    check()
 
 
 def test_locality_feeds_samples_where_their_experts_live():

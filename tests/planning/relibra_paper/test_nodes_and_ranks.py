@@ -44,7 +44,7 @@ def problems(draw):
 
 
 @given(problems(), st.integers(0, 9))
-def test_annealing_never_ends_above_its_start_and_costs_are_exact(problem, seed):
+def test_annealing_never_ends_above_its_start(problem, seed):
     nodes = problem[1].shape[1]
     start_E = heaviest_first(problem[0].sum(axis=0), nodes)
     found_E = anneal_nodes(start_E, *problem, temperature=COLD, proposals=600, seed=seed)
@@ -104,7 +104,7 @@ def test_homes_stay_when_moving_costs_more_than_it_brings():
 
 
 @given(problems(), st.integers(1, 3))
-def test_ranks_inside_nodes_are_full_and_as_even_as_heaviest_first(problem, ranks_per_node):
+def test_ranks_inside_nodes_are_as_even_as_heaviest_first(problem, ranks_per_node):
     load_ME, source_MNE, node_E, _, _ = problem
     node_E, load_ME = np.repeat(node_E, ranks_per_node), np.repeat(load_ME, ranks_per_node, axis=1)
     nodes, sizes = source_MNE.shape[1], {"move": 0.0, "proposals": 300, "seed": 0}

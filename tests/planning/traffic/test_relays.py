@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from relibra import RoutingTrace
 from relibra.planning.traffic.distinct_rows import distinct_rows_of_step
 from relibra.planning.traffic.relays import rows_to_nodes, stage_rows
-from relibra.planning.traffic.split import split_tokens
 from relibra.planning.traffic.traffic import BETWEEN, IN, INSIDE, OUT, link_rows
 from relibra.routing.demand import Demand
 from tests.planning.plans import planned_step
+from tests.planning.walks import ranks_of_tokens
 
 
 def traced_step(seed, nodes, per_node, top_k):
@@ -40,21 +40,6 @@ def traced_step(seed, nodes, per_node, top_k):
     return plan, scheduled, trace.experts_TLK, np.repeat(np.arange(S), length_S)
 
 
-def ranks_of_tokens(plan, demand, experts_TLK, sample_T, m, layer):
-    """Yield source rank and computing ranks of each token of a micro-batch, choice by choice."""
-    at = (m, layer)
-    arrays = (demand.tokens_MLRE[at], plan.home_LE[layer], plan.replica_MLRB[at], plan.quota_MLRB[at])
-    split = split_tokens(*arrays, plan.ranks_per_node)
-    left_RI = split.tokens_RI.copy()
-    for token in np.flatnonzero(demand.micro_batch_S[sample_T] == m):
-        source, ranks = int(demand.rank_S[sample_T[token]]), set()
-        for expert in experts_TLK[token, layer]:
-            i = next(i for i in np.flatnonzero(split.expert_I == expert) if left_RI[source, i] > 0)
-            left_RI[source, i] -= 1
-            ranks.add(int(split.rank_I[i]))
-        yield source, ranks
-
-
 STEPS = (st.integers(0, 2**32 - 1), st.sampled_from([(1, 2), (2, 1), (2, 2), (3, 2), (2, 3)]), st.integers(1, 4))
 
 
@@ -66,7 +51,8 @@ def test_rows_of_both_dispatches_are_those_of_a_walk_over_tokens(seed, machine, 
     distinct = distinct_rows_of_step(plan, demand, experts_TLK, sample_T)
     for m, layer in np.ndindex(M, L):
         flat, stages, to_node, arrived, computed = Counter(), Counter(), Counter(), Counter(), Counter()
-        for source, ranks in ranks_of_tokens(plan, demand, experts_TLK, sample_T, m, layer):
+        for source, choices in ranks_of_tokens(plan, demand, experts_TLK, sample_T, m, layer):
+            ranks = set(choices)
             for node in {rank // G for rank in ranks}:
                 to_node[source, node] += 1
                 relay = node * G + source % G if node != source // G else source
@@ -104,7 +90,7 @@ def test_rows_of_both_dispatches_are_those_of_a_walk_over_tokens(seed, machine, 
 
 @given(*STEPS)
 @settings(deadline=None, max_examples=40)
-def test_messages_are_few_and_no_more_rows_cross_than_with_flat_dispatch(seed, machine, top_k):
+def test_no_more_rows_cross_than_with_flat_dispatch(seed, machine, top_k):
     plan, demand, experts_TLK, sample_T = traced_step(seed, *machine, top_k)
     G, N, R = plan.ranks_per_node, plan.num_nodes, plan.num_ranks
     distinct = distinct_rows_of_step(plan, demand, experts_TLK, sample_T)
@@ -130,7 +116,7 @@ def test_an_estimate_of_rows_to_nodes_is_what_ranks_can_send(seed, nodes, per_no
         assert max(to_ranks) <= nodes_LRN[layer, source, node] <= sum(to_ranks) + 1e-12
 
 
-def test_a_token_for_two_ranks_of_another_node_crosses_once_and_is_forwarded():
+def test_a_token_for_two_ranks_of_a_node_crosses_once():
     rows_LRR, nodes_LRN = np.zeros((1, 4, 4), int), np.zeros((1, 4, 2), int)
     rows_LRR[0, 0, 2], rows_LRR[0, 0, 3], nodes_LRN[0, 0, 1] = 5, 5, 5  # 5 tokens of rank 0 for ranks 2 and 3
     rows_2L2R, _ = stage_rows(rows_LRR, nodes_LRN)

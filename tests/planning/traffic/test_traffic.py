@@ -30,7 +30,7 @@ def test_link_rows_equal_their_reference(seed, num_nodes, per_node):
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4))
-def test_send_once_is_a_lower_bound_of_distinct_tokens_and_above_one_kth(seed, top_k):
+def test_send_once_share_is_a_lower_bound(seed, top_k):
     experts_TLK = np.random.default_rng(seed).random((40, 2, 8)).argsort(axis=-1)[..., :top_k]
     trace = RoutingTrace.from_samples([experts_TLK], num_experts=8)
     home_LE = np.stack([np.random.default_rng(seed + i).permutation(np.repeat(np.arange(2), 4)) for i in range(2)])
