@@ -12,11 +12,10 @@ import torch
 
 from tests.gpu.steps_in_threads import live_step, on_threads, step_without_reading_back, train
 from tests.parallel import ranks_at_work
+from tests.parallel.against_dense import assert_equals_dense, assert_same_bits, relative_error, rounded
 from tests.parallel.ranks_at_work import dense_step
 from tests.parallel.steps import on_nodes, resident_step, step
-from tests.parallel.test_balanced import assert_equals_dense
-from tests.parallel.test_dispatch_modes import OF_FOUR, assert_same_bits
-from tests.parallel.test_training import relative_error, rounded
+from tests.parallel.test_dispatch_modes import OF_FOUR
 from tests.parallel.trainings import moved, plans_of, train_dense
 from tests.spawned_ranks import run_spawned
 
@@ -48,7 +47,7 @@ def residents(**settings):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_shared_and_resident_slots_live_balancing_and_canonical_sums_equal_the_dense_model(device):
+def test_every_kind_of_step_equals_the_dense_model(device):
     cases = {
         "shared slots": step(unrouted_last=True, ahead=True, device=device),
         "resident slots": residents(device=device),

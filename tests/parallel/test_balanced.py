@@ -6,20 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.parallel.ranks_at_work import dense_step, on_ranks
+from tests.parallel.against_dense import assert_equals_dense
+from tests.parallel.ranks_at_work import on_ranks
 from tests.parallel.steps import of_experts, random_step, step
-
-
-def assert_equals_dense(case, results_R):
-    expected = dense_step(case)
-    logits = {s: own for result in results_R for s, own in result["logits"].items()}
-    assert logits.keys() == expected["logits"].keys()
-    for s in logits:
-        torch.testing.assert_close(logits[s], expected["logits"][s], rtol=1e-5, atol=1e-5)
-    assert sum(result["loss"] for result in results_R) == pytest.approx(expected["loss"], rel=1e-5)
-    for result in results_R:
-        for name, gradient in expected["gradients"].items():
-            torch.testing.assert_close(result["gradients"][name], gradient, rtol=1e-5, atol=1e-5, msg=name)
 
 
 def test_a_planned_step_equals_the_dense_model(tmp_path):

@@ -5,7 +5,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
 from relibra import Budget, plan_step
 from relibra.planning.costs.expert_shape import ExpertShape
@@ -15,11 +14,10 @@ from relibra.planning.traffic.rank_tables import rank_tables
 from relibra.routing.demand_rows import sample_of_rows
 from relibra.simulation import model_shape, simulate_step
 from tests.parallel import ranks_at_work
+from tests.parallel.against_dense import assert_equals_dense, assert_same_bits, relative_error, rounded
 from tests.parallel.lives import live_step
 from tests.parallel.ranks_at_work import dense_step, on_ranks, step_on_rank
 from tests.parallel.steps import on_nodes, random_step, resident_step, step
-from tests.parallel.test_balanced import assert_equals_dense
-from tests.parallel.test_training import relative_error, rounded
 from tests.parallel.trainings import noted_timelines
 from tests.planning.cases import cluster
 
@@ -44,16 +42,6 @@ def both_ways(cases, num_nodes=2):
         for name, case in cases.items()
         for dispatch in ("flat", "hierarchical")
     }
-
-
-def assert_same_bits(results_R, others_R, name):
-    for result, other in zip(results_R, others_R, strict=True):
-        assert result["loss"] == other["loss"], name
-        for kind in ("logits", "gradients"):
-            assert result[kind].keys() == other[kind].keys(), name
-            for key, tensor in result[kind].items():
-                assert (tensor is None) == (other[kind][key] is None), (name, key)
-                assert tensor is None or torch.equal(tensor, other[kind][key]), (name, key)
 
 
 def assert_dense_both_ways(cases, tmp_path, num_ranks, num_nodes=2, work=step_on_rank):
@@ -148,7 +136,7 @@ def planned_both_ways():
     return {"hierarchical": case, "flat": replace(case, plan=replace(plan, dispatch="flat"))}
 
 
-def test_rows_cross_to_a_node_once_with_the_bits_of_a_flat_dispatch(tmp_path):
+def test_rows_cross_once_with_the_bits_of_flat_dispatch(tmp_path):
     cases = planned_both_ways()
     found = on_ranks(4, cases, tmp_path, timed_step)
     assert_equals_dense(cases["hierarchical"], found["hierarchical"])
@@ -159,7 +147,7 @@ def test_rows_cross_to_a_node_once_with_the_bits_of_a_flat_dispatch(tmp_path):
 
 
 @slow
-def test_live_rows_cross_to_a_node_once_with_the_bits_of_a_flat_dispatch(tmp_path):
+def test_live_rows_cross_once_with_the_bits_of_flat_dispatch(tmp_path):
     cases = {name: replace(one, follow_plan=False) for name, one in planned_both_ways().items()}
     found = on_ranks(4, cases, tmp_path, timed_step)
     assert_equals_dense(cases["hierarchical"], found["hierarchical"])
@@ -205,7 +193,7 @@ def steps_of_few_rows():
 
 @slow
 @pytest.mark.parametrize("steps", [steps_of_four, steps_of_few_rows])
-def test_hierarchical_steps_of_two_nodes_of_two_equal_the_dense_model(tmp_path, steps):
+def test_hierarchical_steps_of_four_ranks_equal_the_dense_model(tmp_path, steps):
     cases = steps()
     found = assert_dense_both_ways(cases, tmp_path, 4, work=timed_step)
     for name in cases:

@@ -76,7 +76,7 @@ def test_first_rows_and_latest_stay_within_the_limit(prepared):
     assert not one.holds(*of_step.source, None, 4, kept[4])
 
 
-def test_an_error_is_raised_where_rows_are_waited_for_and_not_kept(prepared):
+def test_an_error_is_raised_at_the_wait_and_not_kept(prepared):
     one, of_step = prepared
     with one.of_step(of_step), mock.patch.object(preparation, "prepare_rows", side_effect=OSError("gone")):
         with pytest.raises(OSError, match="gone"):

@@ -5,12 +5,12 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
 from relibra.errors import PlanError
 from relibra.parallel import live
 from relibra.planning.budget import MOST_SLOTS, Budget
 from relibra.rl.config.settings import PlanSettings
+from tests.parallel.against_dense import assert_equals_dense, assert_same_training, relative_error
 from tests.parallel.lives import (
     live_step,
     live_step_without_replay,
@@ -20,8 +20,6 @@ from tests.parallel.lives import (
 )
 from tests.parallel.ranks_at_work import Case, dense_step, on_ranks
 from tests.parallel.steps import of_experts, step
-from tests.parallel.test_balanced import assert_equals_dense
-from tests.parallel.test_training import relative_error
 from tests.parallel.trainings import moved, plans_of, train_dense
 
 
@@ -87,7 +85,7 @@ def test_live_steps_follow_the_routes_of_the_model_itself(tmp_path):
 
 
 @pytest.mark.slow
-def test_live_steps_on_four_ranks_and_in_two_groups_equal_the_dense_model(tmp_path):
+def test_live_steps_on_four_ranks_equal_the_dense_model(tmp_path):
     schedule = ([0] * 4 + [1] * 4, [0, 1, 2, 3] * 2)
     groups = step(2, lengths=range(5, 13), schedule=([0, 0, 1, 1, 2, 2, 3, 3], [0, 1] * 4))
     cases = {
@@ -102,19 +100,12 @@ def test_live_steps_on_four_ranks_and_in_two_groups_equal_the_dense_model(tmp_pa
 
 
 @pytest.mark.slow
-def test_three_live_steps_of_adamw_give_the_weights_of_the_dense_model(tmp_path):
+def test_three_live_steps_of_adamw_give_the_dense_weights(tmp_path):
     case = step(slots=2)
     cases = {"contiguous": case, "moved": moved(case, 1), "moved, canonical": replace(moved(case, 2), sums="canonical")}
     cases = {name: replace(one, num_steps=3, plans=plans_of(one)) for name, one in cases.items()}
     for name, results_R in on_ranks(2, cases, tmp_path, live_training).items():
-        expected = train_dense(cases[name])
-        losses = np.sum([result["losses"] for result in results_R], axis=0)
-        np.testing.assert_allclose(losses, expected["losses"], rtol=1e-5)
-        for result in results_R:
-            for parameter, weight in expected["weights"].items():
-                torch.testing.assert_close(
-                    result["weights"][parameter], weight, rtol=1e-5, atol=1e-5, msg=f"{name}: {parameter}"
-                )
+        assert_same_training(train_dense(cases[name]), results_R, name)
 
 
 def test_what_cannot_be_balanced_live_is_refused(tmp_path):
@@ -138,7 +129,7 @@ def test_what_cannot_be_balanced_live_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_around_a_model_changes_no_gradient_of_a_live_step(tmp_path):
+def test_wrapped_models_have_the_gradients_of_a_live_step(tmp_path):
     case = step(unrouted_last=True)
     cases = {
         "torch.compile": replace(case, wrap="compiled"),

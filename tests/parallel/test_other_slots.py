@@ -10,6 +10,7 @@ from torch import Tensor
 from relibra.parallel import balance_live, execute_plan
 from relibra.planning.plan import StepPlan
 from relibra.replay import replay_routing
+from tests.parallel.against_dense import assert_gradients_close
 from tests.parallel.ranks_at_work import Case, dense_step, load, num_targets, on_ranks, step_of_model
 from tests.parallel.steps import planned, step
 
@@ -51,7 +52,7 @@ def backward_after_another_step(case: Case, folder) -> dict:
     return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
-def test_slots_that_are_allocated_anew_have_the_type_of_the_forward_pass(tmp_path):
+def test_new_slots_have_the_type_of_the_forward_pass(tmp_path):
     case = replace(step(slots=1), distributed={"fsdp_mixed_precision": True})
     others = {"two slots": planned(case.demand, 2, 2), "resident": replace(case.plan, resident=True)}
     cases = {name: replace(case, plans=(case.plan, other)) for name, other in others.items()}
@@ -74,7 +75,4 @@ def test_a_backward_pass_uses_the_slots_of_its_forward_pass(tmp_path):
     for name, results_R in on_ranks(2, cases, tmp_path, backward_after_another_step).items():
         expected = dense_step(cases[name])["gradients"]
         for result in results_R:
-            for parameter, gradient in result.items():
-                torch.testing.assert_close(
-                    gradient, expected[parameter], rtol=1e-5, atol=1e-5, msg=f"{name}: {parameter}"
-                )
+            assert_gradients_close(result, expected, name)

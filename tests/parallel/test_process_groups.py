@@ -17,7 +17,7 @@ def world(tmp_path):
     dist.destroy_process_group()
 
 
-def test_a_gloo_group_takes_no_part_in_a_split_of_the_default_group(world):
+def test_a_gloo_group_is_not_split_with_the_default_group(world):
     """torch would look for the communicator of the device to split, whatever the backend of the new group is."""
     bound, seen, make = torch.device("cuda:0"), [], dist.new_group
 

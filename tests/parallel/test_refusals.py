@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from tests.parallel.against_dense import assert_equals_dense
 from tests.parallel.ranks_at_work import on_ranks
 from tests.parallel.refusals import fall_back, refuse_all
 from tests.parallel.steps import of_experts, skewed_trace, step
-from tests.parallel.test_balanced import assert_equals_dense
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +60,7 @@ def with_other_routes(case, sample):
     return replace(case, trace=of_experts(experts))
 
 
-def test_only_many_rows_without_routes_have_an_exchange_of_their_own(tmp_path):
+def test_many_rows_without_routes_have_their_own_exchange(tmp_path):
     lengths = (70, 75, 66, 80)
     cases = {
         "few last tokens": step(lengths=lengths, unrouted_last=True),

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.parallel.against_dense import assert_equals_dense
 from tests.parallel.lives import live_step
 from tests.parallel.ranks_at_work import on_ranks, step_on_rank
 from tests.parallel.steps import step
-from tests.parallel.test_balanced import assert_equals_dense
 
 
 def twice(case, folder):

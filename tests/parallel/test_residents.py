@@ -6,19 +6,25 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
 from relibra.planning.costs.copies import pushed_copies
 from tests.parallel import ranks_at_work
+from tests.parallel.against_dense import (
+    assert_equals_dense,
+    assert_only_experts_are_frozen,
+    assert_same_bits_of_training,
+    assert_same_training,
+    relative_error,
+    rounded,
+)
 from tests.parallel.faults import Fault, survivors_of
 from tests.parallel.ranks_at_work import dense_step, on_ranks, step_on_rank
 from tests.parallel.refusals import logged
 from tests.parallel.residents import groups_of, misuse_residents, train_dense, train_on_rank
 from tests.parallel.steps import resident_step, step
-from tests.parallel.test_balanced import assert_equals_dense
 from tests.parallel.test_faults import assert_all_say_where
 from tests.parallel.test_refusals import with_other_routes
-from tests.parallel.test_training import BYTES_OF_EXPERT, assert_slots_are_right, of, relative_error, rounded
+from tests.parallel.test_training import BYTES_OF_EXPERT, assert_slots_are_right, of
 from tests.parallel.trainings import moved, noted_timelines, plans_of, step_with_frozen_experts, watched_step
 
 pytestmark = pytest.mark.slow
@@ -38,18 +44,7 @@ def by_hand(num_ranks=2, replicas=REPLICAS, *, resident=True, **settings):
     return replace(case, plan=replace(case.plan, resident=resident))
 
 
-def assert_weights_of_dense(case, results_R, name):
-    expected = train_dense(case)
-    losses = np.sum([result["losses"] for result in results_R], axis=0)
-    np.testing.assert_allclose(losses, expected["losses"], rtol=1e-5, err_msg=name)
-    for result in results_R:
-        for parameter, weight in expected["weights"].items():
-            torch.testing.assert_close(
-                result["weights"][parameter], weight, rtol=1e-5, atol=1e-5, msg=f"{name}: {parameter}"
-            )
-
-
-def test_several_optimizer_steps_in_one_plan_give_the_weights_of_the_dense_model(tmp_path):
+def test_several_steps_in_one_plan_give_the_dense_weights(tmp_path):
     cases = {f"seed {seed}": trained(resident_step(seed, 2)) for seed in range(3)}
     two = resident_step(3, 2, slots=2)
     cases |= {
@@ -62,7 +57,7 @@ def test_several_optimizer_steps_in_one_plan_give_the_weights_of_the_dense_model
         "mixtral, canonical": trained(resident_step(9, 2, family="mixtral", sums="canonical")),
     }
     for name, results_R in on_ranks(2, cases, tmp_path, train_on_rank).items():
-        assert_weights_of_dense(cases[name], results_R, name)
+        assert_same_training(train_dense(cases[name]), results_R, name)
 
 
 @pytest.mark.parametrize("num_ranks", [4, 8])
@@ -72,10 +67,10 @@ def test_on_more_ranks_some_of_them_without_samples(tmp_path, num_ranks):
     assert len(set(idle.plan.rank_S.tolist())) < num_ranks
     cases["ranks without samples"] = trained(idle)
     for name, results_R in on_ranks(num_ranks, cases, tmp_path, train_on_rank).items():
-        assert_weights_of_dense(cases[name], results_R, name)
+        assert_same_training(train_dense(cases[name]), results_R, name)
 
 
-def test_canonical_sums_have_the_same_bits_with_resident_and_with_shared_slots(tmp_path):
+def test_canonical_sums_of_resident_slots_have_the_same_bits(tmp_path):
     lengths, schedule = [360, 280, 480, 300, 240, 320], ([0, 0, 1, 1, 2, 2], [0, 1] * 3)
     planner = step(2, slots=2, lengths=lengths, schedule=schedule)
     plan = replace(planner.plan, group_M=np.array([0, 0, 1], np.int32))
@@ -91,11 +86,8 @@ def test_canonical_sums_have_the_same_bits_with_resident_and_with_shared_slots(t
     cases = {name: replace(case, sums="canonical") for name, case in cases.items()}
     found = on_ranks(2, cases, tmp_path, train_on_rank)
     for name, results_R in found.items():
-        expected = found["resident False" + ", at home once" * ("home" in name)]
-        for rank, result in enumerate(results_R):
-            assert result["losses"] == expected[rank]["losses"], name
-            for parameter, weight in expected[0]["weights"].items():
-                assert torch.equal(result["weights"][parameter], weight), (name, rank, parameter)
+        expected_R = found["resident False" + ", at home once" * ("home" in name)]
+        assert_same_bits_of_training(expected_R, results_R, name)
 
 
 def test_micro_batches_at_home_lose_no_gradients(tmp_path):
@@ -111,7 +103,7 @@ def test_micro_batches_at_home_lose_no_gradients(tmp_path):
             sample = int(np.flatnonzero(case.plan.micro_batch_S == m)[0])
             cases[f"micro-batch {m}{kind}"] = trained(with_other_routes(case, sample))
     for name, results_R in on_ranks(2, cases, tmp_path, train_with_log).items():
-        assert_weights_of_dense(cases[name], results_R, name)
+        assert_same_training(train_dense(cases[name]), results_R, name)
         assert sum(len(result["lines"]) for result in results_R) >= 2, name
 
 
@@ -134,7 +126,7 @@ def test_experts_that_fsdp_shards_over_two_groups(tmp_path):
         assert_equals_dense(cases[name], results_R)
 
 
-def test_weights_come_once_and_gradients_go_once_as_the_timeline_says(tmp_path):
+def test_resident_weights_come_once_and_gradients_go_once(tmp_path):
     schedule = ([0, 0, 1, 1, 2, 2], [0, 1] * 3)
     lengths = (9, 12, 7, 10, 8, 11)
     cases = {A: by_hand(resident=A, lengths=lengths, schedule=schedule) for A in (False, True)}
@@ -168,7 +160,7 @@ def test_a_pass_without_gradients_pushes_arrivals_only(tmp_path):
         assert pushed_M == [visits * 6, 0, visits * 6], "each of two ranks takes part in each layer"
 
 
-def test_gradients_in_half_precision_are_as_good_as_those_of_all_to_all(tmp_path):
+def test_bf16_gradients_are_as_good_as_those_of_all_to_all(tmp_path):
     case = replace(by_hand(), dtype="bfloat16")
     cases = {"resident": case, "all_to_all": replace(case, follow_plan=False, implementation="all_to_all")}
     found = on_ranks(2, cases, tmp_path)
@@ -210,14 +202,12 @@ def test_gradient_wire_sends_its_type_and_rounds_little(tmp_path):
 
 
 def test_frozen_experts_leave_the_gradients_of_the_rest(tmp_path):
-    cases = {"fast": by_hand(), "at home": with_other_routes(by_hand(), 0), "canonical": by_hand(sums="canonical")}
+    shared = {"fast": step(slots=2), "canonical": step(slots=2, sums="canonical"), "gpt-oss": step(family="gpt_oss")}
+    resident = {"fast": by_hand(), "at home": with_other_routes(by_hand(), 0), "canonical": by_hand(sums="canonical")}
+    cases = {f"shared, {name}": case for name, case in shared.items()}
+    cases |= {f"resident, {name}": case for name, case in resident.items()}
     for name, results_R in on_ranks(2, cases, tmp_path, step_with_frozen_experts).items():
-        expected = dense_step(cases[name])["gradients"]
-        for result in results_R:
-            for parameter, gradient in result["gradients"].items():
-                assert (gradient is None) == (".experts." in parameter), parameter
-                if gradient is not None:
-                    torch.testing.assert_close(gradient, expected[parameter], rtol=1e-5, atol=1e-5, msg=parameter)
+        assert_only_experts_are_frozen(cases[name], results_R)
 
 
 WAITING = "while resident replicas hold gradients that have not gone home (of expert "
@@ -252,6 +242,6 @@ def test_whoever_loses_gradients_is_told(tmp_path):
     ],
     ids=lambda fault: fault.moment,
 )
-def test_a_killed_rank_ends_the_others_with_an_error_that_says_where(tmp_path, fault):
+def test_the_survivors_of_a_killed_rank_say_where(tmp_path, fault):
     case = by_hand(replicas=[(1, 0, 0, 0.5), (0, 0, 6, 0.5)])
     assert_all_say_where(fault, survivors_of(2, case, fault, tmp_path / "work"), 2)

@@ -5,33 +5,33 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
 from relibra.parallel.canonical import CHUNK
 from relibra.planning.traffic.rank_tables import rank_tables
 from tests.parallel import ranks_at_work
+from tests.parallel.against_dense import (
+    assert_equals_dense,
+    assert_same_bits_of_training,
+    assert_same_training,
+    losses,
+    relative_error,
+    rounded,
+)
 from tests.parallel.ranks_at_work import dense_step, on_ranks
 from tests.parallel.steps import step
-from tests.parallel.test_balanced import assert_equals_dense
 from tests.parallel.trainings import (
     moved,
     plans_of,
     step_with_a_slow_rank,
-    step_with_frozen_experts,
     train_dense,
     train_on_rank,
     watched_step,
 )
-from tests.replay.tiny_models import tiny_model
 
 pytestmark = pytest.mark.slow
 
 
-def losses(results_R):
-    return np.sum([result["losses"] for result in results_R], axis=0)
-
-
-def test_three_steps_of_adamw_give_the_weights_of_the_dense_model(tmp_path):
+def test_three_steps_of_adamw_give_the_dense_weights(tmp_path):
     cases = {}
     for family in ("qwen3_moe", "gpt_oss", "deepseek_v3"):
         sizes = {"layer_ids": (1, 2), "top_k": 3} if family == "deepseek_v3" else {}
@@ -39,17 +39,11 @@ def test_three_steps_of_adamw_give_the_weights_of_the_dense_model(tmp_path):
         case = replace(case, num_steps=3, plans=plans_of(case, moved(case, 1), moved(case, 2)))
         cases |= {family: case, f"{family}, canonical": replace(case, sums="canonical", checkpointing=True)}
     for name, results_R in on_ranks(2, cases, tmp_path, train_on_rank).items():
-        expected = train_dense(cases[name])
-        np.testing.assert_allclose(losses(results_R), expected["losses"], rtol=1e-5)
-        for result in results_R:
-            for parameter, weight in expected["weights"].items():
-                torch.testing.assert_close(
-                    result["weights"][parameter], weight, rtol=1e-5, atol=1e-5, msg=f"{name}: {parameter}"
-                )
+        assert_same_training(train_dense(cases[name]), results_R, name)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_canonical_sums_have_the_same_bits_under_every_plan_of_a_schedule(tmp_path, num_ranks):
+def test_canonical_sums_have_the_same_bits_under_every_plan(tmp_path, num_ranks):
     lengths = [360, 280, 480, 300, 240, 320, 400, 260]
     schedule = ([0] * 4 + [1] * 4, [r % num_ranks for r in range(4)] * 2)
     common = {"lengths": lengths, "schedule": schedule, "unrouted_last": True, "family": "gpt_oss"}
@@ -66,13 +60,9 @@ def test_canonical_sums_have_the_same_bits_under_every_plan_of_a_schedule(tmp_pa
         planner, num_steps=3, sums="canonical", plans=plans_of(*(moved(planner, s) for s in range(3)))
     )
     found = on_ranks(num_ranks, cases, tmp_path, train_on_rank)
-    expected = found["static"]
     assert planner.plan.quota_MLRB.max() > CHUNK  # an expert's chunks are shared out
     for name, results_R in found.items():
-        for rank, result in enumerate(results_R):
-            assert result["losses"] == expected[rank]["losses"], name
-            for parameter, weight in expected[0]["weights"].items():
-                assert torch.equal(result["weights"][parameter], weight), (name, rank, parameter)
+        assert_same_bits_of_training(found["static"], results_R, name)
 
 
 def test_a_hundred_steps_follow_the_curve_of_all_to_all(tmp_path):
@@ -98,25 +88,7 @@ def test_eight_ranks_with_one_expert_each(tmp_path):
         "six ranks without samples": replace(idle, num_steps=2, plans=plans_of(idle, moved(idle, 1))),
     }
     for name, results_R in on_ranks(8, cases, tmp_path, train_on_rank).items():
-        expected = train_dense(cases[name])
-        np.testing.assert_allclose(losses(results_R), expected["losses"], rtol=1e-5)
-        for parameter, weight in expected["weights"].items():
-            torch.testing.assert_close(results_R[5]["weights"][parameter], weight, rtol=1e-5, atol=1e-5, msg=parameter)
-
-
-def rounded(family):
-    """The model with the weights that it has in bfloat16, to be run in single precision."""
-    model = tiny_model(family)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.to(torch.bfloat16))
-    return model
-
-
-def relative_error(results_R, exact):
-    gradients = results_R[0]["gradients"]
-    squares = sum(float((gradients[name].float() - gradient).square().sum()) for name, gradient in exact.items())
-    return (squares / sum(float(gradient.square().sum()) for gradient in exact.values())) ** 0.5
+        assert_same_training(train_dense(cases[name]), results_R, name)
 
 
 def test_bf16_gradients_are_as_good_as_those_of_all_to_all(tmp_path):
@@ -149,7 +121,7 @@ def of(timeline, stage, micro_batch, layer):
     return sorted(events, key=lambda event: event.start)
 
 
-def test_slots_hold_the_weights_of_homes_and_the_timeline_says_when_they_came(tmp_path):
+def test_slots_hold_the_weights_of_homes_in_time(tmp_path):
     replicas = [(1, 0, 0, 0.5), (1, 1, 3, 0.5), (0, 0, 6, 0.5)]
     cases = {"plain": step(replicas=replicas), "checkpointed": step(replicas=replicas, checkpointing=True)}
     for name, results_R in on_ranks(2, cases, tmp_path, watched_step).items():
@@ -200,7 +172,7 @@ def assert_next_weights_came_early(case, rank, timeline):
         assert forward.start < backward.start < of(timeline, "combine", m, layer + 1)[-1].start
 
 
-def test_two_data_parallel_groups_with_checkpoints_and_micro_batches_in_flight(tmp_path):
+def test_two_groups_with_checkpoints_in_flight_equal_dense(tmp_path):
     schedule = ([0, 0, 1, 1, 2, 2, 3, 3], [0, 1] * 4)
     case = step(2, lengths=range(5, 13), schedule=schedule, replicas=[(1, 0, 0, 0.5), (1, 1, 3, 0.5), (0, 0, 6, 0.5)])
     case = replace(case, num_ranks=4, checkpointing=True, in_flight=True)
@@ -216,14 +188,3 @@ def test_waiting_for_a_slow_rank_is_no_exposed_transfer(tmp_path):
     timeline = found["slow"][0]["timeline"]
     assert sum(event.seconds for event in timeline.events if event.layer == 1 and event.stage == "dispatch") > 1.5
     assert timeline.exposed_seconds()[0] < 1
-
-
-def test_frozen_experts_leave_the_gradients_of_the_rest(tmp_path):
-    cases = {"fast": step(slots=2), "canonical": step(slots=2, sums="canonical"), "gpt-oss": step(family="gpt_oss")}
-    for name, results_R in on_ranks(2, cases, tmp_path, step_with_frozen_experts).items():
-        expected = dense_step(cases[name])["gradients"]
-        for result in results_R:
-            for parameter, gradient in result["gradients"].items():
-                assert (gradient is None) == (".experts." in parameter), parameter
-                if gradient is not None:
-                    torch.testing.assert_close(gradient, expected[parameter], rtol=1e-5, atol=1e-5, msg=parameter)

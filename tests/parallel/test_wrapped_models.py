@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from relibra.errors import EngineError
 from relibra.parallel.balanced import BalancedEP
+from tests.parallel.against_dense import assert_equals_dense
 from tests.parallel.ranks_at_work import load, on_ranks
 from tests.parallel.refusals import execute, message_of
 from tests.parallel.steps import step
-from tests.parallel.test_balanced import assert_equals_dense
 
 TIED = {"tie_word_embeddings": True}
 

@@ -137,7 +137,7 @@ def test_refusals_come_before_anything_moves(tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["killed before its rows", "killed before the word", "stopped"])
-def test_a_lost_rank_leaves_the_layer_and_the_checkpoint_as_they_were(tmp_path, fault):
+def test_a_lost_rank_leaves_layer_and_checkpoint_as_they_were(tmp_path, fault):
     setting, timeout_s = Setting(num_ranks=4), 15.0
     setting.dense.save_pretrained(tmp_path / setting.model_name)
     context = mp.get_context("spawn")

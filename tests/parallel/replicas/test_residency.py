@@ -104,7 +104,7 @@ class Slots:
 
 
 @given(resident_plans())
-def test_experts_that_stay_keep_their_slot_and_a_plan_says_the_same(plan):
+def test_experts_that_stay_keep_their_slot(plan):
     kept = keep_slots(plan)
     for m, layer, rank in np.ndindex(plan.replica_MLRB.shape[:3]):
         before, now = (
@@ -119,7 +119,7 @@ def test_experts_that_stay_keep_their_slot_and_a_plan_says_the_same(plan):
 
 
 @given(resident_plans(idle=False))
-def test_in_the_order_of_the_plan_pushes_and_returns_are_those_that_it_is_priced_for(plan):
+def test_pushes_and_returns_are_those_of_the_price(plan):
     plan = keep_slots(plan)
     slots = Slots(plan)
     comes_MLRB, _, leaves_MLRB = pushed_copies(plan)
@@ -142,7 +142,7 @@ def test_in_the_order_of_the_plan_pushes_and_returns_are_those_that_it_is_priced
 
 
 @given(resident_plans(), st.randoms(use_true_random=False))
-def test_in_any_order_and_with_fallbacks_every_gradient_goes_home_once(plan, random):
+def test_every_gradient_goes_home_once_in_any_order(plan, random):
     plan = keep_slots(plan)
     slots, followed = Slots(plan), []
     for _ in range(2):
@@ -185,7 +185,7 @@ def test_an_idle_replica_returns_the_sum_that_waits_in_its_slot():
 
 
 @pytest.mark.parametrize("m", [3, 0])
-def test_a_skipped_micro_batch_is_found_out_when_another_pass_begins(m):
+def test_a_skipped_micro_batch_is_found_in_the_next_pass(m):
     slots = Slots(staying_plan())
     for earlier in (0, 1):
         slots.forward(earlier)
@@ -197,7 +197,7 @@ def test_a_skipped_micro_batch_is_found_out_when_another_pass_begins(m):
     slots.forward(m)  # said once: the gradients are lost
 
 
-def test_passes_without_gradients_keep_weights_and_leave_gradients_alone():
+def test_passes_without_gradients_keep_weights():
     slots = Slots(staying_plan())
     slots.forward(0)
     slots.backward(0)

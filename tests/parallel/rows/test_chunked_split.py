@@ -48,7 +48,7 @@ def test_each_expert_is_split_as_the_slow_reference_does(step, chunk):
 
 
 @given(planned_steps(max_slots=3), chunks)
-def test_no_token_slot_gets_lost_and_only_the_last_chunk_is_short(step, chunk):
+def test_no_token_slot_is_lost_and_the_last_chunk_is_short(step, chunk):
     for tokens_RE, split, chunked in splits(*step, chunk):
         assert (chunked.tokens_RI >= 0).all()
         for expert in range(tokens_RE.shape[1]):

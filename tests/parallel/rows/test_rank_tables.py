@@ -17,7 +17,7 @@ def all_tables(plan, demand):
 
 
 @given(planned_steps(max_slots=3))
-def test_what_one_rank_sends_another_expects_and_all_is_what_the_plan_says(step):
+def test_ranks_expect_what_others_send_as_the_plan_says(step):
     plan, demand = step
     load_MLR = plan.rank_load(demand)
     for m, layer, tables_R in all_tables(plan, demand):

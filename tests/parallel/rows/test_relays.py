@@ -135,7 +135,7 @@ def test_tokens_are_grouped_by_node_as_the_slow_reference_says(seed, shape):
 
 @settings(deadline=None, max_examples=100)
 @given(seeds, shapes)
-def test_arrived_rows_are_renumbered_by_rail_as_the_slow_reference_says(seed, shape):
+def test_arrived_rows_are_renumbered_as_the_slow_reference_says(seed, shape):
     (N, G), rng = shape, np.random.default_rng(seed)
     receive_LR = rng.integers(0, 4, (2, N * G))
     rows = SentRows(

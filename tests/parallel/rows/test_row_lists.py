@@ -129,7 +129,7 @@ def test_each_token_goes_to_each_rank_that_needs_it_once(seed, num_ranks):
 
 @settings(deadline=None, max_examples=40)
 @given(seeds, ranks)
-def test_what_arrives_once_is_expanded_to_what_each_choice_would_have_brought(seed, num_ranks):
+def test_rows_that_arrive_once_are_expanded_to_choices(seed, num_ranks):
     """Rows carry (source, token); token-slots carry (source, choice): both say the same about every computed row."""
     for plan, m, tables_RL, experts_RTLK in micro_batches(seed, num_ranks):
         lists_RL = lists_of_all(tables_RL, experts_RTLK)
@@ -155,7 +155,7 @@ def test_what_arrives_once_is_expanded_to_what_each_choice_would_have_brought(se
 
 @settings(deadline=None, max_examples=20)
 @given(seeds, ranks)
-def test_without_sending_once_every_choice_travels_in_the_order_of_tokens(seed, num_ranks):
+def test_without_sending_once_every_choice_travels(seed, num_ranks):
     for _, _, tables_RL, experts_RTLK in micro_batches(seed, num_ranks, chunk=4):
         lists_RL = lists_of_all(tables_RL, experts_RTLK, send_once=False)
         for tables_L, experts_TLK, lists_L in zip(tables_RL, experts_RTLK, lists_RL, strict=True):
@@ -206,7 +206,7 @@ def test_two_experts_of_a_token_on_one_rank_share_a_row():
 
 @settings(deadline=None, max_examples=40)
 @given(seeds, ranks, st.data())
-def test_joined_live_rows_arrive_behind_the_planned_rows_of_their_rank(seed, num_ranks, data):
+def test_joined_live_rows_arrive_behind_planned_rows(seed, num_ranks, data):
     """Rows are labelled (source, row of the batch) and sent as the executor sends them."""
     for _, _, tables_RL, experts_RTLK in micro_batches(seed, num_ranks):
         rows = [data.draw(st.integers(0, 2)) if len(own) else 0 for own in experts_RTLK]
