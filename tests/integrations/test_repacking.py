@@ -152,11 +152,6 @@ def test_a_long_attention_outweighs_even_loads():
     assert rank_skew(share_SLR, repack(share_SLR, length_S, pure, attention_S=prices_S)) == 2.0
 
 
-def test_a_skew_without_load_is_one():
-    share_SLR, _, schedule = draw_case(np.random.default_rng(0))
-    assert rank_skew(0 * share_SLR, schedule) == 1.0
-
-
 def test_attention_of_ranks_is_compared_inside_groups():
     """By hand: group 0 has (3, 1) and (2, 2), group 1 has (5, 5) and (0, 2) in its two micro-batches."""
     prices_S = np.array([3.0, 1, 2, 2, 5, 5, 0, 2])

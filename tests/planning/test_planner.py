@@ -117,16 +117,6 @@ def test_the_previous_plan_is_of_the_same_model():
         plan_step(other, machine, Budget(slots=1), previous=before)
 
 
-def test_the_last_micro_batches_may_be_empty():
-    demand, machine = make_demand(24, 2, 16, 4, 8, 0), cluster(2, 4)
-    longer = demand.with_schedule(demand.micro_batch_S, demand.rank_S, 8, num_micro_batches=6)
-    assert longer.load_MLE[4:].sum() == 0
-    plan = plan_step(longer, machine, Budget(slots=1), expert=SMALL)
-    validate_plan(plan, machine.topology, longer)
-    assert plan.replica_MLRB.shape[0] == 6
-    assert plan.skew(plan.scheduled(longer)) >= 1
-
-
 def test_packing_keeps_samples_in_their_group():
     """Experts in turn: half of the samples use one half of them, and micro-batches are dealt pure."""
     groups = [make_demand(128, 2, 32, 8, 16, seed, tokens=2048) for seed in (1, 2)]

@@ -7,7 +7,6 @@ from hypothesis.extra import numpy as hnp
 from relibra import ClusterError
 from relibra.routing.statistics import (
     co_activation,
-    coefficient_of_variation,
     contiguous_homes,
     max_vio,
     rank_load,
@@ -39,15 +38,6 @@ def test_skew_is_max_over_mean(load_MLE):
         assert max_vio(load_MLE)[m, layer] == pytest.approx(expected - 1)
 
 
-@given(loads)
-def test_bounds_of_the_statistics(load_MLE):
-    E = load_MLE.shape[-1]
-    assert ((skew(load_MLE) >= 1) & (skew(load_MLE) <= E + 1e-9)).all()
-    assert ((cosine_to_mean(load_MLE) >= 0) & (cosine_to_mean(load_MLE) <= 1 + 1e-9)).all()
-    assert (coefficient_of_variation(load_MLE) >= 0).all()
-    assert (fluctuation(load_MLE) >= 0).all()
-
-
 def test_hand_made_figures():
     load_MLE = np.array([[[4, 0, 2, 2]], [[0, 4, 2, 2]]])
     assert rank_skew(load_MLE, 2).tolist() == [[1.0], [1.0]]
@@ -57,13 +47,6 @@ def test_hand_made_figures():
     np.testing.assert_allclose(cosine_to_mean(load_MLE), 32 / (np.sqrt(24) * 8))
     # shares 0.5/0, 0/0.5, 0.25, 0.25: deviations 0.25, 0.25, 0, 0 over a mean share of 1 in all
     np.testing.assert_allclose(fluctuation(load_MLE), [0.5])
-
-
-def test_empty_micro_batches_count_as_even_and_do_not_fluctuate():
-    load_MLE = np.array([[[3, 1, 0]], [[0, 0, 0]], [[6, 2, 0]]])
-    assert cosine_to_mean(load_MLE)[1, 0] == 1.0
-    np.testing.assert_allclose(fluctuation(load_MLE), 0.0, atol=1e-12)
-    assert fluctuation(np.zeros((2, 1, 3), int)).tolist() == [0.0]
 
 
 def test_ranks_have_to_divide_the_experts():

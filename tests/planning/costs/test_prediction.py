@@ -135,15 +135,6 @@ def test_homes_send_weights_and_receive_gradients():
     assert predict(plan, demand, cluster_for(plan), EXPERT).cross_node_token_slots == 26
 
 
-def test_a_home_sends_to_its_replicas_in_turn():
-    plan, demand = planned_step(np.random.default_rng(0), nodes=1, per_node=4, experts_per_rank=1, micro_batches=1)
-    replica_MLRB = np.full_like(plan.replica_MLRB, -1)
-    for rank in set(range(4)) - {plan.home_LE[0, 0]}:
-        replica_MLRB[0, 0, rank, 0] = 0
-    plan = replace(plan, replica_MLRB=replica_MLRB, quota_MLRB=np.zeros_like(plan.quota_MLRB))
-    assert predict(plan, demand, cluster_for(plan, hides_copies=False), EXPERT).copies == 3 * (60 + 60 + 60) / 10
-
-
 def test_resident_replicas_are_pushed_once_and_return_once():
     plan, demand = two_nodes(replica=(1, 0), quota=4, resident=True, micro_batches=3)
     sent = predict(plan, demand, cluster_for(plan), EXPERT).bytes

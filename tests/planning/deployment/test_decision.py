@@ -59,8 +59,3 @@ def test_what_fits_nowhere_is_an_error_that_advises_what_helps(gpu, level, space
     assert all(words in said for words in advised), said
     assert not any(words in said for words in spared), said
     assert "(s)" not in said
-
-
-def test_a_limit_of_one_gpu_is_in_the_singular():
-    with pytest.raises(PlanError, match="of at most 1 GPU of"):
-        decided("dbrx", ["l40s"], most_gpus=1)

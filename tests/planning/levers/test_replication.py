@@ -94,10 +94,3 @@ def test_tolerance_saves_copies():
     assert copies == sorted(copies, reverse=True)
     assert copies[0] > copies[-1]
     assert all(skew <= 1 + tolerance + 0.001 for skew, tolerance in zip(skews, (0.0, 0.01, 0.05), strict=True))
-
-
-def test_one_hot_expert_on_many_ranks():
-    load_E = np.zeros(8, dtype=np.int64)
-    load_E[3] = 8000
-    [replica_RB], [quota_RB] = replicate(load_E[None], np.arange(8), 8, 8, slots=1)
-    assert rank_load(load_E, np.arange(8), replica_RB, quota_RB).tolist() == [1000] * 8

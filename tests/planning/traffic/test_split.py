@@ -94,12 +94,6 @@ def test_traffic_counts_what_the_split_says():
             assert (traffic[m, layer] == expected).all()
 
 
-def test_near_instances_are_served_first():
-    supply = np.array([10, 0, 10, 0])  # nodes of 2 ranks; instances on ranks 1 and 3
-    split_RI = split_tokens_reference(supply, np.array([1, 3]), np.array([10, 10]), 2)
-    assert split_RI.tolist() == [[10, 0], [0, 0], [0, 10], [0, 0]]
-
-
 def test_too_large_promises_are_noticed():
     with pytest.raises(AssertionError, match="exceed the load"):
         split_tokens(np.array([[3], [0]]), np.array([0]), np.array([[-1], [0]]), np.array([[0], [4]]), 2)

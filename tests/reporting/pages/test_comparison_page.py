@@ -60,9 +60,3 @@ def test_two_runs_say_first_in_which_settings_they_differ(tmp_path: Path) -> Non
     assert re.findall("<td[^>]*>(.*?)</td>", table) == ["update.learning_rate", "1e-06", "1e-05"]
     (runs[1] / "config.json").unlink()
     assert "two has no config.json" in write_comparison(*runs, tmp_path / "both.html").read_text()
-
-
-def test_runs_with_equal_settings_say_so(tmp_path: Path) -> None:
-    runs = [_run(tmp_path / name, 0.5, name, plan={"slots": 4}) for name in ("one", "two")]
-    page = write_comparison(*runs, tmp_path / "both.html").read_text()
-    assert page.count("Their settings are the same.") == 2

@@ -172,21 +172,6 @@ def test_the_ledger_speaks_of_what_is_sent() -> None:
     assert float(duplicate[2]) > 0
 
 
-def test_without_pairs_the_ledger_has_no_column_per_choice() -> None:
-    page = rendered(compared_step(), MADE)
-    words = page[page.index('id="bytes-title"') :]
-    assert "per choice</th>" not in words
-    assert "it was not counted which experts tokens choose together" in words
-
-
-def test_overlap_ratios_at_peak_and_at_sustained_flops() -> None:
-    shown = _row(rendered(compared_step(), MADE), "inside a node")
-    peak = overlap_ratio(EXPERT, CLUSTER.intra.bytes_per_second, CLUSTER.peak_flops_per_second)
-    sustained = overlap_ratio(EXPERT, CLUSTER.intra.bytes_per_second, CLUSTER.flops_per_second)
-    assert shown == [f"{peak:.2f}", f"{sustained:.2f}"]
-    assert sustained > peak
-
-
 def test_limits_are_those_of_the_simulator() -> None:
     compared = compared_step()
     page = rendered(compared, MADE)

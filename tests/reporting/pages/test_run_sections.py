@@ -106,12 +106,6 @@ def test_panels_draw_the_columns_that_a_run_has() -> None:
     assert all(low > high for (low, _), (_, high) in pairwise(domains))
 
 
-def test_values_between_gaps_are_drawn_as_marks() -> None:
-    metrics = Metrics(rows=tuple(full_row(step) for step in range(3)))
-    loss = run_panels(metrics, PANELS["values"]).data[1]
-    assert (loss.mode, list(loss.y)) == ("lines+markers", [0.05, None, 0.05])
-
-
 def test_alarms_are_shown_once_with_their_latest_sentence() -> None:
     rows = [{"step": step, "alarms": [f"ess is 0.{step}, harmless is 0.3 to 1: few", HOSTILE]} for step in range(3)]
     page = _sections_of(Metrics(rows=tuple(rows)))

@@ -87,12 +87,6 @@ def test_the_ticks_of_the_png_are_those_of_the_page(tmp_path: Path, monkeypatch:
         assert axes.get_ylim()[0] == 0
 
 
-def test_a_slot_count_of_zero_has_its_place(tmp_path: Path) -> None:
-    given = [rows((8,))[0] | {"slots": slots} for slots in (0, 1, 16)]
-    _, figure = drawn(tmp_path / "s.html", given, ["slots"])
-    assert (figure["layout"]["xaxis"]["tickvals"], figure["layout"]["xaxis"]["type"]) == ([0, 1, 16], "linear")
-
-
 @pytest.mark.parametrize("varied", [["balancer"], []])
 def test_balancers_alone_are_the_axis(tmp_path: Path, varied: list[str]) -> None:
     given = rows((8,))[: 2 if varied else 1]

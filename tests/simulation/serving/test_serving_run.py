@@ -133,14 +133,6 @@ def test_every_request_of_a_stream_ends(plan):
     assert simulate_serving(few, Scenario(steps=5000, warm_up=0, stream=crowded)).queue_seconds > result.queue_seconds
 
 
-def test_longer_requests_take_longer(plan):
-    def pace(prompt):
-        stream = RequestStream(arrival_S=np.zeros(50), prompt_S=np.full(50, prompt), response_S=np.full(50, 10))
-        return simulate_serving(plan, Scenario(steps=10, warm_up=2, stream=stream)).mean_seconds
-
-    assert pace(200_000) > pace(100)
-
-
 def test_the_same_seed_gives_the_same_figures(plan):
     noisy = Scenario(transport=Transport(name="n", jitter=0.3), compute_jitter=0.1, seed=3)
     assert simulate_serving(plan, noisy).mean_seconds == simulate_serving(plan, noisy).mean_seconds
