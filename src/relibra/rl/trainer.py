@@ -53,7 +53,7 @@ def train_rank(config: RunConfig, run: Path, device: torch.device) -> bool:
     At the end, also after Ctrl-C, the folder holds all finished steps and the policy; and a checkpoint, unless
     `checkpoint.every` is 0 or Ctrl-C came during the warm-up.
     """
-    torch.set_num_threads(config.parallel.threads_per_rank)
+    torch.set_num_threads(1)
     stop = StopRequest()
     rank_0 = dist.get_rank() == 0
     with (

@@ -22,16 +22,11 @@ def test_options_of_the_user_come_last():
     assert words[3:5] == ["serve", "model"]
 
 
-def test_only_a_run_on_ray_starts_vllm():
-    assert load_config(None, [ON_RAY, "rollout.engine=vllm"]).rollout.starts_servers
-    assert load_config(None, [ON_RAY, "rollout.engine=serve"]).rollout.starts_servers
-    for words, what in {
-        ("rollout.engine=vllm",): "rollout.engine",
-        ("rollout.engine=sglang", ON_RAY): "rollout.engine",
-    }.items():
-        with pytest.raises(ConfigError) as caught:
-            load_config(None, words)
-        assert caught.value.what == what
+@pytest.mark.parametrize("words", [["rollout.engine=vllm"], ["rollout.engine=sglang", ON_RAY]])
+def test_servers_of_other_projects_need_an_address(words):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, words)
+    assert caught.value.what == "rollout.engine"
 
 
 @contextmanager

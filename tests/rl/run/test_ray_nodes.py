@@ -39,18 +39,12 @@ def test_nodes_get_equal_numbers_of_ranks_fewest_nodes_first(ranks, room_N, expe
 
 
 @pytest.mark.parametrize(
-    ("resources", "threads", "gpus", "room"),
-    [
-        ({"CPU": 8.0}, 1, False, 8),
-        ({"CPU": 8.0}, 3, False, 2),
-        ({"CPU": 8.0, "GPU": 2.0}, 1, True, 2),
-        ({"CPU": 8.0}, 1, True, 0),
-        ({}, 1, False, 0),
-    ],
+    ("resources", "gpus", "room"),
+    [({"CPU": 8.0}, False, 8), ({"CPU": 8.0, "GPU": 2.0}, True, 2), ({"CPU": 8.0}, True, 0), ({}, False, 0)],
 )
-def test_a_rank_takes_a_cpu_per_thread_and_a_gpu(resources, threads, gpus, room):
-    assert room_for_ranks(resources, threads, gpus=gpus) == room
-    assert resources_of_ranks(2, threads, gpus=gpus) == {"CPU": 2 * threads} | ({"GPU": 2} if gpus else {})
+def test_a_rank_takes_a_cpu_and_a_gpu(resources, gpus, room):
+    assert room_for_ranks(resources, gpus=gpus) == room
+    assert resources_of_ranks(2, gpus=gpus) == {"CPU": 2} | ({"GPU": 2} if gpus else {})
 
 
 def test_a_node_that_cannot_train_says_why(tmp_path, monkeypatch):
@@ -159,8 +153,3 @@ def test_a_run_that_does_not_fit_says_so(on_ray, monkeypatch):
         on_ray("leave")
 
 
-@pytest.mark.parametrize("words", [("rollout.engine=vllm",), ("rollout.engine=serve", "rollout.servers=2")])
-def test_rollout_servers_are_the_users_to_start(words, monkeypatch):
-    monkeypatch.setattr(ray_nodes, "find_spec", lambda _: object())
-    with pytest.raises(ConfigError, match=r"start rollout servers yourself, and set rollout\.url"):
-        launching.launch(load_config(None, ["parallel.launcher=ray", *words]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -65,21 +65,10 @@ class RolloutSettings(Section):
     temperature: float = Field(1.0, ge=0.01, le=100)
     """Sampling temperature; log-probs in rollout and training include it."""
 
-    # No settings: a run starts one server, in the environment of relibra, with the CPUs and GPUs of its options.
-    servers: ClassVar[int] = 1
-    server_cpus: ClassVar[int] = 0
-    server_gpus: ClassVar[int | None] = None
-    server_python: ClassVar[str] = ""
-
     @property
     def least_head_dim(self) -> int:
         """Least width of heads that the sampler takes: vLLM's attention on a CPU needs one."""
         return 0 if self.engine in ("embedded", "serve") else LEAST_SERVED_HEAD
-
-    @property
-    def starts_servers(self) -> bool:
-        """Whether servers sample that the run starts itself."""
-        return self.engine == "serve" or (self.engine == "vllm" and not self.url)
 
     @property
     def responses_per_step(self) -> int:

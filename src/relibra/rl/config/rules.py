@@ -87,11 +87,10 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
 
     # There are servers where they sample, and the folder of new weights is not that of the model.
     engine, weights = rollout.engine, rollout.server_weights
-    starts_on_ray = config.parallel.launcher == "ray" and rollout.starts_servers
     if engine == "serve" and rollout.url:
         instead = "leave it out, or set rollout.engine=vllm for a server of relibra that runs already"
         yield "rollout.url", "rollout.engine 'serve' starts its server itself", instead
-    if engine in ("sglang", "vllm") and not starts_on_ray and not (rollout.url and weights):
+    if engine in ("sglang", "vllm") and not (rollout.url and weights):
         why = "needs rollout.url (the server) and rollout.server_weights (a folder that both see)"
         yield "rollout.engine", why, ""
     path = model.path and Path(model.source).resolve()

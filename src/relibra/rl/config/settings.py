@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, PrivateAttr, field_validator
 
@@ -252,10 +252,6 @@ class ParallelSettings(Section):
     which may take longer on one rank than on others, ranks wait without end. A rank that ends is noticed at once."""
     heartbeat_seconds: float = Field(180.0, ge=1, le=1e7)
     """Seconds without a sign of life after which a rank counts as lost: its process is stopped, or its machine gone."""
-
-    # No settings: a GPU for each rank where the machine has any, and a CPU thread.
-    device: ClassVar[str] = "auto"
-    threads_per_rank: ClassVar[int] = 1
 
 
 class CheckpointSettings(Section):

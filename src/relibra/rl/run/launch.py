@@ -65,7 +65,7 @@ def launch(config: RunConfig, resume: Path | None = None, *, supervise: bool = F
     launched = launched_rank()
     on_ray = config.parallel.launcher == "ray"
     if on_ray:
-        check_ray(config)
+        check_ray()
     if launched is None or launched.rank == 0:
         for line in describe_training(config):
             print(printable(line), file=sys.stderr, flush=True)

@@ -63,7 +63,7 @@ def run_node_ranks(config: RunConfig, run: Path, node: Node) -> EndedRanks:
     """
     with (
         TemporaryDirectory(prefix="relibra-", ignore_cleanup_errors=True) as name,
-        rank_environment(config.parallel.threads_per_rank),
+        rank_environment(1),
         _killing_stopped(Path(name), config.parallel.heartbeat_seconds + STOPPED_SECONDS) as stopped,
     ):
         folder = Path(name)

@@ -118,7 +118,7 @@ def _join_and_train(
     open_folder: Callable[[Rendezvous], tuple[Path, bool]],
     failures: _FailureRecord,
 ) -> tuple[Path, bool]:
-    device = choose_device(launched.local_rank, launched.num_local_ranks, config.parallel.device)
+    device = choose_device(launched.local_rank, launched.num_local_ranks)
     if launched.rank == 0:
         print(f"device {describe_device(device)}", file=sys.stderr, flush=True)
     timeout, patience = config.parallel.timeout_seconds, config.parallel.heartbeat_seconds
@@ -208,13 +208,9 @@ def _printing_to_stderr() -> Iterator[None]:
             os.close(before)
 
 
-def choose_device(local_rank: int, num_local_ranks: int, wanted: str) -> torch.device:
-    """Return this rank's GPU; the CPU where that is wanted, or the machine has no GPU at all.
-
-    wanted   parallel.device
-    raises   ConfigError for fewer GPUs than ranks
-    """
-    gpus = torch.cuda.device_count() if wanted == "auto" else 0
+def choose_device(local_rank: int, num_local_ranks: int) -> torch.device:
+    """Return this rank's GPU, or the CPU where the machine has no GPU; raises ConfigError for fewer GPUs than ranks."""
+    gpus = torch.cuda.device_count()
     if not gpus:
         return torch.device("cpu")
     if gpus < num_local_ranks:

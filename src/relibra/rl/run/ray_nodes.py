@@ -61,17 +61,11 @@ class PlacedNode:
         return f"node {self.host} ({self.node_id[:8]})"
 
 
-def check_ray(config: RunConfig) -> None:
-    """Raise ConfigError if ray is not installed, or where a run would have to start servers of vLLM."""
+def check_ray() -> None:
+    """Raise ConfigError if ray is not installed."""
     if find_spec("ray") is None:
         raise ConfigError(
             "parallel.launcher=ray needs the package 'ray': in the checkout, on every node, pip install -e '.[ray]'"
-        )
-    rollout = config.rollout
-    if (rollout.engine == "vllm" and not rollout.url) or rollout.servers > 1:
-        raise ConfigError(
-            f"parallel.launcher=ray starts no rollout servers (rollout.engine {rollout.engine!r}, rollout.servers "
-            f"{rollout.servers}): start rollout servers yourself, and set rollout.url and rollout.server_weights"
         )
 
 
@@ -177,7 +171,7 @@ def _task(function: Any, node: PlacedNode, config: RunConfig) -> Any:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    resources = resources_of_ranks(node.num_ranks, config.parallel.threads_per_rank, gpus=_use_gpus(config))
+    resources = resources_of_ranks(node.num_ranks, gpus=_use_gpus())
     return ray.remote(
         num_cpus=resources["CPU"],
         num_gpus=resources.get("GPU", 0),
@@ -253,8 +247,8 @@ def _alive_nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def _use_gpus(config: RunConfig) -> bool:
-    return config.parallel.device == "auto" and any(node["Resources"].get("GPU") for node in _alive_nodes())
+def _use_gpus() -> bool:
+    return any(node["Resources"].get("GPU") for node in _alive_nodes())
 
 
 def _last_line(error: Exception) -> str:
@@ -270,15 +264,15 @@ def reserve_nodes(config: RunConfig, run: Path) -> list[PlacedNode]:
     """
     from ray.util import placement_group, placement_group_table, remove_placement_group
 
-    parallel, gpus, deadline = config.parallel, _use_gpus(config), time.monotonic() + PLACE_SECONDS
+    parallel, gpus, deadline = config.parallel, _use_gpus(), time.monotonic() + PLACE_SECONDS
     attempt = 0
     while True:
         nodes = [node["Resources"] for node in _alive_nodes()]
-        room_N = sorted((room_for_ranks(one, parallel.threads_per_rank, gpus=gpus) for one in nodes), reverse=True)
+        room_N = sorted((room_for_ranks(one, gpus=gpus) for one in nodes), reverse=True)
         layouts = possible_layouts(parallel.ranks, room_N)
         if layouts:
             size = layouts[attempt % len(layouts)]
-            num_nodes, bundle = parallel.ranks // size, resources_of_ranks(size, parallel.threads_per_rank, gpus=gpus)
+            num_nodes, bundle = parallel.ranks // size, resources_of_ranks(size, gpus=gpus)
             group = placement_group([bundle] * num_nodes, strategy="STRICT_SPREAD")
             if group.wait(TRY_SECONDS):
                 hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in _alive_nodes()}
@@ -292,7 +286,7 @@ def reserve_nodes(config: RunConfig, run: Path) -> list[PlacedNode]:
             remove_placement_group(group)
         if not running_file(run).exists():
             raise KeyboardInterrupt
-        need = describe_need(parallel.ranks, parallel.threads_per_rank, room_N, gpus=gpus)
+        need = describe_need(parallel.ranks, room_N, gpus=gpus)
         if time.monotonic() > deadline:
             again = f"; {resume_hint(run, 'parallel.ranks=N')}" if has_checkpoint(run) else ""
             raise EngineError(f"{need}: add nodes, end other jobs, or train with fewer (parallel.ranks){again}")
@@ -316,33 +310,33 @@ def possible_layouts(num_ranks: int, room_N: Sequence[int]) -> list[int]:
     return [size for size in sizes if sum(room >= size for room in room_N) >= num_ranks // size]
 
 
-def resources_of_ranks(num_ranks: int, threads_per_rank: int, *, gpus: bool) -> dict[str, int]:
-    """Return what Ray reserves for some ranks: a CPU for each thread, and a GPU for each rank."""
-    return {"CPU": num_ranks * threads_per_rank, **({"GPU": num_ranks} if gpus else {})}
+def resources_of_ranks(num_ranks: int, *, gpus: bool) -> dict[str, int]:
+    """Return what Ray reserves for some ranks: for each a CPU and a GPU."""
+    return {"CPU": num_ranks, **({"GPU": num_ranks} if gpus else {})}
 
 
-def room_for_ranks(resources: Mapping[str, float], threads_per_rank: int, *, gpus: bool) -> int:
+def room_for_ranks(resources: Mapping[str, float], *, gpus: bool) -> int:
     """Return how many ranks fit on a node.
 
     resources   of the node, by Ray's names
 
-    >>> room_for_ranks({"CPU": 16.0, "GPU": 4.0}, 2, gpus=True)
+    >>> room_for_ranks({"CPU": 16.0, "GPU": 4.0}, gpus=True)
     4
     """
-    needed = resources_of_ranks(1, threads_per_rank, gpus=gpus)
+    needed = resources_of_ranks(1, gpus=gpus)
     return min(int(resources.get(name, 0.0) // amount) for name, amount in needed.items())
 
 
-def describe_need(num_ranks: int, threads_per_rank: int, room_N: Sequence[int], *, gpus: bool) -> str:
+def describe_need(num_ranks: int, room_N: Sequence[int], *, gpus: bool) -> str:
     """Return in words what the ranks need, and what there is.
 
     room_N   ranks that fit on each node where nothing else runs
 
-    >>> describe_need(4, 1, [2, 1], gpus=True)
+    >>> describe_need(4, [2, 1], gpus=True)
     "4 ranks, each with 1 CPU and 1 GPU, need nodes with the same number of ranks; Ray's nodes have room for 2, 1"
     """
     each = " and ".join(
-        f"{amount} {name}" for name, amount in resources_of_ranks(1, threads_per_rank, gpus=gpus).items()
+        f"{amount} {name}" for name, amount in resources_of_ranks(1, gpus=gpus).items()
     )
     room = ", ".join(map(str, room_N)) or "none"
     busy = " where nothing else runs" if possible_layouts(num_ranks, room_N) else ""

@@ -59,8 +59,7 @@ def own_server(config: RunConfig, run: Path, model: Any, tokenizer: Tokenizer) -
         outcome = broadcast_json(outcome)
         if "error" in outcome:
             raise EngineError(outcome["error"])
-        found = {**weights, "url": (outcome["url"],)}
-        yield rollout.model_copy(update={**found, "retry_seconds": 0.0})  # nobody else starts it again
+        yield rollout.model_copy(update={**weights, "url": (outcome["url"],)})
     finally:
         if server is not None:
             server.stop()
