@@ -28,7 +28,8 @@ DESIGN = (ROOT / "docs" / "design.md").read_text()
 
 CORE = {"planning", "cluster", "routing"}
 ABOVE = {
-    "cli": CORE | {"reporting", "engine", "rl", "serving", "simulation", "calibration", "parallel", "replay", "timeline"},
+    "cli": CORE
+    | {"reporting", "engine", "rl", "serving", "simulation", "calibration", "parallel", "replay", "timeline"},
     "reporting": CORE | {"simulation", "timeline"},
     "rl": CORE | {"engine", "calibration", "simulation", "parallel", "replay", "timeline"},
     "integrations": CORE | {"eplb", "engine", "rl", "simulation", "parallel", "replay", "timeline"},

@@ -11,7 +11,7 @@ import typer
 
 from relibra.cli.inputs import options
 from relibra.cli.outputs.files import find_demand
-from relibra.cli.outputs.terminal import new_table, print_text, print_wrapped, stdout_console
+from relibra.cli.outputs.terminal import print_result
 from relibra.errors import ConfigError
 from relibra.number_ranges import format_ranges
 
@@ -35,7 +35,10 @@ def explain(
 ) -> None:
     """Print what was tried for a step and its predicted cost, one layer's decisions, or how two plans differ.
 
-    Seconds are predicted by the planner's model of the machine.
+    Seconds are predicted by the planner's model of the machine. Loads of ranks are over the mean rank's, from homes
+    alone; local: share of an expert's token-slots from its home's node. All moves of a layer are made together. A
+    replica takes load off its home where home_load is above 1; else it keeps token-slots from travelling, or makes room
+    at the home.
 
     Example: relibra explain plan.safetensors --layer 0
     """
@@ -65,42 +68,15 @@ def explain(
         print_result(facts, as_json=as_json)
         return
     of_plan = read_demand(find_demand(plan, demand))
-    explained = asdict(explain_plan(made, of_plan, layer, micro_batch))
-    replicas = [replica._asdict() for replica in explained.pop("replicas")]
-    moved = [
-        asdict(move) for move in moved_experts(made, made.scheduled(of_plan), made.layer_ids.tolist().index(layer))
-    ]
-    choices = _layer_choices(made, made.layer_ids == layer)
-    if as_json:
-        print_text(json.dumps({**explained, "moved": moved, "replicas": replicas, "considered": choices}))
-        return
-    print_text("\n".join(f"{name:<26}  {_cell(value)}" for name, value in explained.items()))
-    _print_rows(moved, "moves, all made together; loads of ranks from homes alone, in means; local: share of the "
-                       "expert's token-slots from its home's node")  # fmt: skip
-    _print_rows(replicas, "replicas; home_load of the home's rank, in means: above 1 the replica takes load off it, "
-                          "else it keeps token-slots from travelling or makes room at the home")  # fmt: skip
-    _print_rows(
-        choices, "choices priced for this layer; seconds are predicted (label model), micro_batches of the plan"
-    )
-
-
-def _print_considered(path: Path, plan: StepPlan, *, as_json: bool) -> None:
-    """Print the choices that were priced for the step, and those of all layers.
-
-    raises    ConfigError for a plan of a balancer that prices none
-    """
-    choices, layers = [asdict(choice) for choice in plan.considered], _layer_choices(plan, plan.layer_ids >= 0)
-    if not choices:
-        raise ConfigError(
-            f"{path} by {plan.balancer} lists no choices: name a layer with --layer: it has "
-            f"{ranges_in_words(plan.layer_ids.tolist())}"
-        )
-    if as_json:
-        print_text(json.dumps({"balancer": plan.balancer, "considered": choices, "considered_layers": layers}))
-        return
-    print_text(f"{plan.balancer}: choices for the step, then for its layers; seconds are predicted (label model)")
-    _print_rows(choices)
-    _print_rows(layers)
+    explained = explain_plan(made, of_plan, layer, micro_batch)
+    moved = moved_experts(made, made.scheduled(of_plan), made.layer_ids.tolist().index(layer))
+    facts = {
+        **asdict(explained),
+        "moved": [asdict(expert) for expert in moved],
+        "replicas": [replica._asdict() for replica in explained.replicas],
+        "considered": _layer_choices(made, made.layer_ids == layer),
+    }
+    print_result(facts, as_json=as_json)
 
 
 def _layer_choices(plan: StepPlan, chosen_L: ndarray) -> list[dict[str, Any]]:
@@ -113,24 +89,3 @@ def _layer_choices(plan: StepPlan, chosen_L: ndarray) -> list[dict[str, Any]]:
         }
         for choice in plan.considered_layers
     ]
-
-
-def _print_rows(rows: Sequence[Mapping[str, object]], title: str | None = None) -> None:
-    """Print a table with a column for each field, below its title."""
-    if not rows:
-        return
-    if title is not None:
-        print_text("")
-        print_wrapped(title)
-    table = new_table()
-    for name, value in rows[0].items():
-        table.add_column(name, justify="left" if isinstance(value, str) else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(_cell, row.values()))
-    stdout_console().print(table)
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, bool) or value is None:
-        return "yes" if value else "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -118,21 +118,8 @@ def _replace(
     also: str = "",
 ) -> None:
     """Replace a function of a module, and its import by name in another module where that is loaded already."""
-    stock = getattr(module, name, None)
-    where = f"{module.__name__}.{name}"
-    if stock is None or tuple(inspect.signature(stock).parameters) != tuple(parameters):
-        got = "it is missing" if stock is None else f"it takes {tuple(inspect.signature(stock).parameters)}"
-        raise EngineError(
-            f"{where} is not the function that relibra was written for, {tuple(parameters)}: {got}; "
-            "this plug-in fits the versions that docs/guides/trainers.md names"
-        )
-    if hasattr(stock, "relibra_stock"):
-        return
-    replaced = around(stock)
-    replaced.relibra_stock = stock  # type: ignore[attr-defined]
-    setattr(module, name, replaced)
-    if also in sys.modules and getattr(sys.modules[also], name, None) is stock:
-        setattr(sys.modules[also], name, replaced)
+    check_parameters(owner, name, parameters, "the versions that docs/guides/trainers.md names")
+    wrap_function(owner, name, wrap, also=also)
 
 
 def _remembering_routes(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -151,5 +151,3 @@ def test_a_run_that_does_not_fit_says_so(on_ray, monkeypatch):
     monkeypatch.setattr(ray_nodes, "possible_layouts", lambda *_: [])
     with pytest.raises(EngineError, match=r"2 ranks, each with 1 CPU, need nodes .* room for 1, 1: add nodes"):
         on_ray("leave")
-
-

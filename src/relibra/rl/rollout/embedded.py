@@ -80,7 +80,7 @@ class EmbeddedEngine:
         with record_routing(self.model) if self.record else nullcontext() as recorder:
             engine = Engine(
                 local_forward(self.model, recorder),
-                self.model.config,  # type: ignore[arg-type]
+                self.model.config,
                 limits,
                 pad_id=self.pad_id,
                 exact=True,

@@ -27,11 +27,11 @@ def check_failed_rewards(errors: Sequence[str], rated: int, *, where: str) -> in
     if not failed:
         return 0
     first = next(rank["first"] for rank in counts_R if rank["first"])
-    counted = f"{where}: {failed} of {total} rewards failed"
-    if failed > allowed_failures(total, limit):
-        raise ConfigError(f"{counted}, more than task.max_failed_rewards {limit:g} allows; the first: {first}")
+    told = f"{where}: {failed} of {total} rewards failed"
+    if failed > allowed_failures(total):
+        raise ConfigError(f"{told}, and {allowed_failures(total)} may; the first: {first}")
     if dist.get_rank() == 0:
-        _log.warning("%s, these responses are left out; the first: %s", counted, first)
+        _log.warning("%s, these responses are left out; the first: %s", told, first)
     return failed
 
 

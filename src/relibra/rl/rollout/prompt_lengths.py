@@ -24,8 +24,6 @@ def encode_prompt(group: int, task: Task, tokenizer: Tokenizer, settings: Rollou
     """
     prompt = task.prompt(group)
     tokens = tokenizer.encode(prompt.text)
-    if settings.long_prompts == "cut":
-        tokens = tokens[-settings.max_prompt :]  # a prompt ends where the answer follows
     _check_length(prompt, group, len(tokens), settings.max_prompt)
     return tokens
 
@@ -76,22 +74,21 @@ def fit_prompts(task: Task, tokenizer: Tokenizer, settings: RolloutSettings) -> 
         first = task.row_prompt(int(task.training_rows[place]))
         _check_length(first, place, int(length_r[place]), settings.max_prompt)
     if over_r.any():
-        task = _without(task, over_r, settings, log=rank == 0)
+        task = _without(task, over_r, settings, tell=rank == 0)
     return task, largest_over_ranks(int(length_r[~over_r].max(initial=settings.max_prompt * bool(over_r.any()))))
 
 
-def _without(task: Prompts, over_r: np.ndarray, settings: RolloutSettings, *, log: bool) -> Prompts:
-    """Return the prompts to train on, and log how many are left out, or cut."""
+def _without(task: Prompts, over_r: np.ndarray, settings: RolloutSettings, *, tell: bool) -> Prompts:
+    """Return the prompts to train on, and say how many are left out."""
     first = task.row_prompt(int(task.training_rows[int(np.argmax(over_r))])).origin
-    counted = (
+    told = (
         f"{over_r.sum():,} of {len(over_r):,} prompts have more tokens than rollout.max_prompt {settings.max_prompt:,}"
     )
-    if settings.long_prompts == "skip" and over_r.all():
-        raise ConfigError(f"{counted}, and none is left to train on (the first: {first}): set a larger one")
-    if log:
-        done = "are left out" if settings.long_prompts == "skip" else "lose their first tokens"
-        _log.warning("%s and %s (rollout.long_prompts %r); the first: %s", counted, done, settings.long_prompts, first)
-    return task.with_training_rows(task.training_rows[~over_r]) if settings.long_prompts == "skip" else task
+    if over_r.all():
+        raise ConfigError(f"{told}, and none is left to train on (the first: {first}): set a larger one")
+    if tell:
+        _log.warning("%s and are left out; the first: %s", told, first)
+    return task.with_training_rows(task.training_rows[~over_r])
 
 
 def _check_length(prompt: Prompt, group: int, length: int, max_prompt: int) -> None:

@@ -134,7 +134,8 @@ def _killing_stopped(folder: Path, seconds: float) -> Iterator[set[int]]:
     ended = threading.Event()
 
     def watch() -> None:
-        pid, since = None, 0.0
+        pid: int | None = None
+        since = 0.0
         while not ended.wait(POLL_SECONDS):
             before, pid = pid, _stopped_child(folder)
             since = since if pid == before else time.monotonic()

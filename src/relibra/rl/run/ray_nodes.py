@@ -121,13 +121,13 @@ def run_on_ray(config: RunConfig, run: Path) -> EndedRanks:
     nodes = reserve_nodes(config, run)
     answers: dict[Any, PlacedNode] = {}
     try:
-        port = _prepare_nodes(nodes, config, run)
+        port = _prepare_nodes(nodes, run)
         for node in nodes:
             place = Node(
                 num_ranks=node.num_ranks, number=node.bundle, num_nodes=len(nodes), host=nodes[0].host, port=port
             )
             words = (config.model_dump_json(), str(Path.cwd()), str(run), place)
-            answers[_task(run_node, node, config).remote(*words)] = node
+            answers[_task(run_node, node).remote(*words)] = node
         placed = ", ".join(f"{node.ranks} on {node.name}" for node in nodes)
         print(printable(placed), file=sys.stderr, flush=True)
         return _wait(answers)
@@ -166,7 +166,7 @@ def run_node(config_json: str, folder: str, run: str, place: Node) -> EndedRanks
     return run_node_ranks(config, Path(run), place)
 
 
-def _task(function: Any, node: PlacedNode, config: RunConfig) -> Any:
+def _task(function: Any, node: PlacedNode) -> Any:
     """Return a function that Ray runs once, in a process of its own with all that is reserved on a node."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -181,10 +181,10 @@ def _task(function: Any, node: PlacedNode, config: RunConfig) -> Any:
     )(function)
 
 
-def _prepare_nodes(nodes: Sequence[PlacedNode], config: RunConfig, run: Path) -> int:
+def _prepare_nodes(nodes: Sequence[PlacedNode], run: Path) -> int:
     """Return a free port of the first node; raise ConfigError where a node cannot take part."""
     words = (str(Path.cwd()), str(run), relibra.__version__)
-    answers = [_task(prepare_node, node, config).remote(*words, node.host) for node in nodes]
+    answers = [_task(prepare_node, node).remote(*words, node.host) for node in nodes]
     ports = []
     for node, answer in zip(nodes, answers, strict=True):
         reason, port = _take(answer, node, PREPARE_SECONDS)
@@ -335,9 +335,7 @@ def describe_need(num_ranks: int, room_N: Sequence[int], *, gpus: bool) -> str:
     >>> describe_need(4, [2, 1], gpus=True)
     "4 ranks, each with 1 CPU and 1 GPU, need nodes with the same number of ranks; Ray's nodes have room for 2, 1"
     """
-    each = " and ".join(
-        f"{amount} {name}" for name, amount in resources_of_ranks(1, gpus=gpus).items()
-    )
+    each = " and ".join(f"{amount} {name}" for name, amount in resources_of_ranks(1, gpus=gpus).items())
     room = ", ".join(map(str, room_N)) or "none"
     busy = " where nothing else runs" if possible_layouts(num_ranks, room_N) else ""
     return (

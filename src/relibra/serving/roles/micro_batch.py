@@ -35,7 +35,7 @@ class MicroBatch:
     ) -> None:
         """Start the thread, without requests."""
         self.experts = experts
-        self.engine = Engine(self._forward, model.config, limits, pad_id=pad_id)  # type: ignore[arg-type]
+        self.engine = Engine(self._forward, model.config, limits, pad_id=pad_id)
         self._model, self._listener = model, listener
         self._route_dtype = narrow_dtype(len(experts.load_E))
         self._work = threading.Condition()
