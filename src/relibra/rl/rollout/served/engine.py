@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from relibra.rl.rollout.philox import uniform_numbers
+from relibra.engine.philox import uniform_numbers
 from relibra.rl.rollout.response import Response, RolloutCost, Window
 from relibra.rl.rollout.served.client import PublishedVersion, ServerClient
 from relibra.rl.rollout.served.pool import PooledServer, ServerPool
