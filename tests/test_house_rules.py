@@ -51,8 +51,6 @@ GROUND = {
 }  # fmt: skip
 LIGHT = ("routing", "cluster", "planning", "simulation", "reporting", "timeline")
 HEAVY = {"torch", "transformers", "accelerate", "tensorboard", "trl", "vllm", "ray", "fastapi", "uvicorn"}
-NAMES_NOT_SHORTENED = {"rl", "serving"}
-"""Folders of tests/ in which test functions may still have names of more than 60 characters; only shrinks."""
 
 
 def imported_names(tree):
@@ -372,11 +370,9 @@ def test_tests_end_only_what_they_started():
 def test_names_of_tests_have_at_most_60_characters():
     long = []
     for file in TEST_FILES:
-        place = file.relative_to(ROOT / "tests")
-        if place.parts[0] not in NAMES_NOT_SHORTENED:
-            functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
-            names = [node.name for node in functions if node.name.startswith("test_")]
-            long += [f"{place} {name}" for name in names if len(name) > 60]
+        functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
+        names = [node.name for node in functions if node.name.startswith("test_")]
+        long += [f"{file.relative_to(ROOT / 'tests')} {name}" for name in names if len(name) > 60]
     assert not long
 
 

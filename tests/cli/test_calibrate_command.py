@@ -34,7 +34,7 @@ def measured(monkeypatch):
     return jobs
 
 
-def test_it_prints_every_figure_with_its_spread_and_writes_the_cluster(run, measured, tmp_path, monkeypatch):
+def test_figures_are_printed_with_spread_and_cluster_is_written(run, measured, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = run("calibrate", "-o", tmp_path / "c.toml", "--model", "32x16", "--ranks", "4")
     assert code == 0

@@ -119,7 +119,7 @@ def test_mini_batches_of_a_trace_are_asked_for(run, routes, tmp_path):
     assert "fill at most 40" in run("plan", tmp_path / "t", *MACHINE, *words)[2]
 
 
-def test_the_second_half_of_mini_batches_comes_back_as_a_schedule(run, folder, tmp_path):
+def test_second_half_of_mini_batches_becomes_a_schedule(run, folder, tmp_path):
     out = tmp_path / "out.npz"
     _planned(run, tmp_path, folder, "--take", "second-half", f"--export=trainer={out}")
     assert np.load(out)["mini_batch_M"][0] == 0

@@ -199,7 +199,7 @@ def test_no_output_destroys_an_input_or_another_output(run, trace, plan, tmp_pat
     assert "is the input TRACE" in run("compare", recording, *CUT, "--html", recording)[2]
 
 
-def test_what_cannot_be_written_is_told_before_planning_by_the_name_that_was_given(run, trace, tmp_path, monkeypatch):
+def test_unwritable_output_is_told_by_its_option_before_planning(run, trace, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     output = tmp_path / "file" / "deeper" / "p.safetensors"
     assert f"--output {output} cannot be written" in run("plan", trace, *CUT, "-o", output)[2]
@@ -289,7 +289,7 @@ def test_compare_prints_the_keys_that_were_promised(run, trace):
     assert "history" not in err
 
 
-def test_compare_plans_the_second_half_and_shows_the_first_to_those_that_see_history(run, trace, routes, monkeypatch):
+def test_compare_plans_the_second_half_with_the_first_as_history(run, trace, routes, monkeypatch):
     seen = {}
 
     def spy(demand, cluster, budget, names, *, expert, history_MLE):
@@ -359,7 +359,7 @@ def test_a_file_gets_every_column_and_whole_sentences(run, trace, monkeypatch):
     assert {"skew", "bound", "gap", "copies", "used", "ok"} <= set(header.split())
 
 
-def test_a_narrow_terminal_keeps_the_names_and_drops_what_matters_least(run, trace, monkeypatch):
+def test_narrow_terminal_keeps_names_and_drops_lesser_columns(run, trace, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     code, out, _ = run("compare", trace, *CUT, "--balancer", "static,eplb_history,relibra_paper_anywhere")
     assert code == 0
@@ -472,7 +472,7 @@ def test_reports_of_plans(run, trace, plan, tmp_path):
     assert "is a trace for Perfetto" in " ".join(err.split())
 
 
-def test_a_report_without_a_place_lies_beside_its_plan_and_says_where(run, plan):
+def test_report_without_a_place_lies_beside_its_plan(run, plan):
     for _ in range(2):
         code, out, _ = run("report", plan)
         page = plan.with_name(f"{plan.stem}.report.html")
@@ -550,7 +550,7 @@ def test_mistakes_get_a_sentence_and_a_code(run, trace, plan, tmp_path, argument
     assert "Traceback" not in err
 
 
-def test_fewer_ranks_than_a_node_has_are_a_smaller_node_unless_its_size_is_given():
+def test_fewer_ranks_make_a_smaller_node_unless_size_is_given():
     assert fit_cluster(cluster_preset("h100x8"), 8, 2, None).topology == Topology(num_nodes=1, ranks_per_node=2)
     with pytest.raises(ConfigError, match="8 does not divide --ranks 2: choose it from 1, 2"):
         fit_cluster(cluster_preset("h100x8"), 8, 2, 8)

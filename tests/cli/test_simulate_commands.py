@@ -49,7 +49,7 @@ def run_folder(tmp_path, routes):
     return settings
 
 
-def test_what_limits_the_step_comes_first_and_the_figures_are_those_of_the_library(run, trace, routes, monkeypatch):
+def test_step_limit_comes_first_and_figures_equal_the_library(run, trace, routes, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = run("simulate", trace, *CUT, "--slots", "1", "--model", "qwen3-30b-a3b")
     assert code == 0
@@ -116,7 +116,7 @@ def test_verbs_take_a_run_where_they_take_a_trace(run, run_folder, tmp_path, mon
         assert "step 3 of run mine" in out + err
 
 
-def test_seconds_without_a_model_are_those_of_the_policy_of_the_run(run, run_folder, tmp_path):
+def test_without_a_model_seconds_are_of_the_policy_of_the_run(run, run_folder, tmp_path):
     folder = tmp_path / "runs" / "mine"
     config = {
         "model_type": "mine", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "num_experts": 8,
@@ -354,7 +354,7 @@ def test_what_cannot_be_simulated_gets_a_sentence(run, trace, tmp_path):
         assert len(err.strip().splitlines()) == 1
 
 
-def test_a_sweep_has_a_row_for_every_combination_beside_the_same_static_layout(run, trace):
+def test_sweep_has_a_row_for_each_combination_and_a_static_one(run, trace):
     lists = ("--ranks", "2,4", "--ranks-per-node", "2", "--slots", "0,1", "--balancer", "relibra,static")
     code, out, _ = run("sweep", trace, *lists, "--micro-batch-tokens", "25", "--json")
     assert code == 0

@@ -245,7 +245,7 @@ def test_the_resolved_configuration_can_be_printed(run):
     assert RunConfig.model_validate(tomllib.loads(out)).run.steps == 3
 
 
-def test_an_assumed_number_of_experts_and_missing_lengths_are_told(run, tmp_path):
+def test_assumed_experts_and_missing_lengths_are_told(run, tmp_path):
     ids = np.random.default_rng(0).random((40, 2, 12)).argsort(-1)[..., :2]
     np.savez(tmp_path / "x.npz", ids=ids, seqlen=[10] * 4)
     np.save(tmp_path / "x.npy", ids)

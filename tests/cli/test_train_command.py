@@ -12,7 +12,7 @@ import pytest
         ("-h", "help"),
     ],
 )
-def test_words_that_are_no_options_of_the_server_are_refused_before_the_run(words, named, run, tmp_path, monkeypatch):
+def test_words_that_are_no_server_options_are_refused_first(words, named, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, told = run("train", "rollout.engine=serve", f"rollout.server_options={words}")
     assert (code, out) == (1, "")

@@ -103,7 +103,7 @@ def test_t_ppo_goes_on_with_unfinished_responses(alone):
     assert max(row["response_length_max"] or 0 for row in rows) > 4, "no response spans windows"
 
 
-def test_each_step_is_checked_for_lost_responses_before_its_checkpoint_is_written(tmp_path, monkeypatch):
+def test_lost_responses_are_checked_before_each_checkpoint(tmp_path, monkeypatch):
     events = []
 
     def check(live, *, cursor, finished, settings):

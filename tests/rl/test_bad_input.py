@@ -30,7 +30,7 @@ def refused(done):
         ("plan.memory_gib=2e6", "plan.memory_gib"),
     ],
 )
-def test_settings_that_cannot_be_are_refused_before_anything_is_made(override, said, tmp_path):
+def test_impossible_settings_are_refused_before_anything_is_made(override, said, tmp_path):
     stderr = refused(train(tmp_path / "runs", override))
     assert stderr.startswith("error: ")
     assert stderr.count("\n") == 1
@@ -39,14 +39,14 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_made(override, s
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_model_that_is_not_there_is_refused_before_processes_start(tmp_path):
+def test_missing_model_is_refused_before_processes_start(tmp_path):
     stderr = refused(train(tmp_path / "runs", "model.path=nowhere"))
     assert stderr.startswith("error: model.path, got 'nowhere': no folder")
     assert stderr.count("\n") == 1
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_machine_that_cannot_be_read_is_refused_before_processes_start(tmp_path):
+def test_unreadable_machine_is_refused_before_processes_start(tmp_path):
     stderr = refused(train(tmp_path / "runs", "plan.cluster=missing.toml"))
     assert stderr.startswith("error: plan.cluster: cluster file missing.toml cannot be read")
     assert stderr.count("\n") == 1
@@ -102,7 +102,7 @@ def refused_task(overrides, user_task, runs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", UNREADABLE_TASKS)
-def test_a_task_that_cannot_be_read_is_refused_before_processes_start(name, user_task, tmp_path):
+def test_unreadable_task_is_refused_before_processes_start(name, user_task, tmp_path):
     overrides, said = UNREADABLE_TASKS[name]
     *settings, error = refused_task(overrides, user_task, tmp_path).splitlines()
     assert error.startswith("error: ")

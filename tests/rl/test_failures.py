@@ -47,7 +47,7 @@ def spoil_losses(monkeypatch, spoils):
 
 
 @pytest.mark.parametrize("preset", ["grpo", "ppo"])
-def test_a_reward_that_raises_now_and_then_leaves_out_its_response(preset, monkeypatch, tmp_path, caplog):
+def test_reward_that_sometimes_raises_leaves_out_its_response(preset, monkeypatch, tmp_path, caplog):
     fail_rewards(monkeypatch, lambda call: call == 64 + 2)  # behind those of the evaluation before the first step
     rows = run_alone((*EVERY_REWARD, f"algorithm.preset={preset}"), tmp_path)
     assert [row["baseline"] is None for row in rows] == [False, True, True]
@@ -61,7 +61,7 @@ def test_a_reward_that_raises_now_and_then_leaves_out_its_response(preset, monke
     assert 2 not in trained
 
 
-def test_more_failed_rewards_than_the_limit_end_the_run_with_the_step(monkeypatch, tmp_path):
+def test_failed_rewards_beyond_the_limit_end_the_run(monkeypatch, tmp_path):
     fail_rewards(monkeypatch, lambda call: call in (2, 3))
     with pytest.raises(ConfigError, match=r"step 0: 2 of 8 rewards failed, and 1 may; .* no idea"):
         run_alone((*EVERY_REWARD, "evaluation.every=0"), tmp_path)
@@ -73,7 +73,7 @@ def test_an_evaluation_leaves_out_failed_rewards_too(monkeypatch, tmp_path):
     assert math.isfinite(rows[0]["baseline"]["reward"])
 
 
-def test_a_gradient_that_is_not_finite_is_counted_and_changes_nothing(monkeypatch, tmp_path, caplog):
+def test_gradient_that_is_not_finite_is_counted_and_skipped(monkeypatch, tmp_path, caplog):
     spoil_losses(monkeypatch, lambda call: call == 1)
     rows = run_alone((*EVERY_REWARD, "algorithm.preset=ppo", "run.steps=2"), tmp_path)
     assert [row["skipped_updates"] for row in rows] == [1, 0]

@@ -43,7 +43,7 @@ def test_killing_every_process_leaves_whole_steps(delay_s, tmp_path):
     check_report(going.run)
 
 
-def test_killing_the_run_before_its_first_step_leaves_nothing_that_looks_whole(tmp_path):
+def test_run_killed_before_its_first_step_leaves_nothing_whole(tmp_path):
     with LongRun(tmp_path) as going:
         workers = going.wait_for_workers(2)
         going.signal_all(signal.SIGKILL)
@@ -84,7 +84,7 @@ def test_a_killed_rank_ends_the_run_with_its_name(rank, tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_rank_is_named_and_the_others_leave_their_stacks(rank, tmp_path):
+def test_stopped_rank_is_named_and_others_leave_their_stacks(rank, tmp_path):
     with LongRun(tmp_path, "parallel.heartbeat_seconds=8") as going:
         going.wait_for("(1/")
         workers = going.workers()
@@ -98,7 +98,7 @@ def test_a_stopped_rank_is_named_and_the_others_leave_their_stacks(rank, tmp_pat
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_stopped_before_it_joins_the_others_is_named(rank, tmp_path):
+def test_a_rank_stopped_before_it_joins_is_named(rank, tmp_path):
     with LongRun(tmp_path, "parallel.heartbeat_seconds=1") as going:
         os.kill(going.wait_for_workers(2)[rank], signal.SIGSTOP)
         assert going.exit_code(90) == 1
@@ -178,7 +178,7 @@ def hang(response, row):
 """
 
 
-def test_a_slow_reward_of_one_rank_outlasts_the_deadline_of_collectives(tmp_path):
+def test_slow_reward_of_one_rank_outlasts_collective_deadline(tmp_path):
     task = make_user_task(tmp_path)
     (tmp_path / "slow_reward.py").write_text(HANG)
     words = (
@@ -202,7 +202,7 @@ def test_a_rank_killed_while_it_starts_ends_the_run(tmp_path):
     assert "Traceback" not in going.stderr
 
 
-def test_a_disk_that_refuses_routes_is_told_once_and_the_run_goes_on(tmp_path):
+def test_disk_that_refuses_routes_is_told_once_and_run_goes_on(tmp_path):
     with LongRun(tmp_path) as going:
         going.wait_for_workers(2)
         (going.run / "traces").write_text("in the way")
@@ -236,7 +236,7 @@ def test_a_rank_that_hangs_ends_the_run_in_time(tmp_path):
     check_whole(going.run)
 
 
-def test_a_killed_run_leaves_whole_checkpoints_and_nothing_of_an_unfinished_one_counts(tmp_path):
+def test_killed_run_leaves_only_whole_checkpoints(tmp_path):
     with LongRun(tmp_path, "checkpoint.every=1") as going:
         going.wait_for("(3/")
         workers = going.workers()
@@ -251,7 +251,7 @@ def test_a_killed_run_leaves_whole_checkpoints_and_nothing_of_an_unfinished_one_
 
 @pytest.mark.parametrize("whom", ["group", "parent"])
 @pytest.mark.parametrize(("number", "again"), [(signal.SIGINT, "press Ctrl-C"), (signal.SIGTERM, "send SIGTERM")])
-def test_a_stop_lets_the_step_finish_and_leaves_policy_and_report(number, again, whom, tmp_path):
+def test_stop_finishes_the_step_and_leaves_policy_and_report(number, again, whom, tmp_path):
     with LongRun(tmp_path) as going:
         going.wait_for("(1/")
         workers = going.workers()
@@ -328,7 +328,7 @@ def score(response, row):
 """
 
 
-def test_a_reward_may_print_change_the_folder_leave_processes_and_crash_at_the_end(tmp_path):
+def test_reward_may_print_change_folder_keep_processes_and_crash(tmp_path):
     task = make_user_task(tmp_path)
     (tmp_path / "my_rewards.py").write_text(MESSY)
     words = (

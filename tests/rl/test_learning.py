@@ -68,7 +68,7 @@ def test_windows_gain_half_of_what_ppo_gains_in_less_decoding(runs, policy, tmp_
     assert sum(row["unfinished_share"] for row in windowed) > 0.2 * len(windowed)
 
 
-def test_a_gate_shuts_unfinished_responses_out_while_the_value_model_knows_nothing(runs, policy, tmp_path):
+def test_gate_keeps_unfinished_out_for_an_ignorant_value_model(runs, policy, tmp_path):
     own = (*SETTINGS, WINDOW, "run.steps=12", "evaluation.every=4", "critic.pretrain_steps=2")
     ignorant = (*own, "critic.learning_rate=1e-12")
     finished_only = runs.trained((*ignorant, "critic.explained_variance_gate=1.0"), policy, tmp_path, "finished-only")

@@ -166,7 +166,7 @@ def test_no_rank_outlives_the_driver(raylets, number, tmp_path):
         wait_until_gone(ranks, 60)
 
 
-def test_a_lost_node_is_replaced_by_another_or_the_run_says_what_it_lacks(tmp_path, monkeypatch):
+def test_lost_node_is_replaced_or_the_run_says_what_it_lacks(tmp_path, monkeypatch):
     words = (ON_RAY, "parallel.ranks=4", "checkpoint.every=1", "algorithm.preset=grpo", "--supervise")
     with RayNodes(2, 2, 2) as nodes:
         monkeypatch.setenv("RAY_ADDRESS", nodes.address)

@@ -45,13 +45,13 @@ def test_a_run_starts_its_own_server_and_stops_it(tmp_path):
     assert str(run) not in listed, "the server ended with the run"
 
 
-def test_options_that_the_server_refuses_end_the_run_with_its_words(tmp_path):
+def test_options_refused_by_a_server_end_the_run_with_its_words(tmp_path):
     done = train(tmp_path, "rollout.engine=serve", "rollout.server_options=--experts 63")
     assert done.returncode != 0
     assert "--experts 63 is more than the" in done.stderr
 
 
-def test_the_client_of_vllm_trains_with_a_server_that_runs_already(tmp_path):
+def test_vllm_client_trains_with_a_server_already_running(tmp_path):
     start = tmp_path / "start"
     of_model = [one for one in TINY if one.startswith("model.")]
     served = ["rollout.engine=vllm", "rollout.url=http://h:1", "rollout.server_weights=w"]

@@ -159,7 +159,7 @@ async def started(admission, samples):
     return steps, task
 
 
-def test_a_full_queue_takes_no_more_and_the_error_has_the_numbers():
+def test_full_queue_takes_no_more_and_error_has_the_numbers():
     async def fill():
         admission = admission_of(waiting=2, open=3)
         await started(admission, 1)
@@ -179,7 +179,7 @@ def test_a_full_queue_takes_no_more_and_the_error_has_the_numbers():
     asyncio.run(fill())
 
 
-def test_choices_begin_first_come_first_served_and_end_with_their_request():
+def test_choices_begin_in_order_and_end_with_their_request():
     async def serve():
         admission = admission_of(room=2, waiting=4, open=8)
         clients = admission.clients

@@ -176,7 +176,7 @@ def test_rows_outside_of_the_buffer_are_staged_and_counted():
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_worker_that_does_not_answer_is_named_within_the_timeout(transport):
+def test_worker_that_does_not_answer_is_named_within_timeout(transport):
     with contextlib.ExitStack() as stack:
         workers = Workers(stack, transport, ((0,), (1,)), silent=(1,))
         exchange = workers.exchange(stack, timeout=0.5)
@@ -248,7 +248,7 @@ def test_a_message_larger_than_its_channel_ends_the_channel(count):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_worker_that_cannot_be_rejoined_is_lost_and_its_copies_answer(transport):
+def test_worker_that_cannot_rejoin_is_lost_and_copies_answer(transport):
     experts_of = ((0, 1), (0, 1))
     with contextlib.ExitStack() as stack:
         workers = Workers(stack, transport, experts_of)
@@ -280,7 +280,7 @@ def test_opening_channels_again_leaves_no_file_open():
         assert open_files() <= before + 5
 
 
-def test_a_channel_for_which_there_is_no_memory_is_refused_and_others_are_served(monkeypatch):
+def test_channel_without_memory_is_refused_and_others_are_served(monkeypatch):
     with contextlib.ExitStack() as stack:
         workers = Workers(stack, "tcp", ((0, 1),))
         with monkeypatch.context() as full:
@@ -294,7 +294,7 @@ def test_a_channel_for_which_there_is_no_memory_is_refused_and_others_are_served
         there_and_back(workers.exchange(stack), [0, 1, 1])
 
 
-def test_what_ends_the_reading_thread_is_raised_to_the_one_that_computes(monkeypatch):
+def test_error_of_the_reading_thread_reaches_the_computing_one(monkeypatch):
     with contextlib.ExitStack() as stack:
         listener, address = listen("127.0.0.1:0")
         shape = ExpertShape(
@@ -308,7 +308,7 @@ def test_what_ends_the_reading_thread_is_raised_to_the_one_that_computes(monkeyp
             inbox.next(5.0)
 
 
-def test_a_sender_that_reads_no_results_holds_its_worker_up_no_longer_than_the_timeout():
+def test_sender_that_reads_nothing_delays_no_longer_than_timeout():
     rows, hidden = 4096, 1024  # 16 MB of results: more than sockets hold
     with contextlib.ExitStack() as stack:
         listener, address = listen("127.0.0.1:0")

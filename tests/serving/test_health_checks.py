@@ -30,7 +30,7 @@ async def connected(name):
                 await one.wait_closed()
 
 
-def test_an_answer_ends_a_silence_and_a_silent_worker_is_asked_once():
+def test_answer_ends_a_silence_and_silent_worker_is_asked_once():
     async def watch():
         async with connected("experts worker 0") as (connection, reader, writer):
             for _ in range(3):

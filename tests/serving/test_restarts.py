@@ -49,7 +49,7 @@ def await_health(url, status, seconds=60.0):
     return answer.json()
 
 
-def test_an_attention_worker_that_is_killed_loses_its_requests_only_and_comes_back(tmp_path):
+def test_restarted_attention_worker_lost_only_its_own_requests(tmp_path):
     model = write_model("Qwen3MoeForCausalLM", tmp_path / "model")
     first = greedy_answer(model, PROMPT, 8).tokens
     options = ("--attention", "2", "--experts", "2", "--updates", "--timeout", "20", "--max-length", "1000")
@@ -77,7 +77,7 @@ def test_an_attention_worker_that_is_killed_loses_its_requests_only_and_comes_ba
             assert tokens_of(answered(url, **BODY)) == other
 
 
-def test_requests_in_the_queue_wait_for_the_only_attention_worker(tmp_path):
+def test_queued_requests_wait_for_the_only_attention_worker(tmp_path):
     model = write_model("Qwen3MoeForCausalLM", tmp_path)
     options = ("--max-batch", "1", "--micro-batches", "1", "--timeout", "20", "--max-length", "1000")
     with relibra_serve(tmp_path, *options) as (url, process), ThreadPoolExecutor(4) as pool:
@@ -95,7 +95,7 @@ def test_requests_in_the_queue_wait_for_the_only_attention_worker(tmp_path):
 
 
 @pytest.mark.parametrize("spare", [0, 2])
-def test_an_expert_worker_comes_back_with_the_weights_of_the_last_update(spare, tmp_path):
+def test_expert_worker_returns_with_weights_of_the_last_update(spare, tmp_path):
     model = write_model("Qwen3MoeForCausalLM", tmp_path / "model")
     options = ("--experts", "2", "--spare-experts", str(spare), "--updates", "--timeout", "10")
     with relibra_serve(tmp_path / "model", *options) as (url, process):
@@ -109,7 +109,7 @@ def test_an_expert_worker_comes_back_with_the_weights_of_the_last_update(spare, 
         assert tokens_of(answered(url, **BODY)) == other
 
 
-def test_an_expert_worker_that_hangs_is_shown_given_up_and_started_again(tmp_path):
+def test_hanging_expert_worker_is_shown_and_started_again(tmp_path):
     write_model("Qwen3MoeForCausalLM", tmp_path)
     with relibra_serve(tmp_path, "--timeout", "4") as (url, process):
         before = answered(url, **BODY)
@@ -155,7 +155,7 @@ def test_a_timeline_says_whose_events_went_with_a_worker(tmp_path):
     assert min(starts) > until - 0.1, "rank 2 is the worker that was killed"
 
 
-def test_a_worker_does_not_come_back_with_files_that_have_changed(tmp_path):
+def test_worker_does_not_come_back_with_changed_files(tmp_path):
     model = write_model("Qwen3MoeForCausalLM", tmp_path / "model")
     with relibra_serve(tmp_path / "model", "--updates", "--timeout", "5") as (url, process):
         write_other_weights(model, tmp_path / "other")
@@ -169,7 +169,7 @@ def test_a_worker_does_not_come_back_with_files_that_have_changed(tmp_path):
         assert complete(url, **BODY).status_code == 503
 
 
-def test_a_worker_killed_in_the_middle_of_updates_leaves_one_version(tmp_path):
+def test_worker_killed_during_updates_leaves_one_version(tmp_path):
     model = write_model("Qwen3MoeForCausalLM", tmp_path / "model")
     first = greedy_answer(model, PROMPT, 8).tokens
     with relibra_serve(tmp_path / "model", "--experts", "2", "--updates", "--timeout", "10") as (url, process):

@@ -177,7 +177,7 @@ def answered(url, seconds=60.0, **body):
 
 
 @pytest.mark.slow
-def test_a_killed_expert_worker_is_named_within_the_timeout_and_comes_back(tmp_path):
+def test_killed_expert_worker_is_named_in_time_and_returns(tmp_path):
     write_model("Qwen3MoeForCausalLM", tmp_path)
     body = {"prompt": [3, 4], "max_tokens": 4, "temperature": 0, "return_token_ids": True}
     with relibra_serve(tmp_path, "--timeout", "5") as (url, process):
@@ -252,7 +252,7 @@ def figures(url):
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
 
-def test_metrics_say_how_busy_workers_are_and_how_full_the_cache_is(served):
+def test_metrics_tell_busy_workers_and_how_full_the_cache_is(served):
     _, url, _ = served
     before = figures(url)
     complete(url, prompt=[3, 4, 5], max_tokens=60, ignore_eos=True)
@@ -265,7 +265,7 @@ def test_metrics_say_how_busy_workers_are_and_how_full_the_cache_is(served):
     assert after['relibra_kv_cache_usage{worker="0"}'] == after['relibra_kv_cache_bytes{worker="0"}'] == 0
 
 
-def test_a_server_that_is_stopped_ends_its_answers_with_a_sentence(tmp_path):
+def test_stopped_server_ends_its_answers_with_a_sentence(tmp_path):
     write_text_model(tmp_path)
     with relibra_serve(tmp_path, "--max-length", "4000", "--kv-tokens", "8192") as (url, process):
         asked = {"prompt": [5, 6, 7], "max_tokens": 3900, "ignore_eos": True}

@@ -22,7 +22,7 @@ def overlap(some, others):
     return sum(max(0.0, min(a + s, b + t) - max(a, b)) for a, s in some for b, t in others)
 
 
-def test_attention_of_one_micro_batch_overlaps_experts_of_another(tmp_path):
+def test_attention_and_experts_of_two_micro_batches_overlap(tmp_path):
     write_model("Qwen3MoeForCausalLM", tmp_path / "model")
     file = tmp_path / "timeline.json"
     with (

@@ -78,7 +78,7 @@ def test_bodies_that_are_no_json_are_errors(data):
     assert error_of(CompletionBody, data).startswith(("the body is empty", "the body is no JSON"))
 
 
-def test_a_long_list_of_wrong_entries_has_one_error_per_kind_of_list():
+def test_many_wrong_entries_make_one_error_per_kind_of_list():
     with pytest.raises(ValidationError) as caught:
         CompletionBody.model_validate({"prompt": [*range(10_000), None]})
     assert caught.value.error_count() < 10

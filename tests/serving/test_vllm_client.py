@@ -57,7 +57,7 @@ def prompts_of(length, number):
     return [rng.integers(0, VOCAB, length + index).tolist() for index in range(number)]
 
 
-def test_log_probs_and_routes_are_those_of_transformers_after_every_update(server, start, tmp_path):
+def test_log_probs_and_routes_equal_transformers_after_updates(server, start, tmp_path):
     model, engine = start[1], engine_at(server, start[1])
     [served] = check_servers(engine.servers, start_seconds=60.0, longest=CONTEXT, dtype="float32")
     assert (served.context, served.dtype) == (CONTEXT, "float32")

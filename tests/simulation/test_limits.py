@@ -69,7 +69,7 @@ def test_stragglers_are_the_same_in_any_number_of_stages(stages):
         assert ("experts, straggler" in {limit.part for limit in step_limits(step)}) == (expected > 0)
 
 
-def test_the_ratio_at_sustained_flops_is_larger_by_the_efficiency():
+def test_ratio_at_sustained_flops_is_larger_by_the_efficiency():
     cluster, model = cluster_preset("h100x8"), model_shape("mixtral-8x7b")
     assert overlap_ratios(cluster, model.expert)["inside a node"] == pytest.approx(9.78, abs=0.005)
     assert sustained_overlap_ratios(cluster, model.expert) == {

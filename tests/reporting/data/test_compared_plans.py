@@ -32,7 +32,7 @@ def test_the_static_layout_keeps_experts_at_home(step) -> None:
     assert static.bound == static.skew
 
 
-def test_heatmaps_hold_loads_in_percent_of_their_mean_both_plans_on_one_scale() -> None:
+def test_heatmaps_of_both_plans_share_a_scale_in_percent_of_mean() -> None:
     step = compared_step()
     before, after = step.plans
     found = load_figures(step)

@@ -107,7 +107,7 @@ def test_egae_of_complete_responses_is_gae(gamma, lam, bootstrap):
             assert float(classic_BN[b, t]) == pytest.approx(total, rel=1e-5, abs=1e-5)
 
 
-def test_the_last_token_of_an_unfinished_window_gets_nothing_without_a_discount():
+def test_last_token_of_unfinished_window_is_0_without_discount():
     values_BN1, _, length_B = random_windows(2, 50, 20, shortest=1)
     rewards_BN = torch.zeros(50, 20, dtype=torch.float64)
     row_B, last_B = torch.arange(50), length_B - 1
@@ -217,7 +217,7 @@ def test_whitening_over_several_ranks_is_whitening_of_all(seed, ranks):
     assert not got_BN[~mask_BN].any()
 
 
-def test_what_is_outside_of_the_mask_does_not_move_mean_or_spread():
+def test_tokens_outside_the_mask_do_not_move_mean_or_spread():
     """The dropped tail of an unfinished window: tokens that nothing is learned from."""
     x_BN = torch.tensor([[1.0, 2.0, 3.0, 1e9], [2.0, 2.0, math.nan, -math.inf]])
     mask_BN = torch.tensor([[True, True, True, False], [True, True, False, False]])

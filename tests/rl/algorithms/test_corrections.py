@@ -41,7 +41,7 @@ def test_weights_follow_their_rule(seed, responses, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_have_no_gradient_are_finite_and_one_where_nothing_differs(kind):
+def test_weights_are_finite_without_gradient_and_1_if_all_agree(kind):
     log_ratio_X = torch.tensor([0.0, 300.0, -300.0], requires_grad=True)
     got_X = weights_of(kind, log_ratio_X, torch.arange(3), 3)
     assert not got_X.requires_grad

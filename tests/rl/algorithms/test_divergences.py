@@ -37,7 +37,7 @@ def test_k1_and_k3_are_right_in_the_mean_and_k2_nearly():
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3+"])
-def test_gradients_of_k1_k2_and_k3_plus_are_those_of_the_divergence(kind):
+def test_gradients_of_k1_k2_and_k3_plus_equal_the_divergence(kind):
     torch.testing.assert_close(expected(kind)[1], exact(forward)[1], rtol=1e-12, atol=1e-15)
 
 
@@ -46,7 +46,7 @@ def test_gradient_of_k3_is_that_of_the_other_direction():
     torch.testing.assert_close(expected("k3")[1], gradient, rtol=1e-12, atol=1e-15)
 
 
-def test_k2_and_k3_are_never_negative_and_zero_where_policies_agree():
+def test_k2_and_k3_are_never_negative_and_zero_if_policies_agree():
     logp = torch.linspace(-3, 3, 61, dtype=torch.float64)
     for kind in ("k2", "k3", "k3+"):
         got, limited = kl_estimate(kind, logp, torch.zeros_like(logp))

@@ -40,7 +40,7 @@ def simulate(*, requeue_first):
     return started, finished, list(pool)
 
 
-def test_filtering_before_unfinished_responses_are_put_back_loses_the_long_ones():
+def test_filtering_before_the_requeue_loses_long_responses():
     started, lengths, live = simulate(requeue_first=True)
     assert started == len(lengths) + len(live)
     assert len(live) <= SLOTS

@@ -45,7 +45,7 @@ def test_equal_policies_are_at_no_distance_and_raise_no_alarm():
     assert set(mismatch_metrics(mismatch_sums(torch.zeros(0), torch.zeros(0), torch.zeros(0))).values()) == {None}
 
 
-def test_log_probs_that_are_no_numbers_raise_alarms_and_nothing_else():
+def test_log_probs_that_are_no_numbers_only_raise_alarms():
     got = metrics_of([0.5, math.nan, 0.2], [0.5, 0.2, 0.0])
     assert math.isnan(got["k3_kl"])
     assert got["log_ratio_max"] == math.inf
@@ -53,7 +53,7 @@ def test_log_probs_that_are_no_numbers_raise_alarms_and_nothing_else():
 
 
 @given(st.integers(0, 1 << 32), st.integers(1, 5))
-def test_sums_over_micro_batches_and_ranks_give_the_metrics_of_all_tokens(seed, parts):
+def test_sums_over_micro_batches_and_ranks_equal_all_tokens(seed, parts):
     rng = np.random.default_rng(seed)
     sampler_X = torch.from_numpy(-rng.exponential(size=300))
     trainer_X = sampler_X + torch.from_numpy(rng.standard_t(2, size=300) * 0.01)

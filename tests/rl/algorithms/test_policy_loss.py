@@ -45,7 +45,7 @@ def test_log_probs_and_entropy_are_those_of_the_tempered_policy(seed, temperatur
 
 
 @given(st.integers(0, 1 << 32), st.integers(1, 5))
-def test_the_ratio_of_a_sequence_is_the_geometric_mean_with_gradients_per_token(seed, responses):
+def test_sequence_ratio_is_geometric_mean_with_token_gradients(seed, responses):
     rng, tokens_S, response_X = random_responses(seed, responses)
     log_ratio_X = torch.from_numpy(rng.normal(size=len(response_X))).requires_grad_()
     advantage_S, weight_X = rng.normal(size=responses), rng.normal(size=len(response_X))
@@ -59,7 +59,7 @@ def test_the_ratio_of_a_sequence_is_the_geometric_mean_with_gradients_per_token(
         assert log_ratio_X.grad[x].item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
-def test_with_one_advantage_per_response_the_token_form_has_the_gradient_of_the_sequence_form():
+def test_token_form_has_the_sequence_gradient_for_one_advantage():
     """Section 4.3 of GSPO: mean over responses of s A equals mean over responses and tokens of s_t A."""
     _, tokens_S, response_X = random_responses(5, 4)
     response_X, tokens_S = torch.from_numpy(response_X), torch.from_numpy(tokens_S)
@@ -134,7 +134,7 @@ def test_extreme_log_ratios_leave_gradients_finite():
     assert got_X[0].item() == pytest.approx(1.2)
 
 
-def test_before_the_first_step_every_ratio_is_one_and_nothing_is_clipped():
+def test_before_any_step_ratios_are_1_and_none_is_clipped():
     rng = np.random.default_rng(0)
     logits_XV = torch.from_numpy(rng.normal(size=(50, 9)).astype(np.float32)).requires_grad_()
     tokens_X, response_X = torch.from_numpy(rng.integers(9, size=50)), torch.arange(5).repeat_interleave(10)
@@ -146,7 +146,7 @@ def test_before_the_first_step_every_ratio_is_one_and_nothing_is_clipped():
         assert not clipped_X.any()
 
 
-def test_with_a_window_as_long_as_the_response_truncated_ppo_is_ppo_to_the_bit():
+def test_truncated_ppo_with_a_whole_window_is_ppo_to_the_bit():
     rng = np.random.default_rng(1)
     length_B = torch.from_numpy(rng.integers(1, 13, size=16))
     mask_BN = torch.arange(12) < length_B[:, None]
@@ -221,7 +221,7 @@ def test_weights_are_the_means_they_stand_for(seed, responses, mini_batches):
 
 @pytest.mark.parametrize("mini_batches", [1, 2, 7])
 @pytest.mark.parametrize("aggregate", ["token_over_step", "response", "constant"])
-def test_however_a_step_is_cut_its_mini_batches_have_the_same_mean_gradient(aggregate, mini_batches):
+def test_mean_gradient_is_the_same_however_a_step_is_cut(aggregate, mini_batches):
     """14 responses in equal mini-batches without an update between; a mean over a mini-batch's own tokens cannot."""
     rng, tokens_S, response_X = random_responses(11, 14, longest=30)
     logits_XV = torch.from_numpy(rng.normal(size=(len(response_X), 5))).requires_grad_()
@@ -255,7 +255,7 @@ def test_however_a_step_is_cut_its_mini_batches_have_the_same_mean_gradient(aggr
     assert gradient(1).abs().max() > 1e-4
 
 
-def test_dropped_tokens_have_no_gradient_and_are_in_no_denominator():
+def test_dropped_tokens_are_in_no_gradient_and_no_denominator():
     """A window of 6 and one of 4 tokens, the last 2 of each dropped: 6 trained tokens weigh 1/6 each."""
     length_B = torch.tensor([6, 4])
     mask_BN = torch.arange(6) < (length_B - 2)[:, None]

@@ -47,7 +47,7 @@ def test_explained_variance_adds_up_over_ranks(seed, ranks):
     assert explained_variance(sums) == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
-def test_explained_variance_of_perfect_constant_and_harmful_values():
+def test_explained_variance_of_perfect_constant_and_bad_values():
     returns = torch.tensor([0.0, 1.0, 1.0, 0.0])
     assert explained_variance(value_sums(returns, returns)) == 1.0
     assert explained_variance(value_sums(torch.full((4,), 0.3), returns)) == pytest.approx(0.0)

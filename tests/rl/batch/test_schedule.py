@@ -42,9 +42,7 @@ def test_every_response_is_trained_once_on_one_rank(step):
 
 @settings(max_examples=1000)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 80), st.integers(1, 400), st.integers(1, 12), st.integers(1, 4))
-def test_a_rank_gets_no_more_tokens_than_the_limit_unless_a_response_goes_alone(
-    seed, responses, limit, ranks, mini_batches
-):
+def test_only_a_response_that_goes_alone_exceeds_the_token_limit(seed, responses, limit, ranks, mini_batches):
     tokens_S = draw_lengths(np.random.default_rng(seed), responses, limit)
     schedule = make_schedule(
         tokens_S, np.arange(responses), mini_batches=mini_batches, micro_batch_tokens=limit, num_ranks=ranks
@@ -68,7 +66,7 @@ def assert_long_responses_share_micro_batches(schedule, tokens_S, number, limit,
         assert (tokens_S[schedule.micro_batch_S == m] <= limit).all()
 
 
-def test_ranks_beside_a_long_response_are_filled_and_the_rest_is_dealt_evenly():
+def test_ranks_beside_a_long_response_are_filled_rest_is_even():
     """One of 20 makes three ranks wait: they take 8 tokens each in that time, and less is left for later."""
     tokens_S = np.array([20, *[4] * 15])
     schedule = make_schedule(tokens_S, np.arange(16), mini_batches=1, micro_batch_tokens=8, num_ranks=4)
@@ -97,7 +95,7 @@ def test_no_other_grouping_of_the_ranks_waits_less_for_attention(step):
 
 @settings(max_examples=40)
 @given(steps())
-def test_mini_batches_are_whole_units_in_order_and_as_even_as_can_be(step):
+def test_mini_batches_are_whole_units_in_order_and_even(step):
     schedule, unit_S, mini_batches = schedule_of(step), step[1], step[2]
     assert (np.diff(schedule.mini_batch_M) >= 0).all()
     units = np.unique(unit_S)
@@ -155,7 +153,7 @@ def test_a_step_without_responses_has_no_micro_batch():
 
 @settings(max_examples=40)
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 100))
-def test_runs_of_one_rank_keep_the_order_and_close_no_run_too_early(tokens, limit):
+def test_runs_of_one_rank_keep_the_order_and_end_none_too_early(tokens, limit):
     runs = own_micro_batches(tokens, limit)
     assert [s for run in runs for s in run] == list(range(len(tokens)))
     for run in runs:

@@ -64,7 +64,7 @@ def test_the_table_is_by_sample_id_and_finds_places():
 
 
 @pytest.mark.usefixtures("_group")
-def test_groups_stay_together_where_advantages_are_measured_in_them():
+def test_groups_stay_together_if_advantages_are_measured_in_them():
     table = gather_table(RESPONSES)
     by_group = mini_batch_of(schedule_of(table, config_of("algorithm.preset=grpo")))
     assert [len(set(group)) for group in by_group.reshape(4, 3).tolist()] == [1] * 4
@@ -74,7 +74,7 @@ def test_groups_stay_together_where_advantages_are_measured_in_them():
 
 
 @pytest.mark.usefixtures("_group")
-def test_lots_decide_the_mini_batch_the_same_ones_whenever_the_step_is_made():
+def test_lots_decide_the_mini_batch_the_same_when_repeated():
     table, settings = gather_table(RESPONSES), ("algorithm.preset=ppo", "update.mini_batches=6")
     dealt = mini_batch_of(schedule_of(table, config_of(*settings))).tolist()
     assert dealt == mini_batch_of(schedule_of(table, config_of(*settings))).tolist()
@@ -159,7 +159,7 @@ def _plan_on_a_rank(_folder):
 
 
 @pytest.mark.slow
-def test_ranks_make_one_plan_together_and_it_is_that_of_a_single_planner(tmp_path):
+def test_ranks_together_make_the_plan_of_a_single_planner(tmp_path):
     first, second = on_ranks(2, _plan_on_a_rank, tmp_path)
     assert first == second
     assert first["two nodes"][0] == first["two nodes"][1], "rank 0 plans for all"

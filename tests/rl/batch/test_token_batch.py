@@ -84,7 +84,7 @@ def test_packed_responses_get_the_log_probs_of_separate_ones(model):
         assert entropy_X.shape == logp_X.shape
 
 
-def test_packed_replay_of_their_own_routes_gives_the_log_probs_of_separate_native_passes(model):
+def test_packed_replay_of_own_routes_equals_separate_passes(model):
     recorded = []
     for response in RESPONSES:
         _, experts_NLK = alone(model, response)
@@ -98,7 +98,7 @@ def test_packed_replay_of_their_own_routes_gives_the_log_probs_of_separate_nativ
     assert replay.comparison().differing_pairs == 0
 
 
-def test_replayed_routes_are_those_executed_and_others_change_the_log_probs(model):
+def test_replayed_routes_are_executed_and_change_the_log_probs(model):
     batch = routed_batch(RESPONSES, [0, 2])
     with replay_routing(model, batch.routes) as replay, torch.no_grad():
         replayed = response_logits(model, batch)

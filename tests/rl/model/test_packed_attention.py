@@ -87,7 +87,7 @@ def test_a_family_that_attends_in_its_own_way_keeps_it(family):
 
 
 @pytest.mark.parametrize("name", ["GPTBigCode", "Persimmon", "CTRL", "Moshi"])
-def test_a_family_that_hands_no_positions_to_its_attention_keeps_its_mask(name):
+def test_family_whose_attention_gets_no_positions_keeps_its_mask(name):
     """Its mask is made from positions and keeps sequences apart; without the mask nothing would."""
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -87,7 +87,7 @@ def test_a_dense_policy_has_no_layers_to_record(tmp_path):
     assert isinstance(policy.copy, transformers.Qwen3ForCausalLM)
 
 
-def test_sync_brings_what_was_learned_into_the_copy_and_a_reference_stays(tmp_path):
+def test_sync_updates_the_copy_and_leaves_the_reference(tmp_path):
     policy = build(tmp_path)
     reference = copy.deepcopy(policy.copy)
     step(policy.trained)
@@ -190,7 +190,7 @@ def train_tied(folder):
 
 
 @pytest.mark.slow
-def test_tied_weights_are_one_parameter_under_fsdp_and_in_checkpoints(tmp_path):
+def test_tied_weights_are_one_parameter_in_fsdp_and_checkpoints(tmp_path):
     tied_model(tmp_path / "model")
     for found in on_ranks(2, train_tied, tmp_path):
         assert found["same"]

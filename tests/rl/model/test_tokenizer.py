@@ -46,7 +46,7 @@ def test_decoding_leaves_out_the_stop_at_the_end_only():
     assert TOKENIZER.decode(TOKENIZER.encode_response("1+1")) == "1+1"
 
 
-def test_a_character_without_an_id_is_named_and_messages_are_refused():
+def test_character_without_id_is_named_and_messages_are_refused():
     with pytest.raises(ConfigError, match=r"no token for \['x'\] in '1x2': known characters are "):
         TOKENIZER.encode("1x2")
     with pytest.raises(ConfigError, match=r"no chat template for messages: set model\.path"):
@@ -54,7 +54,7 @@ def test_a_character_without_an_id_is_named_and_messages_are_refused():
 
 
 @pytest.mark.parametrize("characters", [CHARACTERS, Strings.characters, "aA b\n\t'é中\N{GRINNING FACE}."])
-def test_a_saved_character_tokenizer_has_the_same_ids_in_transformers(tmp_path, characters):
+def test_saved_character_tokenizer_has_same_ids_in_transformers(tmp_path, characters):
     own = CharacterTokenizer(characters)
     own.save(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
@@ -119,7 +119,7 @@ def test_damaged_tokenizers_are_told(saved, tmp_path):
             ModelTokenizer.load(str(folder))
 
 
-def test_responses_end_where_tokenizer_or_generation_settings_say(saved, tmp_path):
+def test_responses_end_as_tokenizer_or_generation_settings_say(saved, tmp_path):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     stop, comma = TOKENIZER.stop_ids[0], TOKENIZER.encode(",")[0]
     GenerationConfig(eos_token_id=[comma, stop]).save_pretrained(tmp_path)
@@ -129,7 +129,7 @@ def test_responses_end_where_tokenizer_or_generation_settings_say(saved, tmp_pat
     assert tokenizer.encode_response("1")[-1] == stop
 
 
-def test_a_prompt_starts_as_the_tokenizer_marks_it_and_a_response_goes_on(tmp_path):
+def test_prompt_has_the_start_token_and_response_continues_it(tmp_path):
     """Byte-level tokens with a start token, as most real models have them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     model = models.BPE({token: i for i, token in enumerate([*alphabet, "ab", "<s>", "</s>", "<think>"])}, [("a", "b")])

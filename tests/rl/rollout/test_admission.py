@@ -22,7 +22,7 @@ from tests.rl.rollout.made_up import window_of
     ),
     st.integers(1, 7),
 )
-def test_live_responses_go_first_and_fresh_ones_fill_the_places_left(case, num_ranks):
+def test_live_responses_go_first_and_fresh_ones_fill_the_rest(case, num_ranks):
     slots, live = case
     cursor = SampleCursor(next_sample=100)
     admission = plan_admission(live, slots, cursor, num_ranks)
@@ -48,7 +48,7 @@ def test_admission_of_a_small_case_is_what_the_rule_says():
 
 
 @given(st.integers(1, 5), st.integers(0, 9), st.sets(st.integers(0, 8)), st.data())
-def test_spares_that_were_not_used_begin_next_and_none_begins_twice(num_ranks, start, skipped, data):
+def test_unused_spares_begin_next_and_none_begins_twice(num_ranks, start, skipped, data):
     """Each rank uses some of its spares, step after step; what has begun and what has not are all there is."""
     cursor = SampleCursor(next_sample=start, passed_over=tuple(sorted(sample for sample in skipped if sample < start)))
     begun = set(range(start)) - set(cursor.passed_over)

@@ -77,7 +77,7 @@ def test_scores_that_are_no_numbers_are_corrupt():
     assert "corrupts" in find_fault(broken)
 
 
-def test_a_share_is_between_where_the_server_was_and_where_it_should_be():
+def test_share_tells_how_much_of_an_update_a_server_made():
     before, after = np.zeros(4), np.array([1.0, -1.0, 2.0, 0.5])
     for share in (0.0, 0.25, 1.0):
         found = share_made(before + share * after, before, after)
@@ -203,7 +203,7 @@ def test_a_tied_head_that_stays_behind_is_caught(small, tmp_path):
             updates.make()
 
 
-def test_a_server_that_loads_nothing_from_the_start_is_caught_at_the_first_update(small, tmp_path):
+def test_server_that_loads_nothing_is_caught_at_the_first_update(small, tmp_path):
     model = tiny_model("qwen3_moe").eval()
     with running(copy.deepcopy(model)) as server:
         server.fault = "stale"
@@ -224,9 +224,7 @@ def test_each_of_several_servers_is_compared(small, tmp_path):
 
 
 @both
-def test_a_server_that_is_gone_during_an_update_gets_the_weights_when_it_answers_again(
-    small, tmp_path, caplog, dialect
-):
+def test_server_gone_during_an_update_gets_the_weights_on_return(small, tmp_path, caplog, dialect):
     model, running = tiny_model("qwen3_moe").eval(), RUNNING[dialect]
     with running(copy.deepcopy(model)) as one, running(copy.deepcopy(model)) as other:
         updates = Updates([one, other], model, tmp_path)
@@ -340,7 +338,7 @@ def check_sglang(model, *, longest=64, **changes):
         ({"hicache_storage_backend": "file"}, 64, "leave out --hicache-storage-backend"),
     ],
 )
-def test_each_missing_flag_of_sglang_is_named_before_anything_is_trained(small, change, longest, says):
+def test_each_missing_flag_of_sglang_is_named_before_training(small, change, longest, says):
     with pytest.raises(EngineError, match=f"was not started as this run needs it: .*{says}"):
         check_sglang(tiny_model("qwen3_moe").eval(), longest=longest, **change)
 
@@ -388,7 +386,7 @@ def test_what_sglang_says_of_an_update_that_it_refuses_is_told(small, tmp_path):
             published(server, model, tmp_path)
 
 
-def test_an_update_whose_caches_are_not_dropped_ends_what_sglang_still_does(small, tmp_path):
+def test_update_that_drops_no_caches_aborts_requests_of_sglang(small, tmp_path):
     model = tiny_model("qwen3_moe").eval()
     with sglang_server.running(model) as server:
         server.busy = True
@@ -396,7 +394,7 @@ def test_an_update_whose_caches_are_not_dropped_ends_what_sglang_still_does(smal
         assert server.paths == ["/update_weights_from_disk"] * 2 + ["/model_info"]
 
 
-def test_weights_that_sglang_loads_without_their_version_end_the_update(small, tmp_path):
+def test_weights_loaded_by_sglang_without_version_end_the_update(small, tmp_path):
     model = tiny_model("qwen3_moe").eval()
     with sglang_server.running(model) as server:
         server.fault = "unversioned"

@@ -114,7 +114,7 @@ def test_a_first_step_fills_all_places_group_by_group():
         assert one.reward is None, "rating is a stage of its own"
 
 
-def test_unfinished_responses_go_on_and_their_places_are_not_given_away():
+def test_unfinished_responses_go_on_and_keep_their_places():
     first = collected([], SampleCursor(), config_of())
     live = [one for one in first.responses if one.finish_reason is None]
     second = collected(live, first.cursor, config_of(), version=1)
@@ -129,7 +129,7 @@ def test_unfinished_responses_go_on_and_their_places_are_not_given_away():
         assert longer.versions_r.tolist() == [0] * 8 + [1] * longer.window_length
 
 
-def test_over_many_steps_no_response_is_lost_and_none_lives_too_long():
+def test_over_many_steps_no_response_is_lost_or_lives_too_long():
     """U7 of the T-PPO checks, with the engine's part made up."""
     config, engine, live, cursor, finished = config_of(), ScriptedEngine(), [], SampleCursor(), []
     for step in range(60):
@@ -206,7 +206,7 @@ def test_a_first_window_that_is_cut_short_makes_one_window_more():
 
 
 @pytest.mark.parametrize("window", [4, 12])
-def test_with_refills_responses_are_those_that_whole_rollouts_give(window):
+def test_refills_give_the_responses_of_whole_rollouts(window):
     """With weights that stay, sample by sample, token by token; the embedded engine draws by sample and place."""
     settings = (
         "rollout.max_response=24",

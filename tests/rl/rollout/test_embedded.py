@@ -125,7 +125,7 @@ def check_against_forward_pass(model, response, temperature=1.0, *, start=0, exp
 
 @pytest.mark.parametrize("max_batch", [64, 3])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3", "qwen3_next"])
-def test_log_probs_and_routes_are_those_of_a_forward_pass_over_the_whole_response(family, max_batch):
+def test_log_probs_and_routes_equal_those_of_one_forward_pass(family, max_batch):
     """In one batch and with refills; attention windows slide; rows leave and join at different times."""
     model = model_of(family)
     responses, _ = roll_out(engine(model, temperature=0.8, max_batch=max_batch), fresh())
@@ -139,7 +139,7 @@ def test_log_probs_and_routes_are_those_of_a_forward_pass_over_the_whole_respons
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_a_continued_response_has_the_routes_of_its_last_weights_from_the_first_token_on(family):
+def test_continued_response_has_all_routes_of_its_last_weights(family):
     """Three windows under two sets of weights: log-probs stay those of the sampling weights, routes are all new."""
     old, new = model_of(family), tiny_model(family, seed=1).eval().requires_grad_(False)
     responses, _ = roll_out(engine(old, stop_ids=()), fresh(), window=8)
@@ -180,7 +180,7 @@ def test_attention_windows_slide_in_these_tests():
         assert window < 24
 
 
-def test_caches_of_linear_attention_are_not_joined_but_batches_follow_one_another():
+def test_linear_attention_batches_follow_without_joined_caches():
     model, responses = model_of("qwen3_next"), fresh()
     assert not SlottedCache(model.config, Room(0, 0)).can_join
     responses, cost = roll_out(engine(model, max_batch=3), responses)
@@ -233,7 +233,7 @@ def test_every_stop_token_stops_and_does_so_at_once():
         assert (cost.decode_steps, cost.slot_steps, cost.busy_slot_steps) == (steps, steps * places, steps * places)
 
 
-def test_no_response_grows_beyond_its_window_or_the_longest_allowed():
+def test_no_response_exceeds_its_window_or_the_longest_allowed():
     model = model_of("qwen3_moe")
     responses, _ = roll_out(engine(model, stop_ids=()), fresh()[:3], window=3, max_response=9)
     assert [response.length for response in responses] == [3, 3, 3]
@@ -323,7 +323,7 @@ def many(first=100):
 
 
 @pytest.mark.parametrize(("window", "places"), [(1, 3), (2, 9), (9, 1), (16, 4), (24, 9)])
-def test_with_spares_a_step_is_so_many_decode_steps_and_no_window_is_longer_than_what_was_left(window, places):
+def test_spares_fit_into_the_decode_steps_of_one_window(window, places):
     model = model_of("qwen3_moe")
     first = fresh()[:places]
     responses, cost = refilled(engine(model), first, many(), window=window)
@@ -348,7 +348,7 @@ def test_with_spares_a_step_is_so_many_decode_steps_and_no_window_is_longer_than
     assert tokens_of(responses) == again
 
 
-def test_places_that_fall_free_are_refilled_while_the_steps_left_repay_it():
+def test_free_places_are_refilled_while_the_steps_left_repay_it():
     """24 places: with spares hardly any place is idle, but for the last steps and for waiting until it pays."""
     model, prompts = model_of("qwen3_moe"), [[3 + n % 50] for n in range(24)]
     passes = []
@@ -409,14 +409,14 @@ def test_a_rank_without_responses_begins_none():
     assert (cost.decode_steps, cost.slot_steps, cost.prefilled_tokens) == (0, 0, 0)
 
 
-def test_models_whose_caches_cannot_be_joined_refill_when_the_batch_has_ended():
+def test_models_without_joined_caches_refill_after_the_batch():
     model = model_of("qwen3_next")
     responses, cost = refilled(engine(model), fresh()[:1], many(), window=24)
     assert cost.decode_steps == cost.busy_slot_steps == sum(response.length for response in responses) == 24
     assert len(responses) > 1
 
 
-def test_responses_that_go_on_end_at_the_longest_allowed_and_give_their_places_away():
+def test_continued_responses_end_at_the_limit_and_free_places():
     model = model_of("qwen3_moe")
     responses, _ = roll_out(engine(model, stop_ids=()), fresh()[:4], window=7, max_response=9)
     responses, cost = refilled(engine(model, stop_ids=()), responses, many(), window=8, max_response=9)

@@ -30,7 +30,7 @@ def small_canary(monkeypatch):
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
-def test_a_server_is_checked_first_and_compared_after_each_update(tmp_path, small_canary, engine):
+def test_server_is_checked_first_and_compared_after_each_update(tmp_path, small_canary, engine):
     served = [f"rollout.engine={engine}", "rollout.url=http://h:1", f"rollout.server_weights={tmp_path / 'weights'}"]
     write_start_folder(tiny_config(*served, ranks=1), tmp_path / "start")
     with RUNNING[engine](AutoModelForCausalLM.from_pretrained(tmp_path / "start").eval()) as server:
@@ -50,7 +50,7 @@ def test_a_server_is_checked_first_and_compared_after_each_update(tmp_path, smal
         assert 0.5 < row["canary"]["reached"] <= 1.0
 
 
-def test_windows_go_on_at_any_of_several_servers_one_of_which_ends(tmp_path, small_canary):
+def test_windows_go_on_at_other_servers_when_one_ends(tmp_path, small_canary):
     """What is trained on does not depend on which server sampled it, nor on one that ended and began anew."""
     settings = ("rollout.engine=vllm", "algorithm.preset=tppo", "rollout.window=4", "run.steps=3", "checkpoint.every=0")
     weights = f"rollout.server_weights={tmp_path / 'weights'}"

@@ -41,7 +41,7 @@ def test_new_responses_and_odd_numbers_survive(tmp_path):
     assert load_responses(tmp_path / "none") == []
 
 
-def test_a_file_is_written_whole_without_routes_and_always_the_same(tmp_path):
+def test_file_is_written_whole_without_routes_with_equal_bytes(tmp_path):
     responses = [random_response(s, 3) for s in range(5)]
     save_responses(tmp_path / "one", responses)
     save_responses(tmp_path / "two", responses)

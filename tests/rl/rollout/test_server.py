@@ -39,7 +39,7 @@ def served(monkeypatch):
 
 
 @pytest.mark.parametrize("dialect", ["sglang", "vllm"])
-def test_tokens_log_probs_and_routes_come_back_in_the_order_of_the_responses(served, dialect):
+def test_tokens_log_probs_and_routes_keep_the_order_of_responses(served, dialect):
     responses = [new_response(n, 0, [n, n + 1]) for n in (2, 20, 30, 4, 5, 40, 11)]
     engine = engine_of(served, dialect)
     assert isinstance(engine, RolloutEngine)
@@ -247,7 +247,7 @@ def pour(start, piece=b"1" * (1 << 16)):
         (lambda to: to.sendall(HEAD + b"\r\n" + b"1" * 5000), "ValueError"),
     ],
 )
-def test_answers_are_limited_in_time_and_size_and_redirects_are_refused(answer, message):
+def test_slow_large_or_redirected_answers_are_refused(answer, message):
     with raw_server(answer) as url:
         began = time.monotonic()
         with pytest.raises(RequestFailed, match=message):
@@ -322,7 +322,7 @@ def test_routes_of_vllm_that_are_no_ids_are_refused(served, data, message):
 
 
 @pytest.mark.parametrize("dialect", ["sglang", "vllm"])
-def test_published_weights_are_a_fresh_folder_that_the_server_is_told_to_load(served, dialect, tmp_path):
+def test_published_weights_are_a_fresh_folder_the_server_loads(served, dialect, tmp_path):
     model, folder, engine = tiny_model("qwen3_moe"), tmp_path / "weights", engine_of(served, dialect)
     publish_weights(model, folder, engine, 11)
     [first] = folder.iterdir()
@@ -352,7 +352,7 @@ def test_published_weights_are_a_fresh_folder_that_the_server_is_told_to_load(se
 
 
 @pytest.mark.parametrize("dialect", ["sglang", "vllm"])
-def test_a_server_that_is_started_again_loads_the_last_weights_before_it_answers(served, tmp_path, caplog, dialect):
+def test_restarted_server_loads_last_weights_before_it_answers(served, tmp_path, caplog, dialect):
     engine = engine_of(served, dialect, retry_seconds=20.0)
     folder = publish_weights(tiny_model("qwen3_moe"), tmp_path, engine, 3)
     served.asked.clear()
@@ -397,7 +397,7 @@ def test_samples_of_other_weights_are_refused(served):
         engine.generate(one, window=4, max_response=4)
 
 
-def test_one_version_of_all_of_a_sample_is_taken_only_where_its_parts_have_none(served):
+def test_version_of_a_sample_counts_only_if_its_parts_have_none(served):
     engine, one = engine_of(served), [new_response(1, 0, [20])]
     engine.published.version = 8
     served.version = "8"
@@ -422,7 +422,7 @@ def test_the_key_is_sent_and_never_shown(served):
     assert "secret" not in str(refusal.value)
 
 
-def test_a_server_that_repeats_the_key_does_not_get_it_into_a_message():
+def test_key_repeated_by_a_server_stays_out_of_messages():
     text = ServerAddress(url="http://h:1", key="secret-key").hide_key("status 500, 'wrong key secret-key'")
     assert "secret-key" not in text
 

@@ -50,7 +50,7 @@ def test_requests_are_spread_evenly_and_each_is_sent_once(servers):
     assert len({prompt for one in asked for prompt in one}) == 48
 
 
-def test_few_requests_of_several_ranks_do_not_all_go_to_the_first_server(servers):
+def test_few_requests_of_several_ranks_go_to_different_servers(servers):
     engine = engine_of(servers, "vllm")
     for group in range(3):
         engine.generate([new_response(group, group, [group])], window=2, max_response=2)
@@ -163,7 +163,7 @@ def test_weights_are_written_once_and_loaded_by_all(servers, tmp_path, caplog):
         publish_weights(model, tmp_path, engine, 3)
 
 
-def test_a_server_that_was_started_again_unseen_gets_the_weights_too(servers, tmp_path, monkeypatch):
+def test_server_restarted_unseen_gets_the_weights_too(servers, tmp_path, monkeypatch):
     monkeypatch.setattr(pool, "SEEN_SECONDS", 0.0)
     server, engine = servers[0], engine_of(servers[:1], "vllm", max_batch=1)
     publish_weights(tiny_model("qwen3_moe"), tmp_path, engine, 1)
@@ -185,7 +185,7 @@ def test_a_server_that_refuses_new_weights_ends_the_update(servers, tmp_path):
         publish_weights(tiny_model("qwen3_moe"), tmp_path, engine_of(servers, "vllm"), 1)
 
 
-def test_a_server_that_does_not_answer_at_first_delays_the_others_by_a_moment_only(servers, monkeypatch):
+def test_server_that_is_silent_at_first_delays_others_briefly(servers, monkeypatch):
     monkeypatch.setattr(pool, "SETTLE_SECONDS", 0.1)
     ended = threading.Event()
     servers[0].on_get = lambda: ended.wait(5)

@@ -38,7 +38,7 @@ def started(tmp_path, program):
         server.stop()
 
 
-def test_a_server_is_found_by_the_address_that_it_prints_and_ends_with_its_input(tmp_path):
+def test_server_is_found_by_its_address_and_ends_with_its_input(tmp_path):
     (tmp_path / "log").write_text("policy at http://10.0.0.1:1/v1 (of an earlier start)\n")
     program = "import sys; print('x at http://10.0.0.1:7/v1 (y)', flush=True); sys.stdin.read()"
     with started(tmp_path, program) as server:
@@ -47,7 +47,7 @@ def test_a_server_is_found_by_the_address_that_it_prints_and_ends_with_its_input
     assert server.wait_for_end(0.0) == 0
 
 
-def test_a_server_that_ends_or_stays_silent_is_told_from_one_that_runs(tmp_path, monkeypatch):
+def test_ended_or_silent_server_is_told_from_a_running_one(tmp_path, monkeypatch):
     with started(tmp_path, "print('no such option'); raise SystemExit(3)") as server:
         with pytest.raises(EngineError, match="the rollout server ended; it printed last: no such option"):
             server.wait_for_address(60.0)

@@ -203,7 +203,7 @@ def test_only_the_latest_are_kept_and_nothing_hidden_is_left(tmp_path):
     assert names(tmp_path) == ["step-00015", "step-100000"]
 
 
-def test_a_step_that_is_saved_again_and_a_future_not_taken_are_replaced(tmp_path):
+def test_step_saved_again_replaces_its_checkpoint_and_later_ones(tmp_path):
     for step in (5, 10, 15):
         save(tmp_path, step, tries=1)
     save(tmp_path, 10, tries=2)
@@ -322,7 +322,7 @@ def small_files(limit):
 
 
 @pytest.mark.parametrize("limit", [100, 2000])  # in the way of the responses, or of the weights
-def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(tmp_path, limit):
+def test_full_disk_is_one_sentence_and_last_checkpoint_stays(tmp_path, limit):
     models = models_of(tmp_path)
     save(tmp_path, 1, models=small(), number=1)
     with (
@@ -463,7 +463,7 @@ def die_while_saving(folder):
 
 
 @pytest.mark.slow
-def test_a_rank_without_room_and_a_rank_that_is_killed_leave_the_last_checkpoint(tmp_path):
+def test_rank_without_room_or_killed_leaves_the_last_checkpoint(tmp_path):
     both = on_ranks(2, fail_on_one_rank, tmp_path)
     for found in both:
         assert len(found["told"]) == 4

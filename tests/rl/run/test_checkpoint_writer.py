@@ -44,7 +44,7 @@ def stage_and_start(writer, step, models, responses=(), **state):
     writer.start()
 
 
-def test_training_goes_on_and_the_checkpoint_has_the_bits_of_its_moment(tmp_path):
+def test_training_goes_on_and_checkpoint_has_bits_of_its_moment(tmp_path):
     models = models_of(tmp_path, seed=0)
     learn(models)
     before = contents(models)
@@ -95,7 +95,7 @@ def run_until_told(writer, models):
         writer.check()
 
 
-def test_a_full_disk_is_told_at_a_later_step_and_the_last_checkpoint_stays(tmp_path):
+def test_full_disk_is_told_at_a_later_step_and_checkpoint_stays(tmp_path):
     models = models_of(tmp_path)
     with CheckpointWriter(tmp_path, CheckpointSettings()) as writer:
         stage_and_start(writer, 1, models)
@@ -108,7 +108,7 @@ def test_a_full_disk_is_told_at_a_later_step_and_the_last_checkpoint_stays(tmp_p
     assert names(tmp_path) == ["step-00001", "step-00003"]
 
 
-def test_a_run_that_fails_finishes_the_checkpoint_that_is_being_written(tmp_path):
+def test_failing_run_finishes_the_checkpoint_being_written(tmp_path):
     def fail():
         with slow_disk() as disk, CheckpointWriter(tmp_path, CheckpointSettings()) as writer:
             stage_and_start(writer, 1, small())

@@ -133,7 +133,7 @@ def shown(rows, width):
     return console.file.getvalue()
 
 
-def test_the_table_shows_the_latest_step_with_curves_where_there_is_room():
+def test_table_shows_the_latest_step_with_curves_if_room_is_left():
     rows = [metrics(step, reward=0.1 * step) for step in range(5)]
     wide, narrow = shown(rows, 140), shown(rows, 70)
     assert "reward" in wide

@@ -47,7 +47,7 @@ def wait_until(true, seconds=10.0):
         time.sleep(BEAT / 2)
 
 
-def test_a_rank_without_a_sign_of_life_is_named_and_stacks_are_written(server, rank_0, tmp_path):
+def test_rank_without_sign_of_life_is_named_and_stacks_written(server, rank_0, tmp_path):
     beat, said = rank_0
     tell(server, 1)
     beat.start()
@@ -61,7 +61,7 @@ def test_a_rank_without_a_sign_of_life_is_named_and_stacks_are_written(server, r
     assert "test_heartbeat.py" in (tmp_path / "stacks" / "rank-00000.txt").read_text(), "the main thread is there"
 
 
-def test_a_rank_that_stops_before_its_first_sign_of_life_is_named(rank_0):
+def test_rank_that_stops_before_its_first_sign_of_life_is_named(rank_0):
     beat, said = rank_0
     beat.start()
     wait_until(lambda: said)
@@ -186,7 +186,7 @@ def _differ(rank, port):
 
 
 @pytest.mark.slow
-def test_ranks_wait_for_uneven_work_beyond_the_deadline_of_collectives():
+def test_ranks_wait_for_uneven_work_beyond_collective_deadline():
     mp.spawn(_differ, args=(free_port(),), nprocs=2)
 
 

@@ -52,11 +52,11 @@ def test_a_newer_checkpoint_counts_anew(attempts, capsys):
 
 
 @pytest.mark.parametrize("ends", [[(LostRankError, None)], [(EngineError, 3)]])
-def test_without_a_checkpoint_and_after_errors_of_a_rank_nothing_is_restarted(ends, attempts):
+def test_no_restart_without_checkpoint_or_after_a_rank_error(ends, attempts):
     assert attempts(ends)[1] == 1
 
 
-def test_a_bad_row_of_the_task_is_told_before_processes_start_and_leaves_no_folder(tmp_path, monkeypatch):
+def test_bad_row_is_told_before_processes_start_without_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(launching, "check_model_path", lambda _path: None)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n{"prompt": 7, "answer": "2"}\n')
     words = ["task.name=prompts", f"task.file={tmp_path / 'rows.jsonl'}", f"model.path={tmp_path}", "task.reward=exact"]
@@ -94,18 +94,18 @@ def test_after_its_work_a_rank_cannot_fail(name, complete, said, launched, capfd
     assert said in capfd.readouterr().err
 
 
-def test_a_rank_that_is_stopped_for_long_is_named_where_no_other_rank_is_left(launched):
+def test_rank_stopped_for_long_is_named_if_no_other_rank_is_left(launched):
     with pytest.raises(LostRankError, match=r"the process of rank 0 is stopped \(SIGSTOP\)"):
         launched("stopped_for_long")
 
 
-def test_the_launcher_leaves_environment_and_signal_handlers_as_they_were(launched):
+def test_launcher_leaves_environment_and_signal_handlers_alone(launched):
     before = dict(os.environ), [signal.getsignal(number) for number in signal.valid_signals()]
     launched("done")
     assert (dict(os.environ), [signal.getsignal(number) for number in signal.valid_signals()]) == before
 
 
-def test_a_killed_rank_is_noticed_where_a_helper_keeps_its_files_open(launched, tmp_path):
+def test_killed_rank_is_noticed_while_a_helper_keeps_files_open(launched, tmp_path):
     try:
         with pytest.raises(LostRankError, match="rank 0 was killed by SIGKILL"):
             launched("killed_beside_a_helper")
@@ -113,14 +113,14 @@ def test_a_killed_rank_is_noticed_where_a_helper_keeps_its_files_open(launched, 
         os.kill(int((tmp_path / "helper.txt").read_text()), signal.SIGKILL)
 
 
-def test_a_run_folder_that_was_removed_is_not_said_to_keep_anything(launched, tmp_path, capfd):
+def test_removed_run_folder_is_not_said_to_keep_anything(launched, tmp_path, capfd):
     with pytest.raises(EngineError, match=r"^the run ended early: rank 0 failed \(see above\)$"):
         launched("removed")
     assert "rank 0: the folder is gone" in capfd.readouterr().err
     assert not (tmp_path / "removed").exists()
 
 
-def test_a_supervised_run_that_was_asked_to_stop_does_not_start_again(launched, capfd):
+def test_supervised_run_asked_to_stop_does_not_start_again(launched, capfd):
     with pytest.raises(EngineError, match="rank 0 was killed by SIGKILL") as raised:
         launched("asked_to_stop_then_killed", supervise=True)
     assert not isinstance(raised.value, LostRankError)

@@ -60,14 +60,14 @@ def failed(monkeypatch, tmp_path):
     return run
 
 
-def test_an_expected_error_is_recorded_as_a_sentence_which_may_hold_half_a_surrogate_pair(failed, capfd):
+def test_expected_error_is_a_sentence_even_with_half_a_surrogate(failed, capfd):
     code, told = failed(OSError("half \ud800 \x1b[2J"))
     assert code == Exit.FAILED
     assert told["message"] == told["extraInfo"]["py_callstack"] == "half \\ud800 \\x1b[2J"
     assert capfd.readouterr().err == ""
 
 
-def test_an_unexpected_error_is_recorded_and_printed_with_its_traceback(failed, capfd):
+def test_unexpected_error_is_recorded_and_printed_with_traceback(failed, capfd):
     code, told = failed(ZeroDivisionError("no idea"))
     assert code == Exit.CRASHED
     assert told["message"].startswith("Traceback")
@@ -101,5 +101,5 @@ rank.leave()
 """
 
 
-def test_threads_and_processes_that_a_reward_leaves_do_not_keep_a_rank():
+def test_threads_and_processes_of_a_reward_do_not_keep_a_rank():
     assert subprocess.run([sys.executable, "-c", LEAVE], timeout=60).returncode == 0

@@ -102,7 +102,7 @@ def test_sums_leave_their_argument_alone():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_peer_that_never_comes_is_waited_for_as_long_as_configured(rank):
+def test_missing_peer_is_waited_for_as_long_as_configured(rank):
     start = time.monotonic()
     with pytest.raises(LostPeerError, match=r"longer than 1 s \(parallel.timeout_seconds\)"):
         connect_ranks(1.0, f"tcp://127.0.0.1:{free_port()}?rank={rank}&world_size=2")

@@ -48,7 +48,7 @@ def test_the_first_rank_that_failed_by_itself_is_named(failures, cause, kind, tm
     assert kind_found is kind
 
 
-def test_ranks_that_were_asked_to_stop_before_they_could_handle_it_are_stopped(tmp_path):
+def test_ranks_asked_to_stop_before_they_handle_it_are_stopped(tmp_path):
     ended = EndedRanks(num_ranks=2, done={}, failures={0: ENDED, 1: ENDED})
     assert check_ended(ended, tmp_path / "run", asked=True) is False
 

@@ -41,7 +41,7 @@ with locked_run_folder(Path(sys.argv[1])):
 """
 
 
-def test_a_run_folder_has_one_writer_and_is_free_again_when_that_is_killed(tmp_path, monkeypatch):
+def test_run_folder_has_one_writer_and_is_free_once_that_dies(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.2)
     with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True) as other:
         helper = int(other.stdout.readline())
@@ -118,7 +118,7 @@ def test_only_a_run_with_a_checkpoint_can_go_on(tmp_path):
         (("stacks/rank-00000.txt",), False),
     ],
 )
-def test_a_run_that_failed_before_its_first_result_leaves_no_folder(left, kept, tmp_path):
+def test_run_that_failed_before_any_result_leaves_no_folder(left, kept, tmp_path):
     run = create_run_folder(config_of(tmp_path))
     for name in left:
         (run / name).parent.mkdir(parents=True, exist_ok=True)

@@ -46,7 +46,7 @@ def test_metrics_of_a_run_that_goes_on_follow_the_earlier_ones(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl").steps == [0, 1]
 
 
-def test_a_run_folder_that_was_removed_is_told_instead_of_a_step_written(tmp_path):
+def test_removed_run_folder_is_told_instead_of_a_step_written(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     with StepLogs(run) as logs:
@@ -69,7 +69,7 @@ def events_of(run):
     return found
 
 
-def test_tensorboard_has_the_same_numbers_and_hides_steps_that_are_made_again(tmp_path):
+def test_tensorboard_has_the_numbers_and_hides_repeated_steps(tmp_path):
     for first in (0, 1):
         with StepLogs(tmp_path, first) as logs:
             logs.append(row(first, loss=0.25, note="text", skipped=None, parts={"a": None}), [], TASK, TOKENIZER)
@@ -87,7 +87,7 @@ def test_a_full_disk_is_told_with_the_file_and_the_step(name, tmp_path):
     assert str(raised.value).startswith(said)
 
 
-def test_a_full_disk_ends_the_file_for_tensorboard_and_not_the_run(tmp_path, caplog):
+def test_full_disk_ends_the_tensorboard_file_and_not_the_run(tmp_path, caplog):
     (tmp_path / "tensorboard").write_text("in the way")
     with StepLogs(tmp_path) as logs:
         for step in range(3):
@@ -98,7 +98,7 @@ def test_a_full_disk_ends_the_file_for_tensorboard_and_not_the_run(tmp_path, cap
     assert "training continues without it" in said
 
 
-def test_steps_after_the_checkpoint_are_forgotten_and_a_cut_line_with_them(tmp_path):
+def test_steps_after_the_checkpoint_and_a_cut_line_are_forgotten(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps(row(step)) + "\n" for step in range(5)) + '{"step": 5, "rew'
     )
@@ -116,7 +116,7 @@ def test_steps_after_the_checkpoint_are_forgotten_and_a_cut_line_with_them(tmp_p
     assert sorted(folder.name for folder in (tmp_path / "traces").iterdir()) == [f"step-{s:05d}" for s in range(3)]
 
 
-def test_a_damaged_line_among_finished_steps_is_told_when_it_is_left_out(tmp_path, caplog):
+def test_damaged_line_among_finished_steps_is_left_out_and_told(tmp_path, caplog):
     lines = [json.dumps({"step": step}) + "\n" for step in range(4)]
     with alone():
         for text, damaged in (("".join(lines), 0), (lines[0] + '{"st\n' + "".join(lines[2:]), 1)):
@@ -130,7 +130,7 @@ def test_a_damaged_line_among_finished_steps_is_told_when_it_is_left_out(tmp_pat
     assert (tmp_path / "metrics.jsonl").read_text() == lines[0] + lines[2]
 
 
-def test_a_whole_last_line_without_its_newline_is_of_no_finished_step(tmp_path):
+def test_last_line_without_its_newline_is_of_no_finished_step(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row(0)) + "\n" + json.dumps(row(1)))
     with alone():
         remove_steps_from(tmp_path, 9)
@@ -149,7 +149,7 @@ def spoken(sample_id, reward, length):
     return one
 
 
-def test_samples_are_the_best_the_worst_and_the_longest_that_finished(tmp_path):
+def test_samples_are_the_best_worst_and_longest_that_finished(tmp_path):
     rewards = [0.1 * s for s in range(10)]
     lengths = [2, 2, 2, 2, 9, 8, 7, 2, 2, 2]
     responses = [spoken(s, reward, length) for s, (reward, length) in enumerate(zip(rewards, lengths, strict=True))]
@@ -174,7 +174,7 @@ def test_samples_are_the_best_the_worst_and_the_longest_that_finished(tmp_path):
     }
 
 
-def test_nothing_that_a_policy_writes_blocks_a_resumed_run_or_is_lost(tmp_path):
+def test_no_text_of_a_policy_blocks_a_resumed_run_or_is_lost(tmp_path):
     texts = ["一二三", "a\u2028b", "c\u0085d", "\x0b\x0c\x1c", "emoji \U0001f600"]
     lines = [
         json.dumps({"step": n, "response": text}, ensure_ascii=False).encode() + b"\n" for n, text in enumerate(texts)

@@ -91,7 +91,7 @@ def test_routes_of_latest_and_of_some_other_steps_stay(keep, every, left, tmp_pa
         assert read_trace(tmp_path / "traces" / f"step-{step:05d}").sample_ids.tolist() == [step]
 
 
-def test_many_responses_are_written_in_pieces_without_a_copy_of_all(tmp_path, monkeypatch):
+def test_responses_are_written_in_pieces_without_a_full_copy(tmp_path, monkeypatch):
     monkeypatch.setattr(step_trace, "SHARD_ROWS", 20)
     responses = [response_of(s, length=4 + s) for s in range(7)]
     wide = [replace(one, experts_mLK=one.experts_mLK.astype(np.int64)) for one in responses]
@@ -110,7 +110,7 @@ def test_many_responses_are_written_in_pieces_without_a_copy_of_all(tmp_path, mo
     assert np.shares_memory(back[0].experts_mLK, responses[0].experts_mLK)
 
 
-def test_a_full_disk_drops_routes_with_one_line_until_there_is_room(tmp_path, caplog):
+def test_full_disk_drops_routes_with_one_line_until_it_has_room(tmp_path, caplog):
     with alone():
         traces = step_traces(tmp_path, keep=5)
         with full_disk():

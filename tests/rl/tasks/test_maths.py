@@ -94,7 +94,7 @@ def test_what_cannot_be_computed_earns_nothing_in_bounded_time(monkeypatch, capl
 
 
 @installed
-def test_a_child_that_dies_is_started_again_and_ends_with_its_judge():
+def test_dead_child_is_started_again_and_ends_with_its_judge():
     judge = MathsJudge()
     assert judge("42", "42")
     child = judge.child

@@ -32,7 +32,7 @@ def texts(prompts):
     return [prompt.text for prompt in prompts]
 
 
-def test_it_is_a_task_that_needs_a_model_and_demonstrates_nothing(tmp_path):
+def test_task_of_prompts_needs_a_model_and_demonstrates_nothing(tmp_path):
     task = make(write(tmp_path / "rows.jsonl", numbered(3)))
     assert isinstance(task, Task)
     assert not isinstance(task, Demonstrating)
@@ -40,7 +40,7 @@ def test_it_is_a_task_that_needs_a_model_and_demonstrates_nothing(tmp_path):
 
 
 @given(rows=st.integers(1, 30), asked=st.integers(0, 40), seed=st.integers(0, 3))
-def test_every_epoch_is_every_training_row_once_and_held_out_rows_never_train(tmp_path_factory, rows, asked, seed):
+def test_epoch_has_each_training_row_once_and_no_held_out_row(tmp_path_factory, rows, asked, seed):
     path = write(tmp_path_factory.mktemp("p") / "rows.jsonl", numbered(rows))
     if asked and rows == 1:
         with pytest.raises(ConfigError, match=r"holds one row, .*set task\.evaluation_file, or evaluation\.every=0"):
@@ -144,7 +144,7 @@ def test_parquet_leaves_absent_fields_of_messages_open(tmp_path):
         ({"prompt": "x", "answer": True}, r"column 'answer' is True; a right answer"),
     ],
 )
-def test_a_row_that_cannot_be_used_stops_the_run_before_it_starts(tmp_path, row, says):
+def test_unusable_row_stops_the_run_before_it_starts(tmp_path, row, says):
     path = write(tmp_path / "rows.jsonl", [*numbered(2), row])
     with pytest.raises(ConfigError, match=rf"^{path}, line 3: .*{says}"):
         make(path)

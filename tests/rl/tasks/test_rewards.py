@@ -115,7 +115,7 @@ def test_ctrl_c_in_a_reward_is_no_failed_reward(mine):
         ("Odd().number", "raised Odd: "),
     ],
 )
-def test_a_function_that_gives_no_finite_number_is_named_with_row_and_response(mine, value, says):
+def test_reward_without_finite_number_is_named_with_its_row(mine, value, says):
     reward = mine(f"{ODD}def score(response, row):\n    return {value}\n")
     where = r"task\.reward 'my_own_reward:score' at rows\.jsonl, line 7, response 'so'"
     with pytest.raises(ConfigError, match=f"^{where}: {says}.*; a reward (is a number|returns a number)"):
@@ -183,7 +183,7 @@ def test_a_reward_is_checked_without_running_its_module(tmp_path, monkeypatch, b
         ("a_reward_refused", "", "as 'module:function'"),
     ],
 )
-def test_a_reward_that_cannot_be_there_is_refused_without_running_it(tmp_path, monkeypatch, name, body, said):
+def test_reward_that_cannot_exist_is_refused_without_running_it(tmp_path, monkeypatch, name, body, said):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

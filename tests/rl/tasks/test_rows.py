@@ -65,7 +65,7 @@ def test_a_line_that_is_no_object_is_named(tmp_path, line, says):
         list(rows)
 
 
-def test_files_that_cannot_be_opened_are_named_with_their_setting(tmp_path):
+def test_files_that_cannot_be_opened_are_named_with_setting(tmp_path):
     (tmp_path / "rows.csv").write_text("prompt\nx\n")
     with pytest.raises(
         ConfigError, match=r"task\.file is .*rows\.csv': a file of prompts ends in \.jsonl or \.parquet"

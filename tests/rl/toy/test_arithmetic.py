@@ -26,7 +26,7 @@ def test_sampled_padding_earns_nothing():
     assert TASK.reward(PROMPT, TOKENIZER.decode(padded), stopped=True) == 0.0
 
 
-def test_demonstrations_without_errors_are_right_and_can_be_encoded():
+def test_faultless_demonstrations_are_right_and_can_be_encoded():
     rng = np.random.default_rng(0)
     for number in range(200):
         prompt = TASK.prompt(number)
@@ -61,7 +61,7 @@ def test_prompts_follow_from_seed_and_number_alone():
     assert sum(other.prompt(number) == TASK.prompt(number) for number in range(100)) < 10
 
 
-def test_evaluation_prompts_are_the_same_for_every_seed_and_longer_lists_go_on():
+def test_evaluation_prompts_are_the_same_for_any_seed_and_number():
     held = TASK.evaluation_prompts(50)
     assert held[:20] == Arithmetic(seed=9, max_terms=12, continue_probability=0.72).evaluation_prompts(20)
     assert sum(prompt == TASK.prompt(number) for number, prompt in enumerate(held)) < 5

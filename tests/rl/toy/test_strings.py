@@ -65,7 +65,7 @@ def test_responses_grow_with_the_word_and_have_a_long_tail():
     assert np.percentile(lengths, 95) > 2 * np.median(lengths)
 
 
-def test_prompts_follow_from_seed_and_number_and_held_out_ones_from_the_number():
+def test_prompts_follow_from_seed_and_number_unless_held_out():
     assert strings().prompt(7) == strings().prompt(7)
     assert strings(seed=1).prompt(7) != strings().prompt(7)
     assert strings(seed=1).evaluation_prompts(9) == strings().evaluation_prompts(20)[:9]

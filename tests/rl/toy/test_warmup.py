@@ -42,7 +42,7 @@ def warmed(model, tokens):
     return model, losses, lengths
 
 
-def test_rows_are_no_longer_than_a_micro_batch_and_teach_the_same():
+def test_rows_fit_into_a_micro_batch_and_teach_the_same():
     model = tiny_model("qwen3_moe")
     whole, losses, lengths = warmed(model, 10_000)
     assert len(lengths) == 3, "all of a step in one row"
@@ -57,7 +57,7 @@ def test_rows_are_no_longer_than_a_micro_batch_and_teach_the_same():
 
 
 @pytest.mark.slow
-def test_ranks_with_different_numbers_of_rows_wait_for_each_other(tmp_path):
+def test_ranks_with_unequal_numbers_of_rows_wait_for_each_other(tmp_path):
     settings = ("warmup.steps=4", "warmup.batch=7", "run.steps=0")
     cases = {str(tokens): (*settings, f"update.micro_batch_tokens={tokens}") for tokens in (50, 10_000)}
     found = run_on_ranks(2, cases, tmp_path)

@@ -136,7 +136,7 @@ def test_advantages_of_the_last_window_lie_behind_earlier_ones(responses, decay)
 
 @settings(max_examples=30)
 @given(windows())
-def test_whitening_takes_its_mean_and_spread_from_trained_tokens_only(responses):
+def test_whitening_uses_mean_and_spread_of_trained_tokens_only(responses):
     expected_Sr = values_for(responses, seed=1)
     plain = estimate(responses, expected_Sr, config_of("algorithm.whiten=false"), train_unfinished=True)
     white = estimate(responses, expected_Sr, config_of(), train_unfinished=True)
@@ -159,7 +159,7 @@ def test_advantages_are_clamped_after_whitening(monkeypatch):
     assert max(advantage.max() for advantage in credit.advantage_Sr) == 1.5
 
 
-def test_a_value_model_that_explains_nothing_keeps_unfinished_responses_out():
+def test_value_model_that_explains_nothing_keeps_unfinished_out():
     responses = [
         response_of(0, length=6, finished=False),
         response_of(1, length=4),
@@ -175,7 +175,7 @@ def test_a_value_model_that_explains_nothing_keeps_unfinished_responses_out():
         assert one == pytest.approx(other, abs=1e-6), "an unfinished response is in the mean"
 
 
-def test_over_its_windows_every_token_of_a_response_is_trained_once_but_for_dropped_tails():
+def test_windows_train_every_token_once_but_for_dropped_tails():
     """U6 of the T-PPO checks: cap of three windows, all lengths."""
     config, cap = config_of(), 3 * WINDOW
     for total in range(1, cap + 1):
@@ -226,7 +226,7 @@ def test_a_rank_without_responses_takes_part():
     assert variance_explained([], []) is None
 
 
-def test_a_response_is_compared_with_its_group_and_all_its_tokens_share_that():
+def test_tokens_of_a_response_share_its_advantage_in_its_group():
     rewards, groups = [1.0, 0.0, 0.0, 1.0, 1.0], [4, 4, 4, 9, 9]
     responses = [
         response_of(s, reward=reward, group=group, routed=False)
@@ -244,7 +244,7 @@ def test_a_response_is_compared_with_its_group_and_all_its_tokens_share_that():
     assert all(trained.all() for trained in credit.trained_Sr)
 
 
-def test_the_filter_leaves_mixed_groups_and_whatever_is_unfinished():
+def test_filter_leaves_mixed_groups_and_unfinished_responses():
     responses = [
         response_of(0, group=0, reward=1.0),
         response_of(1, group=0, reward=1.0),
@@ -260,7 +260,7 @@ def test_the_filter_leaves_mixed_groups_and_whatever_is_unfinished():
     assert useful_groups(responses, off).all()
 
 
-def test_explained_variance_is_over_the_tokens_of_finished_responses():
+def test_explained_variance_is_over_tokens_of_finished_responses():
     responses = [
         response_of(0, length=2, reward=1.0),
         response_of(1, length=4, reward=0.0),
@@ -283,7 +283,7 @@ def test_returns_that_are_all_alike_explain_nothing():
     assert variance_explained([response_of(0, finished=False)], values_for(responses)[:1]) is None
 
 
-def test_a_finished_response_without_a_reward_is_a_mistake_of_ours():
+def test_finished_response_without_reward_is_an_assertion_error():
     response = replace(response_of(0), reward=None)
     with pytest.raises(AssertionError, match="sample 0 is finished, so it has a reward"):
         estimate([response], values_for([response]), config_of(), train_unfinished=True)

@@ -202,7 +202,7 @@ def test_the_loss_of_a_step_by_hand(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_cutting_a_mini_batch_into_1_2_or_7_micro_batches_gives_the_same_gradient(name):
+def test_gradient_is_the_same_for_1_2_or_7_micro_batches(name):
     step = step_of(1, reference=name == "regularised")
     totals, config = totals_of(step), CONFIGS[name]
     cuts = ([[0, 1, 2, 3, 4, 5, 6]], [[6, 0, 3], [2, 4, 1, 5]], [[s] for s in range(7)])
@@ -217,7 +217,7 @@ def test_cutting_a_mini_batch_into_1_2_or_7_micro_batches_gives_the_same_gradien
             assert other[name] == sums[0][name]
 
 
-def test_cutting_a_step_into_1_2_or_7_mini_batches_gives_every_token_the_same_weight():
+def test_every_token_weighs_the_same_in_1_2_or_7_mini_batches():
     """`token_over_step`: gradients of mini-batches, without updates between, add up to their number times the same."""
     step, config = step_of(2), CONFIGS["tppo"]
     found = []
@@ -233,7 +233,7 @@ def test_cutting_a_step_into_1_2_or_7_mini_batches_gives_every_token_the_same_we
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_before_the_first_update_all_ratios_are_1_and_nothing_is_clipped(name):
+def test_before_any_update_ratios_are_1_and_none_is_clipped(name):
     step = step_of(3, drift=0.0)
     step = replace(step, targets=replace(step.targets, sampled_Sr=step.targets.log_probs_old_Sr))
     config = without_positive(name)
@@ -254,7 +254,7 @@ def test_before_the_first_update_all_ratios_are_1_and_nothing_is_clipped(name):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_tokens_that_are_not_trained_have_no_gradient_and_no_share(name):
+def test_untrained_tokens_have_no_gradient_and_no_share(name):
     """Dropped tails and windows of other versions: they are not in the loss, and their logits do not matter."""
     config = without_positive(name)
     step = step_of(4)
@@ -313,7 +313,7 @@ def test_a_reference_policy_pulls_and_is_measured():
     assert difference == pytest.approx(0.5 * np.mean([k3.mean() for k3 in per_response if len(k3)]), abs=1e-6)
 
 
-def test_tokens_that_the_correction_rejects_are_counted_and_have_no_gradient():
+def test_tokens_rejected_by_correction_count_without_gradient():
     step = step_of(8, drift=0.0)
     sampled_Sr = [old.copy() for old in step.targets.log_probs_old_Sr]
     sampled_Sr[2][3] -= np.log(20.0)  # the sampler found it 20 times less likely
@@ -342,7 +342,7 @@ def test_a_micro_batch_without_trained_tokens_goes_backward_too():
     assert all(leaf.abs().sum() == 0 for leaf in gradients)
 
 
-def test_totals_count_trained_tokens_and_responses_that_have_some():
+def test_totals_count_trained_tokens_and_responses_with_some():
     step = step_of(lengths=LENGTHS)
     masks = [np.zeros(n, dtype=bool) for n in LENGTHS]
     masks[0][:2], masks[2][:], masks[6][3] = True, True, True

@@ -90,7 +90,7 @@ def test_micro_batches_of_a_mini_batch_know_their_numbers():
     assert sorted([*first.samples_B.tolist(), *second.samples_B.tolist()]) == [2, 3]
 
 
-def test_log_probs_are_those_of_each_response_by_itself_in_their_order(model):
+def test_log_probs_equal_those_of_each_response_alone_in_order(model):
     batch = batch_of(RESPONSES, replayed=False)
     found = run(model, batch)
     for response, log_probs_r in zip(RESPONSES, by_response(batch, found.log_probs), strict=True):
@@ -156,7 +156,7 @@ def test_r2_records_the_routes_that_this_pass_took(model):
         torch.testing.assert_close(other, one, atol=1e-6, rtol=0)
 
 
-def test_r3_replays_the_recorded_routes_and_counts_where_the_router_differs(model):
+def test_r3_replays_recorded_routes_and_counts_differences(model):
     batch = batch_of(RESPONSES, replayed=True)
     found = run(model, batch)
     assert found.routers.differing_pairs > 0.5 * found.routers.pairs, "the recorded routes are random ones"

@@ -110,7 +110,7 @@ def loss_by_hand(critic, part, config, nominal):
 
 
 @pytest.mark.parametrize("tokens", [1, 1000])
-def test_the_value_model_steps_once_per_mini_batch_towards_rewards(tokens):
+def test_value_model_steps_once_per_mini_batch_towards_rewards(tokens):
     config = config_of(
         f"update.micro_batch_tokens={tokens}",
         "critic.learning_rate=0.1",
@@ -178,7 +178,7 @@ def test_nothing_finished_makes_no_step():
     assert torch.equal(critic.worth, Running().worth)
 
 
-def test_fewer_responses_than_mini_batches_make_as_many_steps_as_there_are():
+def test_fewer_responses_than_mini_batches_make_one_step_each():
     critic = Running()
     responses = with_values(responses_of([2, 3], routed=False), critic)
     assert learn(critic, responses, config_of("update.mini_batches=8"))[1] == 2
