@@ -97,11 +97,11 @@ class OnePass:
         """The replicas that came last in the forward pass are still there, until their gradients are home."""
         costs, m = self.costs, self.m
         used = [layer for layer in range(self.L) if costs.gradients.takes_part_MLR[m, layer].any()]
-        return bool(used) and not costs.resident and not costs.again.takes_part_MLR[m, used[-1]].any()
+        return bool(used) and not costs.resident and not costs.push_again.takes_part_MLR[m, used[-1]].any()
 
     def begin_next_push(self, after, time):
         """Begin the push of the next layer with copies, in the direction of the pass."""
-        copies = self.costs.again if self.backward else self.costs.push
+        copies = self.costs.push_again if self.backward else self.costs.push
         layers = range(after - 1, -1, -1) if self.backward else range(after + 1, self.L)
         for layer in layers:
             if copies.takes_part_MLR[self.m, layer].any():
@@ -194,13 +194,13 @@ class OnePass:
             yield from self.gather(r, layer)
             if self.recompute:
                 yield from self.work(r, "attention", layer, costs.before_MR(layer)[m, r])
-                yield from self.experts_forward(r, layer, costs.again, "again")
+                yield from self.experts_forward(r, layer, costs.push_again, "again")
             yield from self.host(r, layer, 2 * costs.host_seconds)
             if not self.recompute and not self.overlap:
-                yield from self.wait_together(r, "push", layer, costs.again)
+                yield from self.wait_together(r, "push", layer, costs.push_again)
             yield from self.dispatch(r, layer)
             if not self.recompute and self.overlap:
-                yield from self.wait(r, "push", layer, costs.again)
+                yield from self.wait(r, "push", layer, costs.push_again)
             yield from self.work(r, "experts", layer, 2 * costs.replica_MLR[m, layer, r])
             self.replicas_done[layer].append(self.now)
             if self.overlap and len(self.replicas_done[layer]) == self.R:

@@ -56,7 +56,7 @@ class Engine:
 
         config   of the model
         exact    for rollouts, whose log-probs repeat bit for bit: sequences keep their order, each feeds its own
-                 prompt, whole and before the next decode step; matrix products of other rows round otherwise. Else a
+                 prompt, whole and before the next decode step; a product with other rows rounds otherwise. Else a
                  prompt is computed once for all its sequences, pieces and decode steps take turns, and no sequence is
                  moved but into the slot of one that ended
         """

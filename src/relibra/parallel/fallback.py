@@ -3,7 +3,8 @@
 for the whole step     `agree_on_step`: ranks hold different plans or demands, or the plan breaks a rule
 for one micro-batch    `routes_fit`: the routes of any rank are not those that the plan was made for
 
-Differences that remain when experts run at home, such as other homes, raise EngineError on all ranks instead.
+Differences that remain when experts run at home, such as other homes, raise EngineError on all ranks instead; so does a
+layer whose router does not follow the routes (`PlannedMicroBatch.check_choices`).
 """
 
 from __future__ import annotations

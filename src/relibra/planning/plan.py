@@ -65,7 +65,7 @@ class StepPlan(Placement):
     def static(demand: ScheduledDemand, topology: Topology, *, dispatch: Dispatch = "flat") -> StepPlan:
         """Return the static layout under the schedule of a demand: no moves, slots or prediction.
 
-        dispatch   of the plans that it is compared with, or of the machine (`Cluster.dispatch`)
+        dispatch   as in the plans that it is compared with; or `Cluster.dispatch`
         """
         homes = static_homes(topology, demand.layer_ids, demand.num_experts)
         M, L, R, _ = demand.tokens_MLRE.shape
@@ -114,7 +114,7 @@ class StepPlan(Placement):
         return self.digest_under(*sizes, self.resident, self.scope, self.gradient_wire)
 
     def digest_under(self, *facts: object) -> str:
-        """Return the digest with other leading facts: those of another format version."""
+        """Return the digest that begins with these facts; `plan_files` gives those of version 2."""
         digest = hashlib.sha256(repr(facts).encode())
         if self.dispatch != "flat":  # digests of flat plans stay as they were
             digest.update(self.dispatch.encode())

@@ -1,8 +1,7 @@
 """Registry of balancers, each after one system, behind one interface; `relibra.planning.plan_step` calls one of them.
 
-`relibra.eplb` offers the static planner under the names that DeepSeek's EPLB, vLLM and SGLang call. What a
-balancer may *see* is what it plans homes and replicas from; a static placement is still executed on the true
-micro-batches, by its rule of sharing tokens.
+`relibra.eplb` offers the static planner under the names that DeepSeek's EPLB, vLLM and SGLang call. `sees` names the
+loads from which a balancer plans; its plan is priced and executed on the true micro-batches.
 """
 
 from __future__ import annotations

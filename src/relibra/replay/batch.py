@@ -17,19 +17,19 @@ from relibra.routing.trace import RoutingTrace, hash_tokens
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BatchRoutes:
-    """Routes of one batch of `T` rows: `B*N` for a padded batch, the row of tokens for a packed one.
+    """Routes of one batch of `T` rows: `B*N` for a padded batch, the length of the pack for a packed one.
 
     experts_TLK       logical ids, uint8 up to 256 experts else int32; rows that are not replayed hold 0, 1, ..., K-1
     valid_T           rows to replay; the others follow the router: padding, a last token that was never fed to
                       the engine, and every row of a fallback sample
     layer_ids         absolute decoder layer of each entry of the layer axis
     num_experts       experts per layer
-    sample_T, row_T   which sample of the trace, and which row of it, a batch row is; -1 for padding
+    sample_T, row_T   sample of the trace, and row in it, of a batch row; -1 for padding
     sample_ids        ids of the samples, for messages
     weight_versions   policy version that routed each sample
     fallback_samples  positions of samples without any replayed row, because rows other than the last are missing:
                       a sample replayed in part would follow neither policy
-    coverage          replayed share of the rows to replay (all but the last of each sample); 1.0 is complete
+    coverage          share of the rows to be replayed (all but the last of each sample) that are replayed
     """
 
     experts_TLK: Integer[Tensor, "T L K"]
@@ -78,7 +78,7 @@ class BatchRoutes:
         input_ids_T   checked as in `padded`; a leading batch axis of 1 is fine
         lengths       tokens of each sample in the pack (differences of `cu_seqlens`); default: its rows in the trace.
                       Give them when the trace leaves out last tokens, as engines do
-        raises        TraceError as `padded`, or when only `lengths` can distinguish missing last tokens from padding
+        raises        TraceError as `padded`, or when without `lengths` missing last tokens look like padding
         """
         lengths_S = trace.rows_per_sample if lengths is None else np.asarray(lengths, dtype=np.int64)
         if len(lengths_S) != trace.num_samples:
@@ -170,14 +170,13 @@ def _lay_out(
         for s in range(trace.num_samples):
             _check_tokens(trace, s, tokens_T[positions_n[starts_S[s] : starts_S[s] + lengths_S[s]]])
 
-    recorded_n = (
-        row_n < trace.rows_per_sample[sample_n]
-    )  # false for the last token of a sample, which engines leave out
+    # False for the last token of a sample, which engines leave out.
+    recorded_n = row_n < trace.rows_per_sample[sample_n]
     source_n = trace.offsets[sample_n] + np.where(recorded_n, row_n, 0)
     valid_n = np.zeros(len(positions_n), dtype=bool)
     valid_n[recorded_n] = trace.valid_T[source_n[recorded_n]]
-    due_n = row_n < lengths_S[sample_n] - 1
-    fallback = np.unique(sample_n[due_n & ~valid_n])
+    expected_n = row_n < lengths_S[sample_n] - 1
+    fallback = np.unique(sample_n[expected_n & ~valid_n])
     valid_n &= ~np.isin(sample_n, fallback)
 
     dtype = np.uint8 if trace.num_experts <= 256 else np.int32  # torch has few operations on uint16
@@ -244,7 +243,8 @@ def _check_tokens(trace: RoutingTrace, sample: int, tokens_n: Int[ndarray, " n"]
 def _shift_from(row: int, got_n: ndarray, valid_n: ndarray, tokens_n: ndarray) -> str:
     """Return whether the rows from here on belong to the next or the previous token, as a message.
 
-    A recorder that lost a row hashes positions in the full sample or among the rows it kept; both are tried.
+    A recorder that lost a row hashed each token with its position in the sample, or among the kept rows: both are
+    tried.
     """
 
     def fits(start: int, expected: ndarray) -> bool:

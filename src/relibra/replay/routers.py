@@ -1,4 +1,4 @@
-"""Routers: the modules of a model that choose experts, in the order of its layers, and which of its passes runs them.
+"""Routers: the modules of a model that choose experts, in layer order, and whether a pass is a recomputation.
 
 With activation checkpointing the backward pass runs layers and their routers once more.
 """
@@ -45,7 +45,7 @@ class RouterSite:
     rule: GateRule
 
     def gates(self, output: tuple[Tensor, ...], ids_TK: Tensor) -> Tensor:
-        """Return the weights of `ids_TK` from the live scores of a call, in the type the router returns its own in."""
+        """Return the weights of `ids_TK` from the live scores of a call, in the type of the router's own weights."""
         return self.rule(output[0], ids_TK, output[1].dtype)
 
     def rule_key(self, output: tuple[Tensor, ...]) -> str:
@@ -56,7 +56,7 @@ class RouterSite:
         return f"{function.__name__} {values} {output[0].dtype} {output[1].dtype}"
 
     def check_rule(self, output: tuple[Tensor, ...]) -> None:
-        """Compare the rule with the router: its ids have to give its weights, bit for bit.
+        """Compare the rule with the router: under it the router's ids have to give the router's weights, bit for bit.
 
         This synchronises the device once, so callers check once per `rule_key`.
 
@@ -131,8 +131,9 @@ def awaits_recompute(logits_TE: Tensor, *, with_grad: bool) -> bool:
     """Return, inside a forward pass, whether the backward pass will recompute the layer of this router.
 
     A reentrant checkpoint runs its layer without gradients inside a decoder that has them (`with_grad`). A
-    non-reentrant one hooks the tensors saved for backward. Offloading uses the same
-    hooks and is taken for a checkpoint: its backward pass has to run inside a replay too, without a recomputation.
+    non-reentrant one hooks the tensors saved for backward. Offloading of saved tensors uses
+    the same hooks and looks like a checkpoint: its backward pass must run inside a replay too, though nothing is
+    recomputed.
     """
     if not torch.is_grad_enabled():
         return with_grad
@@ -148,7 +149,7 @@ def _known_class(module: nn.Module) -> str:
 
 
 def _site(name: str, module: Any, family: str) -> RouterSite:
-    """Return the site of a router; three families name the numbers of experts or choices differently."""
+    """Return the site of a router; some families name the numbers of experts or choices differently."""
     if family == "Gemma4TextRouter":
         num_experts, top_k = module.config.num_experts, module.config.top_k_experts
     else:

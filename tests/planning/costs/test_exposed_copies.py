@@ -41,11 +41,11 @@ def simulated_waits(costs, attention_M, overlap=True):
 
 def without_last_push_again(costs):
     """Return the costs without pushes again in the last layer that has any: the simulator leaves them out too."""
-    again, L = costs.again, costs.again.seconds_ML.shape[1]
+    again, L = costs.push_again, costs.push_again.seconds_ML.shape[1]
     last_M = L - 1 - np.argmax(again.takes_part_MLR.any(axis=2)[:, ::-1], axis=1)
     pushed_ML = np.arange(L) != last_M[:, None]
     left = {"seconds_ML": again.seconds_ML * pushed_ML, "network_ML": again.network_ML * pushed_ML}
-    return replace(costs, again=replace(again, **left, takes_part_MLR=again.takes_part_MLR & pushed_ML[..., None]))
+    return replace(costs, push_again=replace(again, **left, takes_part_MLR=again.takes_part_MLR & pushed_ML[..., None]))
 
 
 def predicted_waits(costs, attention_M):
@@ -71,10 +71,10 @@ def test_waits_are_those_of_the_simulator(step, dispatch, attention, network):
     forward, backward = predicted_waits(costs, attention_M)
     simulated = simulated_waits(costs, attention_M)
     assert forward == pytest.approx(simulated[0], rel=1e-9, abs=1e-6)
-    if costs.again.takes_part_MLR.any(axis=2)[:, :-1].all() or costs.resident:
+    if costs.push_again.takes_part_MLR.any(axis=2)[:, :-1].all() or costs.resident:
         assert backward == pytest.approx(simulated[1], rel=1e-9, abs=1e-6)
     else:  # below a layer without copies a push again begins earlier than the objective takes it to
-        copies = float((costs.push.seconds_ML + costs.again.seconds_ML + costs.gradients.seconds_ML).sum())
+        copies = float((costs.push.seconds_ML + costs.push_again.seconds_ML + costs.gradients.seconds_ML).sum())
         assert simulated[1] - 1e-6 <= backward <= simulated[1] + 0.2 * copies
 
 

@@ -93,7 +93,8 @@ class ReplicaSlots:
                 "replicas would not go home, so call backward() inside"
             )
         settled = Settled.at_once(pushes) if residency is None else residency.settle(micro_batch, layer, pushes)
-        alone = settled.fresh & {(push.replica, push.slot) for push in settled.after}  # no sum is made
+        # Both first and last gradient of their sum: they are sent as they are.
+        alone = settled.fresh & {(push.replica, push.slot) for push in settled.after}
         before = {push.slot: buffer.sums(push.slot, clone=True) for push in settled.before if push.replica == rank}
         for push in pushes:
             if push.replica == rank and (rank, push.slot) not in alone:

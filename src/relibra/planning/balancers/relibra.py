@@ -42,16 +42,17 @@ SHARED_NUMBERS, RESIDENT_NUMBERS = (1, 2), (1, 2, 4, 8, 16, 32, 64)
 _WORTH_SLOTS = 0.001
 """Share of the seconds that more slots must save: they take memory."""
 _NEARLY_CHEAPEST = 0.08
-"""Share above the cheapest number of slots up to which others are priced with packed samples too."""
+"""Numbers of slots up to this share dearer than the cheapest are priced with packed samples too."""
 _FINALISTS, _MOST_FINALISTS, _FINAL = 4_000, 3, 0.015
-"""Layers x micro-batches up to which so many numbers of slots, within this share of the cheapest, are planned whole."""
+"""Up to so many layers x micro-batches, so many numbers of slots within this share of the best are planned whole."""
 TOLERANCES = (1, 5, 20)
 """Accepted unevenness that is tried, as multiples of the budget's tolerance."""
 _WORTH_MOVING_AGAIN = 0.05
 """Share of a layer's seconds that new homes must save to replace planned ones: the next step has other samples."""
 _PROBE_LAYERS, _PROBE_MICRO_BATCHES, _PACKED_LAYERS = 6, 32, 12
+"""Sizes of the probe on which numbers of slots are priced, and layers of the one for packed samples."""
 _LARGE_STEP = 1024
-"""Layers x micro-batches above which samples have half as many micro-batches."""
+"""Layers x micro-batches above which probes have half as many micro-batches."""
 _ALL_LAYERS_BUDGET = 20_000
 """Layers x micro-batches x choices that are priced on all layers; 2 to 20 choices."""
 

@@ -1,8 +1,8 @@
 """Balanced: as even as copies can make it, at any cost. A reference for other balancers.
 
-Homes are dealt longest first on the totals of the step, and then every (micro-batch, layer) gets new replicas anywhere
+Homes are dealt heaviest first on the totals of the step, and then every (micro-batch, layer) gets new replicas anywhere
 in the cluster, as if all ranks were one node. With one spare slot per rank an exactly even layout of one load always
-exists when homes are free too (Walker's alias method); with homes fixed for the step the chains of
+exists when homes are free too (Walker's alias method); with homes fixed for the step the replicas of
 `relibra.planning.levers.replication` come within a few token-slots of it.
 """
 

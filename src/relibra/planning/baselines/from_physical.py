@@ -2,7 +2,7 @@
 
 Such planners fill all `E / R + B` slots of a rank and keep them for the whole step. Here every expert has one *home*
 (the copy that owns the optimizer state), exactly E / R of them on every rank; all other copies are replicas. Two copies
-of an expert on one rank are one instance, and the second slot is wasted, as in the original.
+of an expert on one rank are one instance, and the second slot is wasted, as in EPLB.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from relibra.planning.placement import Placement
 Split = Literal["even", "optimal", "local first"]
 
 
-def placement_from_physical(request: PlacementRequest, placement_LRP: Int[ndarray, "L R P"], split: Split) -> Placement:
+def placement_from_physical(request: PlacementRequest, physical_LRP: Int[ndarray, "L R P"], split: Split) -> Placement:
     """Return a physical placement as a `Placement` whose replicas stay for the whole step.
 
-    placement_LRP   expert in each of the P = E / R + B slots of a rank; -1: empty
+    physical_LRP   expert in each of the P = E / R + B slots of a rank; -1: empty
     split           how every micro-batch shares its load over the copies (`relibra.planning.balancers.shares`)
     """
     demand, budget, cluster = request.demand, request.budget, request.cluster
@@ -34,7 +34,7 @@ def placement_from_physical(request: PlacementRequest, placement_LRP: Int[ndarra
     replica_MLRB = np.full((M, L, R, request.slots), -1, dtype=np.int16)
     quota_MLRB = np.zeros((M, L, R, request.slots), dtype=np.int32)
     for layer in range(L):
-        copies_RE = count_copies(placement_LRP[layer], E)
+        copies_RE = count_copies(physical_LRP[layer], E)
         home_E = before_LE[layer].astype(np.int64)
         if budget.move_homes:
             share_E = request.total_LE[layer] / np.maximum(1, copies_RE.sum(axis=0))
@@ -57,7 +57,10 @@ def placement_from_physical(request: PlacementRequest, placement_LRP: Int[ndarra
 def _assign_slots(
     copies_RE: Int64[ndarray, "R E"], home_E: Int64[ndarray, " E"], total_E: ndarray, slots: int
 ) -> tuple[Int16[ndarray, "R B"], Int64[ndarray, "R B"]]:
-    """Return the copies that are not homes in spare slots; if too many, those with the largest shares."""
+    """Return the experts in spare slots, copies that are not homes, and how many copies each stands for.
+
+    If there are too many, those with the largest shares are kept.
+    """
     R = len(copies_RE)
     share_RE = copies_RE * (total_E / np.maximum(1, copies_RE.sum(axis=0)))
     replica_RB = np.full((R, slots), -1, dtype=np.int16)

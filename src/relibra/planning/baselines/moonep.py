@@ -1,12 +1,13 @@
 """MoonEP's planner (github.com/MoonshotAI/MoonEP; read in its forks, for example feliang-git/MoonEP 931911d).
 
-Sees the exact loads of one (micro-batch, layer), after gating. Homes never move. Every rank of a domain gets one
-capacity, the mean rounded up: while a rank is above it, the fullest gives to the emptiest exactly what that one can
-take, so a rank receives from at most one other. A giver that falls below the capacity is filled in turn. Between two
-ranks the expert with most token-slots left goes to the rank with most left to take. There is no tolerance.
+Sees the exact loads of one (micro-batch, layer), after gating. Homes never move. All ranks of a domain have the same
+capacity, the mean rounded up: while a rank is above it, the fullest gives to the emptiest what is missing there to the
+capacity, so a rank receives from at most one other. A giver that falls below the capacity is filled in turn. Between
+two ranks the expert with most token-slots left goes to the rank with most left to take. There is no tolerance.
 
-MoonEP reserves E / R slots per rank, as many as a rank has homes: no receiver can need more. So does its plan here,
-whatever the budget gives; only a budget of 0 slots turns replicas off. `replica_MLRB` says how many are used.
+MoonEP reserves E / R slots per rank, as many as a rank has experts at home: no receiver can need more. The plan here
+has as many, whatever the budget gives; only a budget of 0 slots turns replicas off. `replica_MLRB` says how many are
+used.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def solve(
 ) -> tuple[Int16[ndarray, "M R B"], Int32[ndarray, "M R B"]]:
     """Plan the replicas of one domain for each micro-batch.
 
-    home_E    home rank of each expert, 0..num_ranks-1, as many experts on each
+    home_E    home rank of each expert, 0..num_ranks-1, the same number on each
     returns   expert per slot (-1: empty) and the token-slots it computes; B is the number of homes of a rank
     """
     shape = (len(load_ME), num_ranks, len(home_E) // num_ranks)
@@ -108,7 +109,7 @@ def _pair_ranks(load_R, giver_R, quota_R) -> None:
 @compiled
 @no_type_check
 def _cut_experts(giver, home_B, left_B, giver_R, quota_R, replica_RB, quota_RB) -> None:
-    """Cut what a giver gives from its experts, the largest rest to the largest quota (ties: lower id, lower rank)."""
+    """Cut what a giver gives from its experts, the largest rest first, to the largest quota (ties: lower id, rank)."""
     while True:
         receiver = -1
         for r in range(len(quota_R)):

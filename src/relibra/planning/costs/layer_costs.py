@@ -28,7 +28,8 @@ class LayerCosts:
 
     home_MLR, replica_MLR    forward seconds of each rank's experts at home and replicas; backward takes twice them
     exchange                 dispatch and combine
-    push, again, gradients   copies of weights before forward and before backward, gradients home after it
+    push, push_again         copies of weights before forward, and again before backward
+    gradients                gradients home after backward
     host_seconds             launches and host work of a layer's forward pass; backward takes twice them
     decision_seconds         between a layer's router and its exchange in the forward pass: 0 where the plan is made
                              before the step; where it is live, the exchange of counts and the solver
@@ -41,7 +42,7 @@ class LayerCosts:
     replica_MLR: Float64[ndarray, "M L R"]
     exchange: ExchangeCosts
     push: CopyCosts
-    again: CopyCosts
+    push_again: CopyCosts
     gradients: CopyCosts
     host_seconds: float
     decision_seconds: float
@@ -56,7 +57,7 @@ class LayerCosts:
 
     @property
     def exchange_ML(self) -> Float64[ndarray, "M L"]:
-        """Return the seconds of rows and gate weights, forward and backward: two passes each way for rows."""
+        """Return the seconds of rows and gate weights, forward and backward: rows travel twice each way."""
         gates_ML = self.exchange.gates_ML + self.exchange.gates_back_ML
         return 2.0 * (self.exchange.dispatch_ML + self.exchange.combine_ML) + gates_ML
 
@@ -66,10 +67,10 @@ class LayerCosts:
         """Return the seconds that ranks wait for copies, forward and backward, as the executor runs them.
 
         attention_M     forward seconds before the experts of each layer; backward takes twice as long
-        without_queue   leave out waits for pushes before forward, if copies can hide
+        without_queue   leave out waits for pushes before forward, if copies can hide: all layers share their queue
         """
         if not self.hides_copies:
-            return self.push.seconds_ML + self.again.seconds_ML + self.gradients.seconds_ML
+            return self.push.seconds_ML + self.push_again.seconds_ML + self.gradients.seconds_ML
         backward_ML = self._exposed_backward_ML(attention_M)
         return backward_ML if without_queue else self._exposed_forward_ML(attention_M) + backward_ML
 
@@ -77,8 +78,9 @@ class LayerCosts:
         """Return the waits for pushes, which run one after another beside everything before the replicas.
 
         Resident slots are free from the start of the pass, the slots of all layers when results of the layer before are
-        back, and a live balancer pushes after its decision. Pushes between nodes pause while rows cross: `t` is the
-        time of each micro-batch, `v` its time without such rows.
+        back, and a live balancer pushes after its decision. Of two clocks per micro-batch `t` runs always, `v` stops
+        while rows cross between nodes, as pushes there pause. met: before dispatch; free: a push may start; there: it
+        has arrived.
         """
         rows_ML = self.exchange.dispatch_ML + self.exchange.gates_ML
         inside_ML, inside_back_ML = self.exchange.inside_ML
@@ -93,10 +95,10 @@ class LayerCosts:
             there_t, there_v = free_t + self.push.seconds_ML[:, layer], free_v + self.push.network_ML[:, layer]
             wait_MR = np.maximum(there_t - start_t, there_v - start_v)[:, None] * self.push.takes_part_MLR[:, layer]
             home_MR, replica_MR = self.home_MLR[:, layer], self.replica_MLR[:, layer]
-            block_M = (np.maximum(home_MR, wait_MR) + replica_MR).max(axis=1)
-            exposed_ML[:, layer] = block_M - (home_MR + replica_MR).max(axis=1)
-            now_t = start_t + block_M + self.exchange.combine_ML[:, layer]
-            now_v = start_v + block_M + inside_back_ML[:, layer]
+            experts_M = (np.maximum(home_MR, wait_MR) + replica_MR).max(axis=1)
+            exposed_ML[:, layer] = experts_M - (home_MR + replica_MR).max(axis=1)
+            now_t = start_t + experts_M + self.exchange.combine_ML[:, layer]
+            now_v = start_v + experts_M + inside_back_ML[:, layer]
             if self.resident:
                 free_t, free_v = there_t, there_v
             else:
@@ -105,23 +107,23 @@ class LayerCosts:
         return exposed_ML
 
     def _exposed_backward_ML(self, attention_M: Float64[ndarray, " M"]) -> Float64[ndarray, "M L"]:
-        """Return the waits for pushes again and for gradients.
+        """Return the waits for second pushes and for gradients.
 
-        A push again begins when gradients of the layer above are at home. Gradients leave when the last rank has
-        computed those of its replicas, and travel beside the experts at home.
+        The second push of a layer begins when gradients of the layer above are at home. Gradients leave when the last
+        rank has computed those of its replicas, and travel beside the experts at home.
         """
         back_ML = self.exchange.combine_ML + self.exchange.gates_back_ML
         inside_ML, inside_back_ML = self.exchange.inside_ML
         computing_M1 = 2 * (attention_M + self.host_seconds)[:, None]
         free_t = computing_M1 + self.exchange.dispatch_ML + np.roll(back_ML, -1, axis=1)
         free_v = computing_M1 + inside_ML + np.roll(inside_back_ML, -1, axis=1)
-        wait_ML = np.maximum(self.again.seconds_ML - free_t, self.again.network_ML - free_v)
-        replica_MLR = np.maximum(0.0, wait_ML[..., None] * self.again.takes_part_MLR) + 2 * self.replica_MLR
+        wait_ML = np.maximum(self.push_again.seconds_ML - free_t, self.push_again.network_ML - free_v)
+        replica_MLR = np.maximum(0.0, wait_ML[..., None] * self.push_again.takes_part_MLR) + 2 * self.replica_MLR
         done_ML = (replica_MLR + 2 * self.home_MLR).max(axis=2)
-        home_again_ML = np.where(
+        gradients_home_ML = np.where(
             self.gradients.seconds_ML > 0, replica_MLR.max(axis=2) + self.gradients.seconds_ML, 0.0
         )
-        return np.maximum(done_ML, home_again_ML) - 2 * (self.home_MLR + self.replica_MLR).max(axis=2)
+        return np.maximum(done_ML, gradients_home_ML) - 2 * (self.home_MLR + self.replica_MLR).max(axis=2)
 
     @property
     def host_ML(self) -> Float64[ndarray, "M L"]:
@@ -149,13 +151,13 @@ def layer_costs(
     """
     check_fit(plan, demand, cluster)
     home_MLR, replica_MLR = expert_seconds(plan, demand, cluster, expert)
-    push, again, gradients = copy_costs(plan, cluster, expert, from_pool=from_pool)
+    push, push_again, gradients = copy_costs(plan, cluster, expert, from_pool=from_pool)
     return LayerCosts(
         home_MLR=home_MLR,
         replica_MLR=replica_MLR,
         exchange=exchange_costs(plan, demand, cluster, expert, distinct),
         push=push,
-        again=again,
+        push_again=push_again,
         gradients=gradients,
         host_seconds=cluster.layer_seconds,
         decision_seconds=decision_seconds(cluster, plan.num_experts) if live else 0.0,

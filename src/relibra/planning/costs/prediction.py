@@ -81,7 +81,7 @@ def predict(
     attention_M = busiest_attention_M(demand, cluster, expert)
     hiding_M = attention_M if attention_seconds is None else np.full(len(attention_M), attention_seconds)
     costs = layer_costs(plan, demand, cluster, expert, live=live)
-    executed = replace(costs, again=costs.again.without_last())  # these weights are still in the slots
+    executed = replace(costs, push_again=costs.push_again.without_last())  # these weights are still in the slots
     return Prediction(
         compute=float(costs.compute_ML.sum()),
         attention=3.0 * len(demand.layer_ids) * float(attention_M.sum()),

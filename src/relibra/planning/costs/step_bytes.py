@@ -57,7 +57,7 @@ def sent_bytes(
     exchange, push, back = costs.exchange, costs.push, costs.gradients
     passes, sent, network = 1 + trained + (trained and recomputed), push.sent_MLR, push.network_sent_MLR
     if trained:
-        sent, network = sent + costs.again.sent_MLR, network + costs.again.network_sent_MLR
+        sent, network = sent + costs.push_again.sent_MLR, network + costs.push_again.network_sent_MLR
     return StepBytes(
         rows=_links(2 * passes * row_bytes, exchange.out_MLR, exchange.network_out_MLR),
         gates=_links(passes * gate_bytes, exchange.gates_out_MLR, exchange.cross_node_ML),

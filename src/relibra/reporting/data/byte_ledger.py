@@ -2,16 +2,16 @@
 
 Switching Efficiency (arXiv 2604.14690) splits the used share of a network's capacity into three factors:
 
-    useful / capacity = useful / received  x  received / forwarded  x  forwarded / capacity
-                        data factor           routing factor           port factor
+    useful / capacity = useful / received  x  received / sent  x  sent / capacity
+                         data factor           routing factor     port factor
 
-*Useful* is the first copy of a token at a rank. *Received* counts every row at the rank that computes it, *forwarded*
-every row at every port it leaves. *Capacity* is the time until the busiest port is done, in either direction, times the
-rates of all ports. A plan that changes one factor changes the others. Low port: uneven ranks (replicas help); low data:
-tokens sent twice (send once); low routing: detours (locality).
+*Useful* is the first copy of a token at a rank. *Received* counts every row at the rank that computes it, *sent* every
+row at every port it leaves. *Capacity* is the time until the busiest port is done, in either direction, times the
+rates of all ports. A plan that changes one factor changes the others. A low port factor means uneven ranks: replicas
+help. A low data factor means tokens sent twice: send once. A low routing factor means detours: locality helps.
 
-Ports are the link of a rank into its node and, between nodes, its share of the network. Networks of rails join ranks of
-equal number on their nodes: a row for another number is forwarded inside the destination node, its second port.
+A rank has two ports: its link into the node and its share of the network. Networks of rails join ranks of the same
+number: a row for a rank of another number goes to the rank of the sender's number on that node, which forwards it.
 With hierarchical dispatch a token enters a node once, at that rank, which forwards it to those that compute for it; the
 stage inside follows the one between nodes, so capacity counts the busiest port of each.
 Combine and backward pass reverse these paths: their factors are the same if links are as fast in both directions.
@@ -34,7 +34,7 @@ from relibra.planning.traffic.traffic import BETWEEN, IN, INSIDE, OUT, iterate_t
 from relibra.routing.demand import ScheduledDemand
 
 ROUNDING = 1e-12
-"""Share of the bytes received below which a difference of two sums of them is noise."""
+"""A difference of two sums of received bytes below this share of them is noise."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,7 +45,7 @@ class ByteLedger:
     duplicate_L   further copies of it there
     forwarded_L   bytes sent again by an intermediate rank
     capacity_L    bytes that all ports could send until the busiest one is done
-    exact         useful bytes were counted token by token; False: bounded from below by co-routing pairs
+    exact         useful bytes were counted token by token; False: a lower bound from pairs of experts chosen together
     """
 
     useful_L: Float64[ndarray, " L"]
@@ -177,7 +177,7 @@ def _dispatch_in_stages(
 ) -> tuple[Float64[ndarray, " L"], Float64[ndarray, " L"], Float64[ndarray, " L"]]:
     """Do the same for hierarchical dispatch.
 
-    A row is forwarded that a relay gets and does not compute itself: all ports send as many more than are received.
+    Forwarded rows are those that a relay gets and does not compute: what ports send beyond what is received.
     """
     bytes_2L2R = stage_rows(once_LRR, nodes_LRN)[0] * float(row_bytes)
     received_L = once_LRR.sum(axis=(1, 2)) * float(row_bytes)

@@ -13,10 +13,10 @@ from relibra.routing.demand import ScheduledDemand
 
 @dataclass(frozen=True, kw_only=True)
 class MovedExpert:
-    """An expert, its old and new home rank, and both ranks' loads from homes alone, over that of the mean rank.
+    """An expert, its old and new home rank, and both ranks' loads without replicas, divided by the mean rank's.
 
     token_slots                  of the expert in the step
-    from_load, to_load           of both ranks if no expert moved
+    from_load, to_load           of the old and the new home rank if no expert moved
     from_load_now, to_load_now   with all moves of the layer
     local, local_now             share of its token-slots that come from ranks of its home's node, before and after
     """

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 AXES = ("ranks", "micro_batch_tokens", "slots", "ranks_per_node", "pipeline_stages")
-"""Settings that can be the axis: the first of them that varies; without one, balancers are its categories."""
+"""The axis is the first of these that varies; if none does, balancers are its categories."""
 LOG_RANGE = 8
-"""Numbers whose largest is so many times the smallest are on a logarithmic axis, so that ticks keep apart."""
+"""From this ratio of the largest number to the smallest on, an axis is logarithmic: ticks keep apart."""
 VALUE = "tokens_per_second_per_rank"
 STATIC_VALUE = "static_tokens_per_second_per_rank"
-"""Of the static layout on the machine and micro-batches of a row."""
+"""The same of the static layout, on a row's machine and micro-batches."""
 OF_PLANS = ("slots", "balancer")
 """Settings that the static layout does not depend on."""
 STATIC = "static"
@@ -20,7 +20,7 @@ STATIC = "static"
 class SweepLines(NamedTuple):
     """What is drawn.
 
-    lines    values by position on the axis, rising, of each line, by its name
+    lines    for each line by name, its values by position on the axis, rising
     axis     the setting along the axis
     """
 
@@ -72,7 +72,7 @@ def _settings(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
 
 
 def describe_constants(rows: Sequence[dict[str, Any]], constant: Sequence[str]) -> list[tuple[str, str]]:
-    """Return names and values of the settings that all points share; what follows from a varied one as a range.
+    """Return names and values of the settings that all points share; one that follows from a varied setting is a range.
 
     >>> describe_constants([{"ranks": 8, "slots": 1, "balancer": "eplb"}], ["slots", "balancer"])
     [('slots', '1'), ('balancer', 'eplb')]

@@ -46,7 +46,7 @@ FIGURES = (
     ("k3_kl", "", "k3 divergence of rollout and trainer, mean (nats)", ".2e"),
     ("idle_share", "", "idle share of the rollout batch, mean", ".1%"),
 )
-"""Key, part, meaning with unit, form; a meaning with "first" or "last" shows that step, others the mean."""
+"""Key, part, meaning with unit, form; "first" or "last" in a meaning chooses the step, else the mean is shown."""
 
 ROUTE_BYTES = {
     "rollout": "from the engines",
@@ -108,11 +108,12 @@ def _alarms(metrics: Metrics) -> list[list[str]]:
     for step, texts in zip(metrics.steps, metrics.texts("alarms"), strict=True):
         for text in texts:
             found.setdefault(text.partition(" ")[0], []).append((step, text))
-    latest = [(len(dict(raised)), *raised[-1]) for raised in list(found.values())[:MAX_ALARMS]]
+    latest = [(len({step for step, _ in raised}), *raised[-1]) for raised in list(found.values())[:MAX_ALARMS]]
     return [[str(number), str(step), text[:400]] for number, step, text in latest]
 
 
 def _worst(metrics: Metrics, key: str) -> float:
+    """Return the value furthest from agreement, which is 1 for shares and weights, else 0."""
     agreement = 1.0 if key in ("ess", "weight_mean") else 0.0
     return max(metrics.known(key), key=lambda value: abs(value - agreement))
 

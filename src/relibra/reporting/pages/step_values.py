@@ -83,13 +83,13 @@ def step_values(step: ComparedStep, timelines: Sequence[tuple[str, Timeline]] = 
     simulated, ranks = simulate_timelines(step, micro_batch) if found else ([], [])
     bars = {
         i: waterfall(lever_gaps(compared.plan, compared.given), lever_bounds(compared.plan, compared.given))
-        for i, compared in _planned(step)
+        for i, compared in _not_static(step)
     }
     return {
         "compared": step,
         "simulated": found,
         "figures": key_figures(step, found),
-        "levers": [(i, compared.name, bars[i], end_of_skews(bars[i])) for i, compared in _planned(step)],
+        "levers": [(i, compared.name, bars[i], end_of_skews(bars[i])) for i, compared in _not_static(step)],
         "loads": load_figures(step) if all(plan.demand.load_MLE.any() for plan in step.plans) else None,
         "micro_batches": max(len(plan.plan.replica_MLRB) for plan in step.plans),
         "cover": _cover(step),
@@ -103,14 +103,14 @@ def step_values(step: ComparedStep, timelines: Sequence[tuple[str, Timeline]] = 
 
 
 def step_headline(step: ComparedStep) -> str:
-    """Return skew, and share of the expert time that a rank waits for the busiest on average, of both plans."""
+    """Return for both plans the skew, and the mean share of the expert time that ranks wait for the busiest."""
     return " · ".join(
         f"{plan.name}: skew {plan.skew:.3f}, {exact_percent(1 - 1 / plan.skew)} of the expert time spent waiting"
         for plan in step.plans
     )
 
 
-def _planned(step: ComparedStep) -> list[tuple[int, Any]]:
+def _not_static(step: ComparedStep) -> list[tuple[int, Any]]:
     return [(number, compared) for number, compared in enumerate(step.plans) if not compared.is_static]
 
 
@@ -179,14 +179,16 @@ def _ledgers(step: ComparedStep, found: StepSimulation | None) -> dict[str, Any]
     old, new = (item.efficiency_L for _, item in ledgers[:2])
     return {
         "names": [name for name, _ in ledgers],
-        "kinds": [[f"{kind}, {link} nodes", *map(_gigabytes, sizes)] for kind, link, sizes in kinds if any(sizes)],
+        "kinds": [
+            [f"{kind}, {link} nodes", *map(_gigabytes, of_plans)] for kind, link, of_plans in kinds if any(of_plans)
+        ],
         "exact": all(total.exact for total in totals),
         "totals": [
             *([name, *(_gigabytes(float(getattr(total, key)[0])) for total in totals)] for key, name in sizes),
             *([name, *(percent(float(getattr(total, key)[0])) for total in totals)] for key, name in FACTORS),
         ],
         "layers": [
-            Bar(f"{layer}", 0.0, float(new[i]), _changes_of_layer(ledgers, i), mark=float(old[i]))
+            Bar(f"{layer}", 0.0, float(new[i]), _factors_of_layer(ledgers, i), mark=float(old[i]))
             for i, layer in enumerate(step.after.plan.layer_ids.tolist())
         ],
         "most": float(max(old.max(), new.max())) or 1.0,
@@ -208,7 +210,7 @@ def named_ledgers(step: ComparedStep) -> list[tuple[str, ByteLedger]]:
     return found
 
 
-def _changes_of_layer(ledgers: Sequence[tuple[str, ByteLedger]], i: int) -> tuple[str, ...]:
+def _factors_of_layer(ledgers: Sequence[tuple[str, ByteLedger]], i: int) -> tuple[str, ...]:
     return tuple(" → ".join(f"{100 * getattr(item, key)[i]:.0f}" for _, item in ledgers) for key, _ in FACTORS)
 
 

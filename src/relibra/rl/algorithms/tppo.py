@@ -21,16 +21,16 @@ POSITIVE_WEIGHT = 0.1
 
 
 def choose_window(max_response: int) -> int | None:
-    """Return a window for T-PPO: the divisor of `max_response` nearest to a quarter of it; None: it has none.
+    """Return a window for T-PPO: the divisor of `max_response` nearest to a quarter of it, or None.
 
-    At least two tokens and at most half of a response; ties: the smaller one.
+    At least two tokens and at most half of a response, None: no divisor is; ties: the smaller one.
     """
     divisors = [window for window in range(2, max_response // 2 + 1) if max_response % window == 0]
     return min(divisors, key=lambda window: (abs(4 * window - max_response), window), default=None)
 
 
 def loss(inputs: LossInputs) -> LossResult:
-    """Return PPO's loss - p mini_batches / step_positive_tokens x sum over tokens of positive responses of log pi.
+    """Return PPO's loss - p x mini_batches / step_positive_tokens x (sum of log pi over tokens of positive responses).
 
     p is POSITIVE_WEIGHT.
     """

@@ -96,8 +96,8 @@ def _fill_in(given: Mapping[str, Any], sources: Sources) -> _Filling:
     # The value model is trained alone until all responses of the first step have ended.
     if preset in ("ppo", "tppo"):
         first_steps, ended = max(10, rollout.max_windows), min(64, rollout.responses_per_step)
-        warm_up = {"pretrain_steps": first_steps, "min_finished": ended, "explained_variance_gate": 0.0}
-        fill("critic", warm_up, f"algorithm {preset}")
+        alone = {"pretrain_steps": first_steps, "min_finished": ended, "explained_variance_gate": 0.0}
+        fill("critic", alone, f"algorithm {preset}")
     return filling
 
 

@@ -157,7 +157,7 @@ class UpdateSettings(Section):
     learning_rate: float = Field(1e-6, gt=0, le=10)
     """Learning rate of AdamW for the policy."""
     lr_warmup_steps: int = Field(0, ge=0, le=LONGEST)
-    """Optimizer steps over which both learning rates rise linearly from 0."""
+    """Optimizer steps over which both learning rates rise linearly from 0; constant after that."""
     mini_batches: int = Field(8, ge=1, le=1 << 20)
     """Mini-batches, and so optimizer steps, per RL step and epoch."""
     epochs: int = Field(1, ge=1, le=1 << 10)

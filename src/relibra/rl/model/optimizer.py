@@ -68,7 +68,7 @@ def step_or_skip(
 ) -> tuple[StepCount, float | None]:
     """Make an optimizer step with clipped gradients, or skip it where they are not finite; collective.
 
-    learning_rate   after its warm-up
+    learning_rate   that the warm-up ends at
     name            of the model, for messages
     returns         counts after it, and the norm of the gradient before clipping; None: skipped, on all ranks
     raises          EngineError, on all ranks, after more than MOST_SKIPPED skipped steps in a row

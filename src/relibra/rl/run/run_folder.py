@@ -1,19 +1,19 @@
 """The run folder: its files, its lock, and its configuration. Imports no torch.
 
 config.json            resolved configuration, sizes of the model and package versions
-settings.txt           where each value came from that is not a default
+settings.txt           where each value that is not a default came from
 metrics.jsonl          one line per finished RL step
 samples.jsonl          some responses of each step, with their rewards
 checkpoints/           from which a stopped run resumes
 reference/             the policy before the first step, if algorithm.kl_coefficient is above 0
 tensorboard/           the same numbers for TensorBoard
-traces/step-00000/     routes of the latest rollouts and of each 50th (`trace.keep`)
+traces/step-00000/     routes of the latest rollouts and of every 50th step (`trace.keep`)
 policy/                the trained policy, a plain `transformers` folder
 server/                log of the run's own rollout server, and weights on their way there (rollout.engine=serve)
 stacks/                Python stacks of the ranks, if one was lost or hung
 .lock                  empty; locked by the process that writes into the folder
 .running               there while `relibra train` waits for its ranks; they stop after a step when it is removed
-.launch                which `torchrun` made the folder: started again by it, the ranks continue there
+.launch                id of the `torchrun` that made the folder; ranks that it starts again continue there
 report.html            written at the end of a run, and by `relibra report`
 """
 
@@ -85,7 +85,7 @@ def open_or_create(config: RunConfig, resume: Path | None) -> Path:
 def open_launched(config: RunConfig, resume: Path | None, launched: LaunchedRank) -> tuple[Path, str | None]:
     """Return the folder of a resumed run, of the run that `torchrun` starts again, or a new one; an absolute path.
 
-    returns   also the checkpoint from which a run that is started again continues; None: it is not, or has none
+    returns   also the checkpoint from which a run that is started again continues; None: a new run, or it has none
     """
     run = resume and resume.absolute()
     if launched.restarts:
@@ -136,7 +136,7 @@ def remove_if_unused(run: Path) -> None:
 def check_not_removed(run: Path) -> None:
     """Raise EngineError if the folder of a run that writes metrics.jsonl was removed, or moved, while it goes on.
 
-    Other files may have been made anew since.
+    Only metrics.jsonl is looked for: other files may have been written again.
     """
     with suppress(OSError):  # a file system that does not answer now
         if not (run / "metrics.jsonl").exists():
@@ -160,7 +160,8 @@ def locked_run_folder(run: Path) -> Iterator[None]:
     with file:
         while True:
             try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # processes that a reward forks do not inherit it
+                # Processes that a reward forks do not inherit the lock.
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except (BlockingIOError, PermissionError):  # both mean: locked by another
                 if time.monotonic() > deadline:

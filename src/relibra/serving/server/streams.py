@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from relibra.serving.server.errors import Disconnected
 
 READING_SECONDS = 60.0
-"""How long a client may take no bytes before its answer is given up."""
+"""Seconds for which a client may read nothing before its answer is given up."""
 Result = TypeVar("Result")
 
 
@@ -23,7 +23,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, first: str, events: AsyncGenerator[str, None]) -> None:
-        """Send events; errors of the request come before the first."""
+        """Keep the first event, which has come, and those to come."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first, self._events = first, events
@@ -50,7 +50,7 @@ async def _send_part(send: Send, text: str) -> None:
 
 
 async def unless_left(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
-    """Return the result of a work; raise Disconnected, and cancel it, where its client leaves before."""
+    """Return what `work` returns; cancel it and raise Disconnected if the client leaves first."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)

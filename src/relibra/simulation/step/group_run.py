@@ -229,7 +229,7 @@ def _sent(costs: StageCosts, how: Execution, before: int, after: int) -> dict[st
         "dispatch": (ahead + back) * costs.row_bytes * out_R,
         "combine": (ahead + back) * costs.row_bytes * in_R,
         "gates": costs.gate_bytes * (ahead * gates_R + back * gates_back_R),
-        "push": np.sum([_copied(copies) for copies in (costs.push, costs.again)[: 1 + back]], axis=0),
+        "push": np.sum([_copied(copies) for copies in (costs.push, costs.push_again)[: 1 + back]], axis=0),
         "return": back * _copied(costs.gradients),
         "gather": np.full(len(own_R), len(costs.rows_MR) * gathered),
         "handover": own_R * (after + back * before),

@@ -97,7 +97,7 @@ def backward_pass(
         walk.gather(costs.gather(layer, root=False))
         if recompute_activations:
             walk.attention(layer, costs.before_MR(layer))
-            walk.forward_experts(layer, costs.again, frees_slots=False)
+            walk.forward_experts(layer, costs.push_again, frees_slots=False)
         walk.backward_experts(layer, pushed=recompute_activations)
         walk.attention(layer, 2 * costs.before_MR(layer))
     return walk.result()
@@ -199,7 +199,7 @@ class _Walk:
 
         pushed   the weights of replicas are there already
         """
-        costs, exchange, again, home = self.costs, self.costs.exchange, self.costs.again, self.costs.gradients
+        costs, exchange, again, home = self.costs, self.costs.exchange, self.costs.push_again, self.costs.gradients
         self._meet("attention")
         self._pause(2 * costs.host_seconds)
         push = None if pushed else self._begin("push", layer, again, self.free_M)

@@ -25,8 +25,9 @@ class StageRow:
 
 
 class FirstDifference(NamedTuple):
-    """The first event of a rank that is another one in the second timeline; None: it has no more.
+    """First place on a rank where the timelines have different events; None: that timeline has ended.
 
+    event       place among the compared events of the rank
     reordered   the rank has the same events, in another order
     """
 
@@ -44,9 +45,9 @@ class TimelineDifference:
     same_order      on every rank, events of the compared stages are the same in the same order
     compared        stages that both timelines have: only their events are compared
     only_first, only_second   stages that just one of them has
-    num_events      compared events of the first
+    num_events      events of the first timeline that were compared
     wrong_ranks     ranks whose events differ, or have another order; first_difference: where, on the first of them
-    stages          side by side, in order of names; labels are those of the timelines
+    stages          side by side, in order of names
     labels          where the figures come from: first, second
     """
 
@@ -66,8 +67,8 @@ def diff_timelines(first: Timeline, second: Timeline) -> TimelineDifference:
 
     An event is compared by (stage, layer, micro-batch): not by time, bytes and label, which depend on the machine, the
     type of numbers and the writer. Order is that of recording on each rank; order between ranks does not count. A stage
-    that one of them never has (attention and experts are simulated, "at home" is recorded) is not compared, but listed
-    in `only_first` or `only_second`.
+    that one of them never has (only simulated ones have attention and experts, only recorded ones "at home") is not
+    compared, but listed in `only_first` or `only_second`.
     """
     names = [{event.stage for event in timeline.events} for timeline in (first, second)]
     compared = names[0] & names[1]
