@@ -75,7 +75,8 @@ def calibrate(
     with writing(output):
         write_cluster(output, found.cluster)
     facts = {"written": str(output), **asdict(found)}
-    print_result(facts if as_json else {**facts, **_tables(found)}, as_json=as_json)
+    units = {"gemm": "flop/s", "host": "seconds", "exchange": "seconds"}
+    print_result(facts if as_json else {**facts, **_tables(found)}, as_json=as_json, units=units)
 
 
 def _tables(found: Calibration) -> dict[str, object]:

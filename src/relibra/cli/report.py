@@ -15,6 +15,7 @@ from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.requests import takes
 from relibra.cli.inputs.workload import check_num_experts, open_cluster
 from relibra.cli.outputs.files import find_demand
+from relibra.cli.outputs.plan_page import check_page
 from relibra.cli.outputs.terminal import progress
 from relibra.errors import ConfigError
 from relibra.printable import printable
@@ -115,6 +116,7 @@ def _report_plans(request: ReportRequest) -> Path:
     from relibra.routing.readers import open_trace
 
     path, other, timelines = request.path, request.other, request.timelines()
+    check_page(path)
     trace = None if request.trace is None else find_recording(request.trace).trace
     first = _read_plan(path, request.demand, "the plan" if other is None else _short_name(path, other))
     if other is None:

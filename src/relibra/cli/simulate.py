@@ -56,7 +56,8 @@ def simulate(request: SimulateRequest) -> None:
             found[name] = simulate_balancer(replace(request, balancer=name), workload)
     if request.timeline is not None:
         _write_timeline(request.timeline, request, workload, found[request.balancer])
-    print_result(_facts(request, workload, found), as_json=request.as_json)
+    units = {"parts": "seconds", "memory": "bytes", "activations_static": "bytes"}
+    print_result(_facts(request, workload, found), as_json=request.as_json, units=units)
 
 
 def _facts(request: SimulateRequest, workload: Workload, plans: dict[str, SimulatedPlan]) -> dict[str, object]:
@@ -71,6 +72,8 @@ def _facts(request: SimulateRequest, workload: Workload, plans: dict[str, Simula
         "balancer": request.balancer,
         "static_seconds": static.step.seconds,
         "static_skew": static.skew,
+        "static_bytes_by_kind": static.step.bytes.as_dict(),
+        "static_memory_bytes": static.memory.total,
         "memory": dict(chosen.memory.parts),
         "pipeline_stages": request.pipeline_stages,
         "recompute": request.recompute,

@@ -24,7 +24,10 @@ SETTINGS = ("ranks", "ranks_per_node", "slots", "micro_batch_tokens", "pipeline_
 MAX_POINTS = 500
 STOPPED = "stopped by Ctrl-C"
 SHARES = ("exchange_share", "straggler_share", "copies_share", "relocation_share")
-COLUMNS = ("seconds", "ratio_to_static", "tokens_per_second_per_rank", *SHARES, "skew", "memory_bytes", "kept_static")
+COLUMNS = (
+    *("seconds", "ratio_to_static", "tokens_per_second_per_rank", *SHARES, "skew", "memory_bytes", "fits_memory"),
+    *("all_ranks", "kept_static"),
+)
 """Figures of a row that the table has; --json has all."""
 
 
@@ -110,7 +113,9 @@ def sweep(request: SweepRequest) -> None:
         "rows": [point.row for point in found],
         "left_out": left_out,
     }
-    best.workload.note_problems(*{point.balancer for point in points})
+    best.workload.note_problems(*dict.fromkeys(point.balancer for point in points))
+    if warning := best.row["memory_warning"]:
+        print_note(f"the best point does not fit: {warning}")
     print_result(facts, as_json=request.as_json, columns={"rows": (*names, *COLUMNS)})
     if any(point["why"] == STOPPED for point in left_out):
         raise typer.Exit(130)
@@ -225,6 +230,7 @@ def _row(
         "ranks": point.ranks,
         "ranks_per_node": min(workload.machine.ranks_per_node, workload.machine.num_ranks),
         "all_ranks": step.layout.num_ranks,
+        "fits_memory": not simulated.memory.warning,
         "relocation_share": step.terms["relocation"] / step.seconds,
         "exchange_share": (step.terms["exchange"] + step.terms["gates"]) / step.seconds,
         "straggler_share": step.straggler_seconds() / step.seconds,

@@ -149,7 +149,7 @@ class ModelShape:
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """Return the bytes of keys and values of latent token over all layers; a window does not make it smaller."""
+        """Return the bytes of keys and values, or latents, of a token in all layers; a window makes them no smaller."""
         latent = self.latent
         values = 2 * self.kv_heads * self.head_dim if latent is None else latent.kv_rank + latent.rope_dim
         return self.layers * values * self.expert.bytes_per_value

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from relibra.errors import ConfigError
-from relibra.reporting.data.sweep_lines import STATIC_VALUE, VALUE, sweep_lines
+from relibra.reporting.data.sweep_lines import STATIC_VALUE, VALUE, describe_constants, sweep_lines
 from relibra.reporting.pages.sweep_page import KINDS, check_plot, draw_sweep
 from tests.reporting.test_report_in_browser import Tab, tab
 

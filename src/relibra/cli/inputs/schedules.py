@@ -78,6 +78,7 @@ def schedule_step(
     tokens_MR, left_S = demand.sum_per_rank(demand.length_S), demand.micro_batch_S < 0
     numbers = {
         "seed": request.seed if request.order is Order.SHUFFLED or request.micro_batches else None,
+        "drawn_again": request.micro_batches is not None,
         "mini_batches": 1 if demand.group_M is None else len(set(demand.group_M.tolist())),
         "micro_batches": len(tokens_MR),
         "samples": len(left_S),
@@ -90,7 +91,7 @@ def schedule_step(
         "rows_without_route": int((~routes.valid_T).sum()),
         "untrained_groups_included": given is None and mini_batches is not None and recording.filters_groups,
     }
-    return demand, cut | {name: number for name, number in numbers.items() if number}
+    return demand, cut | {name: number for name, number in numbers.items() if number or (name, number) == ("seed", 0)}
 
 
 def _schedule_one_mini_batch(

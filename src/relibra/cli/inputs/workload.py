@@ -91,6 +91,7 @@ class Workload:
             "model_sizes": {"layers": model.moe_layers, "experts": model.experts, "top_k": model.top_k},
             "cluster": machine.name,
             "cluster_label": machine.label,
+            "cluster_source": machine.source,
             "dispatch": machine.dispatch,
             "budget": asdict(budget_for(self.request, self)),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import typer
 from rich.console import Console
@@ -31,24 +32,30 @@ def progress(label: str) -> Status:
 
 
 def print_result(
-    facts: Mapping[str, object], *, as_json: bool, columns: Mapping[str, Sequence[str]] | None = None
+    facts: Mapping[str, object],
+    *,
+    as_json: bool,
+    columns: Mapping[str, Sequence[str]] | None = None,
+    units: Mapping[str, str] | None = None,
 ) -> None:
     """Print a result as one JSON object, or its numbers and texts as lines and its lists of mappings as tables.
 
     In lines and tables floats have four digits, and fields that are empty or None are left out.
 
     columns    of tables by name, where JSON has more of them
+    units      of fields by name, where names do not end in them
     """
     if as_json:
         typer.echo(json.dumps(facts))
         return
     lines: dict[str, str] = {}
-    for name, value in facts.items():
+    for key, value in facts.items():
+        name = f"{key}, {units[key]}" if units and key in units else key
         if rows := rows_of(value):
             _print_lines(lines)
             lines = {}
             typer.echo(f"{name.replace('_', ' ')}:")
-            print_table(rows, (columns or {}).get(name))
+            print_table(rows, (columns or {}).get(key))
         elif value is not None and value not in ("", [], {}, ()):
             lines[name] = format_value(value)
     _print_lines(lines)
@@ -66,8 +73,8 @@ def rows_of(value: object) -> list[Mapping[str, object]]:
 def format_value(value: object) -> str:
     """Return a value as text, in one line.
 
-    >>> format_value(1234567), format_value(0.123456), format_value(True), format_value({"a": 1, "b": None})
-    ('1,234,567', '0.1235', 'yes', 'a 1')
+    >>> format_value(1234567), format_value(12345.6), format_value(0.123456), format_value({"a": True, "b": None})
+    ('1,234,567', '12,346', '0.1235', 'a yes')
     """
     if isinstance(value, bool) or value is None:
         return "yes" if value else "no" if value is False else "-"
@@ -76,21 +83,32 @@ def format_value(value: object) -> str:
         return ", ".join(f"{str(name).replace('_', ' ')} {format_value(item)}" for name, item in known.items())
     if isinstance(value, list | tuple):
         return ", ".join(map(format_value, value))
-    if isinstance(value, int):
-        return f"{value:,}"
+    if isinstance(value, int) or (isinstance(value, float) and 1e4 <= abs(value) < 1e9):
+        return f"{value:,.0f}"
     return f"{value:.4g}" if isinstance(value, float) else printable(str(value))
 
 
 def print_table(rows: Sequence[Mapping[str, object]], columns: Sequence[str] | None = None) -> None:
-    """Print rows with a column for each of their fields, or for some."""
-    names = columns or list(dict.fromkeys(name for row in rows for name in row))
+    """Print rows with a column for each of their fields, or for some; in a terminal as many of them as fit."""
+    names, console = list(columns or dict.fromkeys(name for row in rows for name in row)), stdout_console()
+    table = _table(rows, names)
+    while len(names) > 2 and console.measure(table).minimum > console.width:
+        left_out = names.pop()
+        table = _table(rows, names)
+        print_note(f"no room for {left_out.replace('_', ' ')} (--json has all)")
+    console.print(table)
+
+
+def _table(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> Table:
+    """Return a table in which texts may be folded, and numbers not."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for name in names:
         is_text = any(isinstance(row.get(name), str | Mapping) for row in rows)
-        table.add_column(name.replace("_", " "), justify="left" if is_text else "right", overflow="fold")
+        justify: Literal["left", "right"] = "left" if is_text else "right"
+        table.add_column(name.replace("_", " "), justify=justify, overflow="fold", no_wrap=None if is_text else True)
     for row in rows:
         table.add_row(*(Text(format_value(row.get(name))) for name in names))
-    stdout_console().print(table)
+    return table
 
 
 def print_text(text: str) -> None:

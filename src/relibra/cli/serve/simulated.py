@@ -42,7 +42,8 @@ FIGURES = {
 """Fields of a result by their names in JSON."""
 RUN_COLUMNS = (
     *("case", "iteration_seconds", "p99_seconds", "attention_busy", "experts_busy", "network_busy", "bubble"),
-    *("network_bytes", "limit", "tokens_per_second", "queue_seconds"),
+    *("network_bytes", "limit", "tokens_per_second", "tokens_per_second_per_gpu", "tokens_per_second_per_price"),
+    *("queue_seconds", "queue_p99_seconds"),
 )
 """Figures of the table in a terminal."""
 

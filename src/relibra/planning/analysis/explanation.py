@@ -140,20 +140,20 @@ class PlanDifference:
     """Difference of a plan to another one, of the same step or of the step before.
 
     homes          (decoder layer, expert, rank before, rank after), by layer and expert
-    samples        samples that run in another micro-batch or on another rank; -1: the plans have different samples
+    samples        samples that run in another micro-batch or on another rank; None: the plans have different samples
     copies         replicas before and after
-    cells          (micro-batch, layer) pairs whose replicas or quotas differ; -1: other micro-batches
+    cells          (micro-batch, layer) pairs whose replicas or quotas differ; None: other micro-batches
     """
 
     homes: tuple[tuple[int, int, int, int], ...]
-    samples: int
+    samples: int | None
     copies: tuple[int, int]
-    cells: int
+    cells: int | None
 
     def __str__(self) -> str:
         """Return one line."""
-        samples = "other samples" if self.samples < 0 else f"{self.samples} samples scheduled elsewhere"
-        cells = "other micro-batches" if self.cells < 0 else f"{self.cells} (micro-batch, layer) pairs changed"
+        samples = "other samples" if self.samples is None else f"{self.samples} samples scheduled elsewhere"
+        cells = "other micro-batches" if self.cells is None else f"{self.cells} (micro-batch, layer) pairs changed"
         return f"{len(self.homes)} homes moved; {samples}; copies {self.copies[0]} -> {self.copies[1]}, {cells}"
 
 
@@ -167,7 +167,8 @@ def diff(before: StepPlan, after: StepPlan) -> PlanDifference:
         (int(before.layer_ids[layer]), int(e), int(before.home_LE[layer, e]), int(after.home_LE[layer, e]))
         for layer, e in zip(layer_X, expert_X, strict=True)
     )
-    samples = cells = -1
+    samples: int | None = None
+    cells: int | None = None
     if len(before.micro_batch_S) == len(after.micro_batch_S):
         moved_S = (before.micro_batch_S != after.micro_batch_S) | (before.rank_S != after.rank_S)
         samples = int(moved_S.sum())

@@ -21,6 +21,8 @@ from relibra.timeline import Event, Timeline
 
 MAX_CELLS = 800_000
 """Cells of all heatmaps of loads together: three bytes each on the page."""
+MAX_VIEWS = 200
+"""Views of a heatmap: each is a trace of the figure, and a slider restyles all."""
 MAX_EVENTS = 8_000
 """Events of one timeline: some 60 bytes each on the page, and an element each in a browser."""
 LANES = {
@@ -50,21 +52,24 @@ def load_figures(step: ComparedStep) -> dict[str, Any]:
     """
     layer_ids, (before, after) = step.before.plan.layer_ids.tolist(), step.plans
     sizes = step.before.plan.num_ranks + step.before.plan.num_experts
-    room = max(1, MAX_CELLS // (4 * len(layer_ids) * sizes))
+    room = max(1, min(MAX_VIEWS, MAX_CELLS // (4 * len(layer_ids) * sizes)))
     shown = [evenly_chosen(len(plan.plan.replica_MLRB), room) for plan in step.plans]
     cubes = {
         "ranks": [times_mean(plan.rank_load_MLR) for plan in step.plans],
         "experts": [times_mean(plan.demand.load_MLE, of=plan.instance_load_MLE()) for plan in step.plans],
     }
     names, (m, layer) = (before.name, after.name), step.most_improved()
-    numbers = max(shown, key=len)
+    numbers = sorted({*shown[0], *shown[1]})
     of_layers, of_micro_batches = [], []
     for rows, pair in cubes.items():
         end = 100 * max(2.0, *(float(np.quantile(cube.max(axis=-1), 0.99)) for cube in pair))
         kept = [cube[own] for cube, own in zip(pair, shown, strict=True)]
         views = [[cube[:, i] for cube in kept] for i in range(len(layer_ids))]
         of_layers.append((rows, _heatmaps(views, shown, names, ("micro-batch", rows[:-1]), end)))
-        views = [[cube[min(i, len(cube) - 1)] for cube in kept] for i in range(len(numbers))]
+        views = [
+            [cube[own.index(number)] if number in own else None for cube, own in zip(kept, shown, strict=True)]
+            for number in numbers
+        ]
         of_micro_batches.append((rows, _heatmaps(views, [layer_ids] * 2, names, ("layer", rows[:-1]), end)))
     return {
         "layers": of_layers,
@@ -76,19 +81,19 @@ def load_figures(step: ComparedStep) -> dict[str, Any]:
 
 
 def _heatmaps(
-    views: Sequence[Sequence[Float64[ndarray, "X Y"]]],
+    views: Sequence[Sequence[Float64[ndarray, "X Y"] | None]],
     columns: Sequence[Sequence[int]],
     names: Sequence[str],
     axes: tuple[str, str],
     end: float,
 ) -> Any:
-    """Draw two heatmaps side by side for each view, of which one is visible."""
+    """Draw two heatmaps side by side for each view, of which one is visible; None: the plan has no such micro-batch."""
     figure = plotly_figures().Figure()
     for view in views:
         for i, loads_XY in enumerate(view):
             suffix = "" if i == 0 else "2"
             figure.add_heatmap(
-                z=np.rint(100 * np.minimum(loads_XY, 650)).T.astype(np.uint16),
+                z=[] if loads_XY is None else np.rint(100 * np.minimum(loads_XY, 650)).T.astype(np.uint16),
                 x=[str(number) for number in columns[i]],
                 xaxis=f"x{suffix}",
                 yaxis=f"y{suffix}",
@@ -103,7 +108,8 @@ def _heatmaps(
         suffix, domain = ("", [0.0, 0.48]) if i == 0 else ("2", [0.52, 1.0])
         title = {"text": f"{axes[0]}, {plain_name(name)}"}
         figure.update_layout({f"xaxis{suffix}": {"title": title, "domain": domain, "type": "category"}})
-    height = int(np.clip(170 + 9 * views[0][0].shape[1], 260, 620))
+    rows = next(loads_XY.shape[1] for loads_XY in views[0] if loads_XY is not None)
+    height = int(np.clip(170 + 9 * rows, 260, 620))
     figure.update_layout(height=height, yaxis={"title": {"text": axes[1]}}, yaxis2={"anchor": "x2", "matches": "y"})
     return figure
 

@@ -49,8 +49,7 @@ class RolloutSettings(Section):
     """sglang, vllm: server address, such as http://127.0.0.1:30000; or several, as a list or with commas: each
     response may come from any of them. They must return log-probs and routed experts."""
     server_options: str = Field("", max_length=1000)
-    """Servers that the run starts: options of `relibra serve`, as "--attention 2 --experts 2", or of vLLM; the run sets
-    address, dtype and lengths."""
+    """serve: options of `relibra serve`, as "--attention 2 --experts 2"; the run sets address, dtype and lengths."""
     server_weights: Path | None = None
     """sglang, vllm: folder through which new weights go, a fresh one inside it per version; trainer and server must
     see it under the same path."""

@@ -2,5 +2,5 @@
 
 In: rows grouped by expert in a buffer that is made once. Out: the experts' rows at the same places. Open `messages.py`
 first (what is sent), then `attention_side.py` and
-`expert_side.py`; `group_channel.py` has rows through process groups, for GPUs.
+`expert_side.py`.
 """
