@@ -249,7 +249,7 @@ class ParallelSettings(Section):
     """"local": processes on this machine; "ray": on the nodes of a running Ray cluster, found as Ray finds it."""
     timeout_seconds: float = Field(1800.0, gt=0, le=1e7)
     """Seconds that a collective waits for a rank before the run ends with an error. For rollouts, rewards and writing,
-    which may take longer on one rank than on others, ranks wait without end. A rank that ends is noticed in half a minute."""
+    which may take longer on one rank than on others, ranks wait without end. A rank that ends is noticed soon."""
     heartbeat_seconds: float = Field(180.0, ge=1, le=1e7)
     """Seconds without a sign of life after which a rank counts as lost: its process is stopped, or its machine gone."""
 
