@@ -44,13 +44,15 @@ def train(
 
     Example: relibra train run.steps=3 warmup.steps=20   (a smoke run, too short to learn)
     """
-    from relibra.rl.config.run_config import as_toml, check_resumable, load_config
+    from relibra.rl.config.run_config import as_toml, check_resumable, drop_operational, load_config
     from relibra.rl.run.run_folder import read_settings
 
     file, overrides = options.file_and_overrides(settings)
     if resume is not None and file is not None:
         raise ConfigError(f"--resume {resume} and a settings file {file} contradict each other: leave out the file")
     base = None if resume is None else read_settings(resume)
+    for line in drop_operational(base or {}):
+        print_note(line)
     config = load_config(file, overrides, base=base)
     if base is not None:
         check_resumable(load_config(None, base=base), config)

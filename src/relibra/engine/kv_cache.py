@@ -172,6 +172,8 @@ class SlottedLayer(DynamicLayer):  # type: ignore[misc]
             fresh[: self.rows, ..., end - self.kept : end, :] = states
             self._buffers[index] = fresh
         self._end = end
+        # Views of the old buffers would keep them until this layer is updated.
+        self.keys, self.values = (buffer[: self.rows, ..., end - self.kept : end, :] for buffer in self._buffers)
 
 
 class SlottedCache(DynamicCache):  # type: ignore[misc]

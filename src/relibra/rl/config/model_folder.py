@@ -43,7 +43,8 @@ def check_model_path(path: str) -> None:
     elif _downloaded_config(name) is None:
         why = "no folder, and no model of that name was downloaded before"
         near = _similar(folder)
-        instead = f"did you mean {near!r}?" if near else f"to download one, name the hub: model.path={HUB}owner/name"
+        hub = f"to download one, name the hub: model.path={HUB}owner/name"
+        instead = f"did you mean {near!r}? {hub}" if near else hub
         raise ConfigError("model.path", got=path, allowed=why, next_step=instead)
 
 

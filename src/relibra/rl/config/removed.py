@@ -57,6 +57,8 @@ def without_removed(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tupl
                 refused.append((name, value))
             elif name == "algorithm.lambda_mode" and value == "length_adaptive":
                 parts[section].pop("lambda_policy", None)  # its floor then
+            elif name == "algorithm.lambda_mode":
+                parts[section].setdefault("lambda_policy", 0.95)  # a number is fixed
     return settings, refused
 
 
@@ -73,8 +75,8 @@ def _kept_values(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[A
     if preset in ("ppo", "tppo"):
         kept["algorithm.advantage"] = ("gae",)
     if preset == "tppo" and algorithm.get("lambda_policy", 0.95) == 0.95:
-        kept["algorithm.lambda_mode"] = ("length_adaptive",)
+        kept["algorithm.lambda_mode"] = ("length_adaptive", "fixed")
     hidden = model.get("hidden_size", 64)
     if settings.get("rollout", {}).get("engine") in ("sglang", "vllm") and isinstance(hidden, int):
-        kept["model.head_dim"] = (max(32, hidden // 4),)
+        kept["model.head_dim"] = (0, max(32, hidden // 4))
     return kept

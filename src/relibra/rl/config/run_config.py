@@ -174,6 +174,11 @@ def describe_training(config: RunConfig) -> list[str]:
         lines.append(
             f"warning: all run.steps train the value model alone (critic.pretrain_steps {first}), not the policy"
         )
+    if config.algorithm.preset == "tppo" and not isinstance(config.algorithm.lambda_policy, str):
+        lines.append(
+            f"warning: algorithm.lambda_policy {config.algorithm.lambda_policy:g} is fixed: T-PPO's is "
+            "length_adaptive"
+        )
     if config.model.path and rate > HIGH_RATE:
         lines.append(
             f"warning: update.learning_rate {rate:g} is more than 20 times what RL post-training usually takes (1e-6): "
@@ -187,6 +192,26 @@ _MAY_CHANGE = (
     *("rollout.max_batch", "rollout.url", "rollout.server_weights", "rollout.server_options"),
     *("rollout.start_seconds", "rollout.timeout_seconds", "rollout.api_key_from"),
 )
+
+
+_GONE = (
+    *("rollout.server_", "rollout.servers", "rollout.retry_seconds", "task.max_failed_rewards", "evaluation.stop_at"),
+    *_MAY_CHANGE,
+)
+"""Removed settings with which a run may be resumed all the same."""
+
+
+def drop_operational(base: dict[str, Any]) -> list[str]:
+    """Remove settings of earlier versions from those of a run to resume, where its checkpoint does not depend on them.
+
+    returns   a warning for each
+    """
+    _, refused = without_removed(base)
+    dropped = [(name, value) for name, value in refused if name.startswith(_GONE)]
+    for name, _ in dropped:
+        section, key = name.split(".")
+        del base[section][key]
+    return [f"warning: {name} {value!r} of the run does nothing now: {REMOVED[name][1]}" for name, value in dropped]
 
 
 def check_resumable(before: RunConfig, after: RunConfig) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import logging
+import os
 import threading
 import time
 import traceback
@@ -187,8 +188,8 @@ class Heartbeat:
         before = time.monotonic()
         while not self._stop.wait(self.beat_seconds):
             now = time.monotonic()
-            if now - before > 4 * self.beat_seconds:  # this process was stopped itself
-                self._answered = now
+            if now - before > 4 * self.beat_seconds or (agent_has_store() and _parent_is_stopped()):
+                self._answered = now  # this process was stopped itself, or Ctrl-Z stopped the launcher
             before = now
             if now - self._answered > self.lost_seconds + self.beat_seconds:
                 holder = "the process that has the store of the group (the launcher, or rank 0)"
@@ -238,6 +239,12 @@ class Heartbeat:
             f"no sign of life of {lost} for {seconds:g} s (parallel.{setting}): its process is stopped, or its machine "
             f"is gone; stacks of the ranks are in {self.stacks}"
         )
+
+
+def _parent_is_stopped() -> bool:
+    with suppress(OSError):  # no Linux, or it ended
+        return Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Imports no torch before the ranks start: a bad setting is refused at once.
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 from collections.abc import Iterator
@@ -66,10 +67,9 @@ def launch(config: RunConfig, resume: Path | None = None, *, supervise: bool = F
     on_ray = config.parallel.launcher == "ray"
     if on_ray:
         check_ray()
-    if launched is None or launched.rank == 0:
-        for line in describe_training(config):
-            print(printable(line), file=sys.stderr, flush=True)
     if launched is not None:
+        if launched.rank == 0:
+            _print_settings(config)
         return _run_as_rank(config, launched, resume, supervise=supervise)
     if config.model.path:
         check_expert_ranks(config.model.path, config.parallel.ranks)
@@ -173,7 +173,8 @@ def _run_processes(config: RunConfig, run: Path) -> bool:
             else:
                 ended = run_node_ranks(config, run, Node(num_ranks=config.parallel.ranks))
     except OSError as error:
-        raise EngineError(f"cannot start the ranks ({error}): make room there, or set TMPDIR") from error
+        next_step = ": make room there, or set TMPDIR" if error.errno == errno.ENOSPC else ""
+        raise EngineError(f"cannot start the ranks ({error}){next_step}") from error
     finally:
         running.unlink(missing_ok=True)
     return check_ended(ended, run, asked=bool(signals))

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -28,6 +29,8 @@ STOPPED_SECONDS = 30.0
 """Seconds beyond `parallel.heartbeat_seconds` after which a rank that is stopped is killed: other ranks notice it
 themselves before, with their stacks, where there are others."""
 POLL_SECONDS = 2.0
+RUNNING = "running "
+"""In the file `done` of a rank until it has done its work: the file is there before the disk may be full."""
 WATCH_SECONDS = 0.2
 START_RANK = (
     "import json, sys; place = json.load(open(sys.argv[1])); sys.path[:] = place['path']; "
@@ -73,7 +76,11 @@ def run_node_ranks(config: RunConfig, run: Path, node: Node) -> EndedRanks:
         first = node.number * node.num_ranks
         return EndedRanks(
             num_ranks=node.num_ranks,
-            done={first + int(file.parent.name): file.read_text() == "complete" for file in folder.rglob("done")},
+            done={
+                first + int(file.parent.name): how == "complete"
+                for file in folder.rglob("done")
+                if (how := file.read_text()) != RUNNING
+            },
             failures={rank: _failure(failure, stopped) for rank, failure in failures.items()},
         )
 
@@ -86,10 +93,14 @@ def _launch(node: Node, folder: Path) -> dict[int, Any]:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _silence_agent()
-    port = node.port
-    if not port:  # the agent shares the server of this process, so that no other program takes the port
-        store = TCPStore(node.host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-        port = store.port
+    port, store = node.port, None
+    if not port:  # the agent shares this server, so that no other program takes the port or reaches it from outside
+        listener = socket.create_server((node.host, 0))
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            node.host, port, is_master=True, wait_for_workers=False, multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
     config = LaunchConfig(
         min_nodes=node.num_nodes,
         max_nodes=node.num_nodes,
@@ -107,6 +118,8 @@ def _launch(node: Node, folder: Path) -> dict[int, Any]:
         elastic_launch(config, sys.executable)("-c", START_RANK, str(folder / "place.json"))
     except ChildFailedError as error:
         return dict(error.failures)
+    finally:
+        del store
     return {}
 
 
@@ -177,7 +190,11 @@ def watch_launcher(launcher: int, run: str = "") -> None:
         file = running_file(Path(run)) if run else None
         while os.getppid() == launcher:
             handled = callable(signal.getsignal(signal.SIGTERM))  # not yet, while the rank starts
-            if file is not None and handled and not file.exists():
+            try:
+                stops = file is not None and handled and not file.exists()
+            except OSError:  # a file system that does not answer now
+                stops = False
+            if stops:
                 file = None
                 os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(WATCH_SECONDS)

@@ -21,10 +21,10 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, recor
 from relibra.environment import LaunchedRank, error_file, launched_rank, shows_tracebacks
 from relibra.errors import ConfigError, EngineError, LostPeerError, RelibraError, library_errors
 from relibra.files import write_text
-from relibra.printable import escape_logs_and_tracebacks, print_traceback, printable
+from relibra.printable import escape_logs_and_tracebacks, print_traceback, printable, printable_lines
 from relibra.rl.config.run_config import RunConfig, with_ranks
 from relibra.rl.run.heartbeat import HangingPeerError, heartbeats
-from relibra.rl.run.node_ranks import watch_launcher
+from relibra.rl.run.node_ranks import RUNNING, watch_launcher
 from relibra.rl.run.ranks import Rendezvous, connect_ranks, is_peer_loss, joined_ranks
 from relibra.rl.run.run_failure import Exit
 from relibra.rl.run.run_folder import open_launched, remove_if_unused
@@ -52,10 +52,13 @@ def main(place: Mapping[str, Any]) -> None:
     assert told is not None, "the agent tells a rank where to write"
     with suppress(OSError):  # one of them is closed
         os.dup2(2, 1)  # to its end: what a reward prints at exit is no outcome either
+    done = told.with_name("done")
+    done.write_text(RUNNING)
     run = Path(place["run"])
     config = RunConfig.model_validate_json(place["config"])
     _, complete = run_rank(config, launched, lambda _: (run, False), prints=False)
-    write_text(told.with_name("done"), "complete" if complete else "stopped")
+    with done.open("r+") as file:  # in its place: a full disk has room for it
+        file.write("complete" if complete else "stopped ")
     leave()
 
 
@@ -165,7 +168,7 @@ class _FailureRecord(ErrorHandler):
         """Print and record an error."""
         expected = isinstance(e, _EXPECTED)
         text = printable(str(e)) if expected else traceback.format_exc()
-        if not expected or shows_tracebacks():
+        if shows_tracebacks():
             print_traceback(type(e), e, e.__traceback__)
         if self.created is not None:
             remove_if_unused(self.created)
@@ -177,8 +180,8 @@ class _FailureRecord(ErrorHandler):
             write_text(file, json.dumps({"message": about})) if file else None
         except OSError:
             file = None
-        if expected and (self._prints or file is None):
-            print(f"rank {self._rank}: {text}", file=sys.stderr, flush=True)
+        if self._prints or file is None:
+            print(printable_lines(f"rank {self._rank}: {text}"), file=sys.stderr, flush=True)
 
     def exit(self, error: BaseException) -> None:
         """End this process; record what `record` does not see: an error in a thread, sys.exit, an interrupt."""

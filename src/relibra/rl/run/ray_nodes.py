@@ -35,8 +35,8 @@ TRY_SECONDS = 5.0
 """Seconds after which the layout is chosen anew from the nodes that are there."""
 PREPARE_SECONDS = 120.0
 """Seconds to wait for the first answer of a node, which imports relibra."""
-GRACE_SECONDS = 10.0
-"""Seconds that other nodes get to end by themselves after one failed."""
+GRACE_SECONDS = 45.0
+"""Seconds that other nodes get to end by themselves after one failed; torch's agent there takes up to 30."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,9 +172,11 @@ def _task(function: Any, node: PlacedNode) -> Any:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     resources = resources_of_ranks(node.num_ranks, gpus=_use_gpus())
+    hidden = {} if "GPU" in resources else {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}
     return ray.remote(
         num_cpus=resources["CPU"],
         num_gpus=resources.get("GPU", 0),
+        runtime_env=hidden,
         max_retries=0,
         max_calls=1,
         scheduling_strategy=PlacementGroupSchedulingStrategy(node.group, placement_group_bundle_index=node.bundle),
@@ -248,7 +250,8 @@ def _alive_nodes() -> list[dict[str, Any]]:
 
 
 def _use_gpus() -> bool:
-    return any(node["Resources"].get("GPU") for node in _alive_nodes())
+    """Return whether ranks have GPUs: the nodes have, and they are not hidden from the driver."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(node["Resources"].get("GPU") for node in _alive_nodes())
 
 
 def _last_line(error: Exception) -> str:

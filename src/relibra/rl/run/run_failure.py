@@ -11,7 +11,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from relibra.errors import EngineError
-from relibra.printable import printable
+from relibra.printable import printable_lines
 from relibra.rl.run.run_folder import has_checkpoint, is_unused
 
 
@@ -109,12 +109,14 @@ def _cause(ended: EndedRanks) -> str:
         return _left(left[0])
     rank, failure = next(iter((own or failures).items()))
     if failure.message:
-        print(printable(f"rank {rank}: {failure.message}"), file=sys.stderr, flush=True)
+        print(printable_lines(f"rank {rank}: {failure.message}"), file=sys.stderr, flush=True)
         lost = failure.code in (Exit.LOST_PEER, Exit.HANGING_PEER)
         return f"rank {rank} {'lost its peers' if lost else 'failed'} (see above)"
     if failure.stopped:
         return f"the process of rank {rank} is stopped (SIGSTOP)"
-    return f"rank {rank} was killed by {signal_name(-failure.code)}" if failure.code < 0 else _left(rank)
+    if failure.code < 0:
+        return f"rank {rank} was killed by {signal_name(-failure.code)}"
+    return _left(rank) if failure.code == 0 else f"{_left(rank)} Its exit code is {failure.code}, see above"
 
 
 def _left(rank: int) -> str:

@@ -141,7 +141,7 @@ class MicroBatch:
             known = [sequence for sequence in sequences if sequence.number in self._sequences]
             for sequence in known:
                 if sequence.finish is not None:
-                    del self._sequences[sequence.number]
+                    self._sequences.pop(sequence.number, None)
         if known:
             self._listener(known)
 
