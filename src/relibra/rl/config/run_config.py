@@ -176,8 +176,7 @@ def describe_training(config: RunConfig) -> list[str]:
         )
     if config.algorithm.preset == "tppo" and not isinstance(config.algorithm.lambda_policy, str):
         lines.append(
-            f"warning: algorithm.lambda_policy {config.algorithm.lambda_policy:g} is fixed: T-PPO's is "
-            "length_adaptive"
+            f"warning: algorithm.lambda_policy {config.algorithm.lambda_policy:g} is fixed: T-PPO's is length_adaptive"
         )
     if config.model.path and rate > HIGH_RATE:
         lines.append(
