@@ -38,7 +38,7 @@ def test_figures_are_printed_with_spread_and_cluster_is_written(run, measured, t
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = run("calibrate", "-o", tmp_path / "c.toml", "--model", "32x16", "--ranks", "4")
     assert code == 0
-    for name in ("gemm:", "host:", "exchange:", "links:"):
+    for name in ("gemm, flop/s:", "host, seconds:", "exchange, seconds:", "links:"):
         assert f"\n{name}\n" in out
     assert "label measured" in " ".join(out.split())
     cluster = read_cluster(tmp_path / "c.toml")

@@ -49,13 +49,13 @@ def simulate(request: SimulateRequest) -> None:
     check_outputs(named("--timeline", request.timeline), inputs)
     with progress(f"cutting {recording.trace}"):
         workload = open_workload(recording, request)
-    workload.note_problems(request.balancer)
     found = {}
     for name in dict.fromkeys(("static", request.balancer)):
         with progress(f"planning and simulating {name} (the first run compiles kernels)"):
             found[name] = simulate_balancer(replace(request, balancer=name), workload)
     if request.timeline is not None:
         _write_timeline(request.timeline, request, workload, found[request.balancer])
+    workload.note_problems(request.balancer)
     units = {"parts": "seconds", "memory": "bytes", "activations_static": "bytes"}
     print_result(_facts(request, workload, found), as_json=request.as_json, units=units)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import typer
 from rich.console import Console
@@ -103,9 +102,10 @@ def _table(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> Table:
     """Return a table in which texts may be folded, and numbers not."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for name in names:
+        cells, title = [format_value(row.get(name)) for row in rows], name.replace("_", " ")
         is_text = any(isinstance(row.get(name), str | Mapping) for row in rows)
-        justify: Literal["left", "right"] = "left" if is_text else "right"
-        table.add_column(name.replace("_", " "), justify=justify, overflow="fold", no_wrap=None if is_text else True)
+        longest = max(map(len, [*title.split(), *([] if is_text else cells)]), default=0)
+        table.add_column(title, justify="left" if is_text else "right", overflow="fold", min_width=longest)
     for row in rows:
         table.add_row(*(Text(format_value(row.get(name))) for name in names))
     return table

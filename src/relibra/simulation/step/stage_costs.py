@@ -100,7 +100,7 @@ def stage_costs(
         gathered = gathered_bytes(model, first=first, last=last) if shard_dense else Gathers(0.0, 0.0, 0.0)
         parts = {field.name: _cut(getattr(costs, field.name), layers) for field in fields(costs)}
         if last and overlap:
-            parts["again"] = parts["again"].without_last()
+            parts["push_again"] = parts["push_again"].without_last()
         found.append(
             StageCosts(
                 **parts,
