@@ -33,18 +33,22 @@ def test_help_reads_well(run):
 
 
 def options_of(command, words=()):
-    """Yield the words of each command under this one, with the names of its options."""
+    """Yield the words of each command under this one, with its options."""
     for name, under in getattr(command, "commands", {}).items():
         yield from options_of(under, (*words, name))
     if words and words != ("bench",):  # which passes its words on
-        shown = [part for part in command.params if not getattr(part, "hidden", False)]
-        yield words, [option for part in shown for option in (*part.opts, *part.secondary_opts)]
+        yield words, [part for part in command.params if not getattr(part, "hidden", False)]
+
+
+def test_every_option_has_a_help_text():
+    assert not [(words, part.name) for words, shown in options_of(get_command(app)) for part in shown if not part.help]
 
 
 @pytest.mark.parametrize("columns", ["80", "60"])
 def test_names_of_options_are_whole_in_a_narrow_terminal(run, monkeypatch, columns):
     seen = 0
-    for words, names in options_of(get_command(app)):
+    for words, shown in options_of(get_command(app)):
+        names = [option for part in shown for option in (*part.opts, *part.secondary_opts)]
         monkeypatch.setenv("COLUMNS", columns)
         code, out, _ = run(*words, "--help")
         assert code == 0

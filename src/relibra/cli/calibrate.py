@@ -11,6 +11,7 @@ import typer
 
 from relibra.cli.inputs import options
 from relibra.cli.inputs.models import open_model
+from relibra.cli.inputs.requests import documented, within
 from relibra.cli.inputs.workload import open_cluster
 from relibra.cli.outputs.files import check_outputs, writing
 from relibra.cli.outputs.terminal import print_result, progress
@@ -21,32 +22,25 @@ if TYPE_CHECKING:
     from relibra.calibration.fit import Calibration
 
 
+@documented
 def calibrate(
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="File for the cluster, TOML.")] = Path(
-        "cluster.toml"
-    ),
-    ranks: Annotated[
-        int | None,
-        typer.Option(min=1, max=1024, metavar="R", help="Ranks of this machine; default: its GPUs, else 2 processes."),
-    ] = None,
-    model: Annotated[
-        str, typer.Option(metavar="NAME", help="Model whose experts are timed, or HIDDENxWIDTH, such as 2880x2880.")
-    ] = DEFAULT_MODEL,
-    links_of: Annotated[
-        str | None,
-        typer.Option(
-            "--links-of",
-            metavar="NAME",
-            help="With one GPU only: cluster whose links between ranks are taken, as there is no other rank to measure "
-            "with. The file is then labelled model.",
-        ),
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Few sizes and repetitions, to check that it runs.")] = False,
+    output: Annotated[Path, typer.Option("--output", "-o")] = Path("cluster.toml"),
+    ranks: Annotated[int | None, within(1, 1024)] = None,
+    model: str = DEFAULT_MODEL,
+    links_of: str | None = None,
+    quick: Annotated[bool, typer.Option("--quick")] = False,
     as_json: options.Json = False,
 ) -> None:
     """Measure experts, copies and the exchange between ranks on this machine; write a cluster for plan and compare.
 
     Each figure is a median over repetitions that alternate between sizes; the slowest rank counts. Two minutes.
+
+    output PATH  File for the cluster, TOML.
+    ranks R  Ranks of this machine; default: its GPUs, else 2 processes.
+    model NAME  Model whose experts are timed, or HIDDENxWIDTH, such as 2880x2880.
+    links_of NAME  With one GPU only: cluster whose links between ranks are taken, as there is no other rank to measure
+        with. The file is then labelled model.
+    quick  Few sizes and repetitions, to check that it runs.
 
     Example: relibra calibrate --output cluster.toml --model qwen3-30b-a3b
     """

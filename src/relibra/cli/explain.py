@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from relibra.cli.inputs import options
+from relibra.cli.inputs.requests import documented, within
 from relibra.cli.outputs.files import find_demand
 from relibra.cli.outputs.terminal import print_result
 from relibra.errors import ConfigError
@@ -21,16 +22,13 @@ if TYPE_CHECKING:
     from relibra.planning.plan import StepPlan
 
 
+@documented
 def explain(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan written by relibra plan.")],
-    layer: Annotated[
-        int | None, typer.Option(min=0, help="Decoder layer to explain; default: what was tried for the step.")
-    ] = None,
-    micro_batch: Annotated[
-        int | None, typer.Option(min=0, help="Micro-batch to explain; default: the one that gains most.")
-    ] = None,
+    plan: Annotated[Path, typer.Argument()],
+    layer: Annotated[int | None, within(0)] = None,
+    micro_batch: Annotated[int | None, within(0)] = None,
     demand: options.Demand = None,
-    diff: Annotated[Path | None, typer.Option(help="List the differences to this later plan instead.")] = None,
+    diff: Path | None = None,
     as_json: options.Json = False,
 ) -> None:
     """Print what was tried for a step and its predicted cost, one layer's decisions, or how two plans differ.
@@ -39,6 +37,11 @@ def explain(
     alone; local: share of an expert's token-slots from its home's node. All moves of a layer are made together. A
     replica takes load off its home where home_load is above 1; else it keeps token-slots from travelling, or makes room
     at the home.
+
+    plan PLAN  A plan written by relibra plan.
+    layer  Decoder layer to explain; default: what was tried for the step.
+    micro_batch  Micro-batch to explain; default: the one that gains most.
+    diff  List the differences to this later plan instead.
 
     Example: relibra explain plan.safetensors --layer 0
     """

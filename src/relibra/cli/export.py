@@ -8,16 +8,17 @@ from typing import Annotated
 import typer
 
 from relibra.cli.inputs import options
+from relibra.cli.inputs.requests import documented
 from relibra.cli.outputs.terminal import print_text
 
 
-def export(
-    folder: Annotated[Path, typer.Argument(help="New folder for model and tokenizer.")],
-    settings: options.RunSettings = None,
-) -> None:
+@documented
+def export(folder: Annotated[Path, typer.Argument()], settings: options.RunSettings = None) -> None:
     """Write the untrained built-in model of a run, so that a server can start before the run does.
 
     Weights follow from run.seed. A run with model.path needs none of this: its server starts from that folder.
+
+    folder  New folder for model and tokenizer.
 
     Example: relibra export start examples/vllm.toml
     """

@@ -31,26 +31,21 @@ EXPORTS = {
 }
 """Formats of --export, and their functions in `relibra.planning.exports`."""
 FORMATS = ", ".join(EXPORTS)
+_EXPORT = f"Also write decisions for a trainer (.npz), or a placement for an engine: {FORMATS}."
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest(PlanningRequest):
-    """Options of `relibra plan`: the balancer, what it may change, and the files to write."""
+    """Options of `relibra plan`: the balancer, what it may change, and the files to write.
+
+    previous PLAN  Plan of the previous step: a warm start.
+    output PATH  File for the plan.
+    """
 
     balancer: options.Balancer = "relibra"
-    previous: Annotated[Path | None, typer.Option(metavar="PLAN", help="Plan of the previous step: a warm start.")] = (
-        None
-    )
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="File for the plan.")] = Path(
-        "plan.safetensors"
-    )
-    export: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FORMAT=PATH",
-            help=f"Also write decisions for a trainer (.npz), or a placement for an engine: {FORMATS}.",
-        ),
-    ] = None
+    previous: Path | None = None
+    output: Annotated[Path, typer.Option("--output", "-o")] = Path("plan.safetensors")
+    export: Annotated[list[str] | None, typer.Option(metavar="FORMAT=PATH", help=_EXPORT)] = None
 
     def exports(self) -> list[NamedPath]:
         """Return format and path of each --export; raises ConfigError for one that is not FORMAT=PATH."""

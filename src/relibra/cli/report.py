@@ -12,7 +12,7 @@ import typer
 from relibra.cli.inputs import options
 from relibra.cli.inputs.models import choose_model, open_model
 from relibra.cli.inputs.recordings import find_recording
-from relibra.cli.inputs.requests import takes
+from relibra.cli.inputs.requests import takes, within
 from relibra.cli.inputs.workload import check_num_experts, open_cluster
 from relibra.cli.outputs.files import find_demand
 from relibra.cli.outputs.plan_page import check_page
@@ -30,30 +30,23 @@ COUNT_ROWS = "name the trace of the plan with --trace to count them, as relibra 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportRequest:
-    """Options of `relibra report`: what the page shows, and its file."""
+    """Options of `relibra report`: what the page shows, and its file.
 
-    path: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN|TRACE|PLAN", help="Run folder, trace folder, .npz or .npy of expert choices, or a plan."
-        ),
-    ]
-    other: Annotated[
-        Path | None, typer.Argument(metavar="[OTHER]", help="A second run or plan to compare with the first.")
-    ] = None
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="File for the page.")] = None
-    trace: Annotated[
-        Path | None, typer.Option(help="Trace that the plan was made from: bytes are then counted token by token.")
-    ] = None
+    path RUN|TRACE|PLAN  Run folder, trace folder, .npz or .npy of expert choices, or a plan.
+    other [OTHER]  A second run or plan to compare with the first.
+    output  File for the page.
+    trace  Trace that the plan was made from: bytes are then counted token by token.
+    timeline PATH  Also show this timeline, a file of write_timeline; may be repeated.
+    ranks R  Plan the last step for so many ranks; default: the run's.
+    """
+
+    path: Annotated[Path, typer.Argument()]
+    other: Annotated[Path | None, typer.Argument()] = None
+    output: Annotated[Path | None, typer.Option("--output", "-o")] = None
+    trace: Path | None = None
     demand: options.Demand = None
-    timeline: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="PATH", help="Also show this timeline, a file of write_timeline; may be repeated."),
-    ] = None
-    ranks: Annotated[
-        int | None,
-        typer.Option(min=1, max=1 << 15, metavar="R", help="Plan the last step for so many ranks; default: the run's."),
-    ] = None
+    timeline: list[Path] | None = None
+    ranks: Annotated[int | None, within(1, 1 << 15)] = None
     cluster: options.ClusterName = "h100x8"
     model: options.Model = None
     num_experts: options.NumExperts = None

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from relibra.cli.inputs import options
 from relibra.cli.inputs.recordings import find_recording
@@ -21,12 +18,12 @@ MAX_TIMELINE_RANKS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateRequest(SimulationRequest):
-    """A simulated step, and where to write it."""
+    """A simulated step, and where to write it.
 
-    timeline: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="Also write the first micro-batch as a trace for ui.perfetto.dev."),
-    ] = None
+    timeline PATH  Also write the first micro-batch as a trace for ui.perfetto.dev.
+    """
+
+    timeline: Path | None = None
     as_json: options.Json = False
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -31,30 +31,27 @@ COLUMNS = (
 """Figures of a row that the table has; --json has all."""
 
 
-def _list(metavar: str, words: str) -> Any:
-    return typer.Option(metavar=metavar, help=f"{words}; one, or a comma-separated list.")
-
-
-_RanksPerNode = Annotated[str | None, _list("G,...", "Ranks on one node; default: those of the cluster")]
-_Slots = Annotated[str | None, _list("B,...", "Most spare expert slots per rank; default: as many as pay")]
-_Tokens = Annotated[
-    str | None, _list("T,...", "Most tokens per rank in a micro-batch; default: those of the run, else 2048")
-]
-
-
 @dataclass(frozen=True, kw_only=True)
 class SweepRequest(SimulationRequest):
-    """Options of `relibra sweep`: lists of settings, and the settings that all points share."""
+    """Options of `relibra sweep`: lists of settings, and the settings that all points share.
 
-    ranks: Annotated[str, _list("R,...", "Ranks of the expert-parallel group")]  # type: ignore[assignment]
-    ranks_per_node: _RanksPerNode = None  # type: ignore[assignment]
-    slots: _Slots = None  # type: ignore[assignment]
-    micro_batch_tokens: _Tokens = None  # type: ignore[assignment]
-    pipeline_stages: Annotated[str, _list("N,...", "Pipeline stages")] = "1"  # type: ignore[assignment]
-    balancer: Annotated[str, _list("NAME,...", "Balancers that relibra compare lists")] = "relibra"
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also plot it: .png (matplotlib) or .html (plotly).")
-    ] = None
+    ranks R,...  Ranks of the expert-parallel group; one, or a comma-separated list.
+    ranks_per_node G,...  Ranks on one node; default: those of the cluster; one, or a comma-separated list.
+    slots B,...  Most spare expert slots per rank; default: as many as pay; one, or a comma-separated list.
+    micro_batch_tokens T,...  Most tokens per rank in a micro-batch; default: those of the run, else 2048; one, or a
+        comma-separated list.
+    pipeline_stages N,...  Pipeline stages; one, or a comma-separated list.
+    balancer NAME,...  Balancers that relibra compare lists; one, or a comma-separated list.
+    plot FILE  Also plot it: .png (matplotlib) or .html (plotly).
+    """
+
+    ranks: str  # type: ignore[assignment]
+    ranks_per_node: str | None = None  # type: ignore[assignment]
+    slots: str | None = None  # type: ignore[assignment]
+    micro_batch_tokens: str | None = None  # type: ignore[assignment]
+    pipeline_stages: str = "1"  # type: ignore[assignment]
+    balancer: str = "relibra"
+    plot: Path | None = None
     as_json: options.Json = False
 
     def points(self) -> list[SimulationRequest]:

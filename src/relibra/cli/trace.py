@@ -13,6 +13,7 @@ import typer
 
 from relibra.cli.inputs import options
 from relibra.cli.inputs.recordings import find_recording
+from relibra.cli.inputs.requests import documented, within
 from relibra.cli.inputs.workload import are_experts_assumed, check_num_experts
 from relibra.cli.outputs.terminal import print_note, print_result, progress
 from relibra.errors import RelibraError, TraceError
@@ -34,6 +35,7 @@ TracePath = Annotated[
 
 
 @app.command()
+@documented
 def inspect(path: TracePath, num_experts: options.NumExperts = None, as_json: options.Json = False) -> None:
     """Print the sizes and the origin of a trace; for a trace folder only its index is read.
 
@@ -75,6 +77,7 @@ def inspect(path: TracePath, num_experts: options.NumExperts = None, as_json: op
 
 
 @app.command()
+@documented
 def validate(path: TracePath, num_experts: options.NumExperts = None, as_json: options.Json = False) -> None:
     """Check every byte and row of a trace; the first fault is printed and gives exit code 1.
 
@@ -97,25 +100,12 @@ def validate(path: TracePath, num_experts: options.NumExperts = None, as_json: o
 
 
 @app.command()
+@documented
 def stats(
     path: TracePath,
-    ranks: Annotated[
-        str | None,
-        typer.Option(
-            help="Ranks of the expert-parallel group, comma-separated; default: those of 8,16,32 that divide the "
-            "experts, else the smallest divisors of the experts."
-        ),
-    ] = None,
-    rows_per_micro_batch: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=1 << 40,
-            help="Consecutive rows per micro-batch, over all ranks; default: 2048, or less so that there are at least "
-            "eight.",
-        ),
-    ] = None,
-    group: Annotated[str | None, typer.Option(help="Only the samples of this named group.")] = None,
+    ranks: str | None = None,
+    rows_per_micro_batch: Annotated[int | None, within(1, 1 << 40)] = None,
+    group: str | None = None,
     num_experts: options.NumExperts = None,
     as_json: options.Json = False,
 ) -> None:
@@ -124,6 +114,12 @@ def stats(
     Rank skew is max / mean of token-slots: mean to max over pairs of micro-batch and layer, weighted the sum of the
     busiest ranks' loads / the sum of the mean loads, idle the share of the expert time that ranks wait. The last
     micro-batch may be shorter. The figures are those of `relibra report`.
+
+    ranks  Ranks of the expert-parallel group, comma-separated; default: those of 8,16,32 that divide the experts, else
+        the smallest divisors of the experts.
+    rows_per_micro_batch  Consecutive rows per micro-batch, over all ranks; default: 2048, or less so that there are at
+        least eight.
+    group  Only the samples of this named group.
 
     Example: relibra trace stats runs/demo --ranks 2,4,8
     """
@@ -143,34 +139,30 @@ def stats(
 
 
 @app.command(name="import")
+@documented
 def import_(
-    paths: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="Files of one format, imported in this order.")
-    ],
-    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Trace folder to write.")],
-    format: Annotated[Format, typer.Option(help="What recorded the routes; answers: JSON of vLLM, SGLang and others.")],
-    num_experts: Annotated[int, typer.Option(min=1, help="Experts per layer of the model.")],
-    layers: Annotated[
-        str | None,
-        typer.Option(metavar="1-26", help="Decoder layers with experts; default: all recorded ones, numbered from 0."),
-    ] = None,
-    zero_rows: Annotated[
-        ZeroRows,
-        typer.Option(
-            help="Rows that are zero in every layer: refuse, write as rows without a route, or leave out their samples."
-        ),
-    ] = ZeroRows.REFUSE,
-    short_rows: Annotated[
-        ShortRows,
-        typer.Option(help="Samples with fewer rows than tokens: refuse them, or say which tokens lack a row."),
-    ] = ShortRows.REFUSE,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Choices per token, for answers of SGLang.")] = None,
-    recorded_layers: Annotated[
-        int | None, typer.Option(min=1, help="Length of the layer axis, for answers of SGLang: all decoder layers.")
-    ] = None,
+    paths: Annotated[list[Path], typer.Argument()],
+    to: Path,
+    format: Format,
+    num_experts: Annotated[int, within(1)],
+    layers: str | None = None,
+    zero_rows: ZeroRows = ZeroRows.REFUSE,
+    short_rows: ShortRows = ShortRows.REFUSE,
+    top_k: Annotated[int | None, within(1)] = None,
+    recorded_layers: Annotated[int | None, within(1)] = None,
     as_json: options.Json = False,
 ) -> None:
     """Write routes that an engine or a framework recorded as a trace; docs/recordings.md has each format.
+
+    paths FILE...  Files of one format, imported in this order.
+    to FOLDER  Trace folder to write.
+    format  What recorded the routes; answers: JSON of vLLM, SGLang and others.
+    num_experts  Experts per layer of the model.
+    layers 1-26  Decoder layers with experts; default: all recorded ones, numbered from 0.
+    zero_rows  Rows that are zero in every layer: refuse, write as rows without a route, or leave out their samples.
+    short_rows  Samples with fewer rows than tokens: refuse them, or say which tokens lack a row.
+    top_k  Choices per token, for answers of SGLang.
+    recorded_layers  Length of the layer axis, for answers of SGLang: all decoder layers.
 
     Example: relibra trace import answers.jsonl --format answers --num-experts 128 --to traces/answers
     """

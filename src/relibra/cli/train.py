@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from relibra.cli.inputs import options
+from relibra.cli.inputs.requests import documented
 from relibra.cli.outputs.terminal import print_note, print_result
 from relibra.errors import ConfigError, RelibraError
 
@@ -23,24 +24,22 @@ _USAGE_ERROR = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
 """What the parser of a command raises; newer versions of typer hold their own copy of click, which they do not name."""
 
 
+@documented
 def train(
     settings: options.RunSettings = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(help="Continue the run in this folder from its last checkpoint; overrides change its settings."),
-    ] = None,
-    supervise: Annotated[
-        bool, typer.Option("--supervise", help="After a lost rank, start again from the last checkpoint.")
-    ] = False,
+    resume: Path | None = None,
+    supervise: Annotated[bool, typer.Option("--supervise")] = False,
     as_json: options.Json = False,
-    show_config: Annotated[
-        bool, typer.Option("--show-config", help="Print the resolved settings as TOML and exit.")
-    ] = False,
+    show_config: Annotated[bool, typer.Option("--show-config")] = False,
 ) -> None:
     """Post-train a model with RL: PPO, T-PPO, GRPO, DAPO or GSPO, experts balanced from the routes of the rollout.
 
     Progress goes to stderr. The first Ctrl-C finishes the current step and keeps the run folder readable; the second
     stops at once. Under torchrun this process is one of the ranks.
+
+    resume  Continue the run in this folder from its last checkpoint; overrides change its settings.
+    supervise  After a lost rank, start again from the last checkpoint.
+    show_config  Print the resolved settings as TOML and exit.
 
     Example: relibra train run.steps=3 warmup.steps=20   (a smoke run, too short to learn)
     """
