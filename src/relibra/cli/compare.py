@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from relibra.cli.inputs import options
 from relibra.cli.inputs.recordings import find_recording
@@ -16,24 +14,23 @@ from relibra.cli.inputs.requests import PlanningRequest, takes
 from relibra.cli.inputs.workload import budget_for, open_workload
 from relibra.cli.outputs.files import check_outputs, input_files, named
 from relibra.cli.outputs.plan_page import check_page, write_page
-from relibra.cli.outputs.terminal import print_note, print_result, print_text, progress, stdout_console
+from relibra.cli.outputs.terminal import print_note, print_result, print_table, print_text, progress
 from relibra.errors import PlanError
 
 if TYPE_CHECKING:
     from relibra.planning.plan import StepPlan
     from relibra.reporting.data.comparison import ComparisonRow
-    from relibra.reporting.data.comparison_columns import Column
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareRequest(PlanningRequest):
-    """Balancers to compare, and what they minimise."""
+    """Balancers to compare.
+
+    balancer NAME,...  Only these: a comma-separated list; may be repeated. Default: all.
+    """
 
     take: options.TakenPart = None
-    balancer: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME,...", help="Only these: a comma-separated list; may be repeated. Default: all."),
-    ] = None
+    balancer: list[str] | None = None
 
     def balancers(self) -> list[str]:
         """Return the names, each once; when none is given, all."""
@@ -101,30 +98,12 @@ def print_comparison(rows: list[ComparisonRow]) -> None:
     """Print the rows as a table that fits the terminal, its legend, and the errors of balancers without a plan."""
     from relibra.reporting.data.comparison_columns import COLUMNS
 
-    console, shown = stdout_console(), list(COLUMNS)
-    while _needs_more_than(console, table := _table(rows, shown)) and any(column.spare for column in shown):
-        shown.remove(max(shown, key=lambda column: column.spare))
-    console.print(table)
-    for column in shown:
-        print_text(f"{column.name}: {column.meaning}")
-    if hidden := [column.name for column in COLUMNS if column not in shown]:
-        print_text(f"no room for {', '.join(hidden)} (--json has all)")
+    cells = [{column.name: column.cell(row) for column in COLUMNS} if row.skew is not None else {} for row in rows]
+    table = [{"balancer": row.balancer, "ok": row.valid, **own} for row, own in zip(rows, cells, strict=True)]
+    shown = print_table(table, ("balancer", "ok", *(column.name for column in COLUMNS)))
+    for column in COLUMNS:
+        if column.name in shown:
+            print_text(f"{column.name}: {column.meaning}")
     for row in rows:
         if row.message:
             print_note(f"{row.balancer}: {row.message}")
-
-
-def _needs_more_than(console: Console, table: Table) -> bool:
-    return console.measure(table, options=console.options.update(width=1000)).maximum > console.width
-
-
-def _table(rows: list[ComparisonRow], columns: list[Column]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("balancer", no_wrap=True, min_width=max(len(row.balancer) for row in rows))
-    for column in columns:
-        table.add_column(column.title, justify="right", no_wrap=True)
-    table.add_column("ok", no_wrap=True)
-    for row in rows:
-        cells = ["-" if row.skew is None else column.cell(row) for column in columns]
-        table.add_row(row.balancer, *cells, "yes" if row.valid else "no")
-    return table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from textwrap import fill
 
 import typer
 from rich.console import Console
@@ -87,28 +88,42 @@ def format_value(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else printable(str(value))
 
 
-def print_table(rows: Sequence[Mapping[str, object]], columns: Sequence[str] | None = None) -> None:
-    """Print rows with a column for each of their fields, or for some; in a terminal as many of them as fit."""
-    names, console = list(columns or dict.fromkeys(name for row in rows for name in row)), stdout_console()
-    table = _table(rows, names)
-    while len(names) > 2 and console.measure(table).minimum > console.width:
-        left_out = names.pop()
-        table = _table(rows, names)
-        print_note(f"no room for {left_out.replace('_', ' ')} (--json has all)")
-    console.print(table)
+def print_table(rows: Sequence[Mapping[str, object]], columns: Sequence[str] | None = None) -> list[str]:
+    """Print rows with a column for each of their fields, or for some; return the names of those that are printed.
+
+    The last columns are left out where a terminal has no room for them.
+    """
+    names = list(columns or dict.fromkeys(name for row in rows for name in row))
+    shown, console = names.copy(), stdout_console()
+    while len(shown) > 1 and _needed_width(console, _table(rows, shown)) > console.width:
+        shown.pop()
+    console.print(_table(rows, shown))
+    if missing := names[len(shown) :]:
+        print_text(f"no room for {', '.join(missing).replace('_', ' ')} (--json has all)")
+    return shown
 
 
 def _table(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> Table:
-    """Return a table in which texts may be folded, and numbers not."""
+    """Return a table in which only texts behind the first column are wrapped."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for name in names:
-        cells, title = [format_value(row.get(name)) for row in rows], name.replace("_", " ")
-        is_text = any(isinstance(row.get(name), str | Mapping) for row in rows)
-        longest = max(map(len, [*title.split(), *([] if is_text else cells)]), default=0)
-        table.add_column(title, justify="left" if is_text else "right", overflow="fold", min_width=longest)
-    for row in rows:
-        table.add_row(*(Text(format_value(row.get(name))) for name in names))
+    cells = {name: [format_value(row.get(name)) for row in rows] for name in names}
+    for number, name in enumerate(names):
+        is_text = any(_is_text(row.get(name)) for row in rows)
+        title = fill(name.replace("_", " "), max([6, *map(len, cells[name])]), break_long_words=False)
+        table.add_column(
+            title, justify="left" if is_text else "right", no_wrap=number == 0 or not is_text, overflow="fold"
+        )
+    for row in zip(*cells.values(), strict=True):
+        table.add_row(*map(Text, row))
     return table
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, Mapping) or (isinstance(value, str) and not value[:1].isdigit())
+
+
+def _needed_width(console: Console, table: Table) -> int:
+    return console.measure(table, options=console.options.update(width=UNLIMITED)).minimum
 
 
 def print_text(text: str) -> None:

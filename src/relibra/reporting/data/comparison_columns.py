@@ -10,22 +10,11 @@ from relibra.reporting.data.comparison import ComparisonRow
 
 
 class Column(NamedTuple):
-    """One column of the table.
+    """One column of the table: its name, the text of a row that has a plan, and its meaning for the legend."""
 
-    cell       the text of a row that has a plan
-    meaning    for the legend
-    spare      0: always shown; else the column with the largest number is dropped first in a narrow terminal
-    """
-
-    title: str
+    name: str
     cell: Callable[[ComparisonRow], str]
     meaning: str
-    spare: int = 0
-
-    @property
-    def name(self) -> str:
-        """The title in one line."""
-        return self.title.replace("\n", " ")
 
 
 def _bytes(row: ComparisonRow) -> StepBytes:
@@ -56,19 +45,20 @@ _SECONDS = "modelled time of attention and experts, from a lower bound of the ro
 
 COLUMNS = (
     Column("skew", lambda row: f"{row.skew:.3f}", _SKEW),
-    Column("bound", lambda row: f"{row.bound:.3f}", _BOUND, 8),
-    Column("any\nhomes", lambda row: f"{row.bound_any_homes:.3f}", _ANY_HOMES, 12),
-    Column("gap", lambda row: f"{row.gap:.1%}", "skew / bound - 1", 9),
-    Column("copies", lambda row: f"{row.copies_per_micro_batch_layer:.1f}", "per micro-batch and layer", 2),
-    Column("pushed\nGB", lambda row: billions(_bytes(row).weights.total), _PUSHED, 3),
-    Column("open s\nmodel", lambda row: f"{row.exposed_seconds:.2g}", _OPEN, 5),
-    Column("across\nnodes", lambda row: f"{row.cross_node_share:.1%}", _ACROSS, 4),
-    Column("slots\nGB", lambda row: billions(row.slot_bytes), _SLOTS, 6),
-    Column("slots\nused", lambda row: f"{row.slots_used}/{row.slots}", "most filled on a rank / reserved", 11),
-    Column("moved\nGB", lambda row: billions(_bytes(row).moves.total), "state of experts with a new home", 10),
-    Column("between\nGB", lambda row: billions(sum(links.between for links in _bytes(row))), _BETWEEN, 13),
-    Column("moves\ns", lambda row: f"{row.relocation_seconds:.2g}", "part of step s for moves of experts", 14),
-    Column("copies\nwithin", lambda row: row.scope or "-", _SCOPE, 15),
-    Column("plan\ns", lambda row: f"{row.plan_seconds:.2f}", "measured here", 7),
-    Column("step s\nmodel", lambda row: f"{row.predicted_seconds:.3g}", _SECONDS, 1),
+    Column("step s model", lambda row: f"{row.predicted_seconds:.3g}", _SECONDS),
+    Column("copies", lambda row: f"{row.copies_per_micro_batch_layer:.1f}", "per micro-batch and layer"),
+    Column("pushed GB", lambda row: billions(_bytes(row).weights.total), _PUSHED),
+    Column("across nodes", lambda row: f"{row.cross_node_share:.1%}", _ACROSS),
+    Column("open s model", lambda row: f"{row.exposed_seconds:.2g}", _OPEN),
+    Column("slots GB", lambda row: billions(row.slot_bytes), _SLOTS),
+    Column("plan s", lambda row: f"{row.plan_seconds:.2f}", "measured here"),
+    Column("bound", lambda row: f"{row.bound:.3f}", _BOUND),
+    Column("gap", lambda row: f"{row.gap:.1%}", "skew / bound - 1"),
+    Column("moved GB", lambda row: billions(_bytes(row).moves.total), "state of experts with a new home"),
+    Column("slots used", lambda row: f"{row.slots_used}/{row.slots}", "most filled on a rank / reserved"),
+    Column("any homes", lambda row: f"{row.bound_any_homes:.3f}", _ANY_HOMES),
+    Column("between GB", lambda row: billions(sum(links.between for links in _bytes(row))), _BETWEEN),
+    Column("moves s", lambda row: f"{row.relocation_seconds:.2g}", "part of step s for moves of experts"),
+    Column("copies within", lambda row: row.scope or "-", _SCOPE),
 )
+"""The most important ones first: a narrow terminal has no room for the last."""

@@ -77,8 +77,7 @@ def balancers_headline(rows: Sequence[ComparisonRow]) -> str:
 
 
 def balancer_values(rows: Sequence[ComparisonRow]) -> dict[str, Any]:
-    """Return the values of balancers.html; columns that matter most come first."""
-    columns = sorted(COLUMNS, key=lambda column: column.spare)
+    """Return the values of balancers.html."""
     made = [row for row in rows if row.skew is not None]
     bars = [
         Bar(row.balancer, 1.0, row.skew or 1.0, (f"{row.skew:.3f}", f"{row.bound:.3f}"), mark=row.bound)
@@ -87,7 +86,7 @@ def balancer_values(rows: Sequence[ComparisonRow]) -> dict[str, Any]:
     return {
         "bars": bars,
         "end": end_of_skews(bars),
-        "columns": columns,
-        "rows": [[row.balancer, row.sees, *(column.cell(row) for column in columns)] for row in made],
+        "columns": COLUMNS,
+        "rows": [[row.balancer, row.sees, *(column.cell(row) for column in COLUMNS)] for row in made],
         "failed": [(row.balancer, row.message) for row in rows if row.message],
     }
