@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 
 from relibra.errors import ConfigError
-from relibra.reporting.data.sweep_lines import STATIC_VALUE, VALUE, describe_constants, sweep_lines
-from relibra.reporting.pages.sweep_page import KINDS, check_plot, draw_sweep
+from relibra.reporting.pages.sweep_page import (
+    KINDS,
+    STATIC_VALUE,
+    VALUE,
+    check_plot,
+    describe_constants,
+    draw_sweep,
+    sweep_lines,
+)
 from tests.reporting.test_report_in_browser import Tab, tab
 
 __all__ = ["tab"]
