@@ -14,7 +14,7 @@ from relibra.errors import TraceError
 from relibra.reporting.data.metrics import Metrics, read_metrics
 from relibra.reporting.data.samples import MAX_CHARACTERS, MAX_STEPS, Samples, read_samples
 from relibra.reporting.html.page import render
-from relibra.reporting.html.run_figures import PANELS, run_panels
+from relibra.reporting.html.run_figures import section_figures
 from relibra.reporting.pages.report_page import SAMPLES_AT_ONCE, write_report
 from relibra.reporting.pages.run_values import run_values
 from tests.reporting.recordings import HOSTILE, full_row, sample_row
@@ -92,9 +92,9 @@ def test_a_run_of_a_dense_model_has_a_report_without_routes(tmp_path: Path) -> N
 def test_panels_draw_the_columns_that_a_run_has() -> None:
     rows = tuple(full_row(step) | {"k3_kl": 0.0, "probability_difference": None} for step in range(3))
     metrics = Metrics(rows=rows)
-    figure = run_panels(metrics, PANELS["mismatch"])
-    assert [curve.name for curve in figure.data] == ["router disagreement"]
-    figure = run_panels(metrics, PANELS["learning"])
+    figures = section_figures([("", metrics)])
+    assert [curve.name for curve in figures["mismatch"].data] == ["router disagreement"]
+    figure = figures["learning"]
     names = [curve.name for curve in figure.data if curve.name]
     expected = ["reward", "evaluation", "mean length", "95th percentile", "longest", "unfinished"]
     assert names == [*expected, "truncated, of those that ended"]

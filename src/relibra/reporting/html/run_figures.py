@@ -33,21 +33,10 @@ class Curve(NamedTuple):
     spread: str = ""
     points: bool = False
 
-    def of(self, metrics: Metrics) -> list[float | None]:
-        """Return one number per row."""
-        return metrics.column(self.key, self.part)
-
 
 Axis = Literal["linear", "from zero", "share", "log"]
-
-
-class Panel(NamedTuple):
-    """Curves that share a unit; curves without numbers are left out, and so are panels without curves."""
-
-    title: str
-    axis: Axis
-    curves: tuple[Curve, ...]
-
+Drawn = list[tuple[Curve, Metrics]]
+"""Curves with the run that each is of."""
 
 TITLES = {
     "learning": "Learning",
@@ -84,71 +73,68 @@ CURVES: tuple[tuple[str, str, Axis, Curve], ...] = (
 )
 """Section, title and axis of the panel, curve."""
 
-PANELS = {
-    section: tuple(
-        Panel(title, axis, tuple(curve for at, name, _, curve in CURVES if (at, name) == (section, title)))
-        for title, axis in dict.fromkeys((title, axis) for at, title, axis, _ in CURVES if at == section)
-    )
-    for section in TITLES
-}
-"""By section."""
 
+def section_figures(runs: Sequence[tuple[str, Metrics]]) -> dict[str, Any]:
+    """Return the figure of each section that has numbers: curves over RL steps, those of one unit in a panel.
 
-def has_any(metrics: Metrics, panels: Sequence[Panel]) -> bool:
-    """Return whether there is anything to draw."""
-    return any(_is_drawn(curve, panel, metrics) for panel in panels for curve in panel.curves)
-
-
-def run_panels(metrics: Metrics, panels: Sequence[Panel]) -> Any:
-    """Draw panels above one another over RL steps; `has_any` says whether there are any."""
-    return _draw_panels([(panel, [(curve, metrics) for curve in panel.curves]) for panel in panels], GAP_PIXELS)
-
-
-def compared_panels(runs: Sequence[tuple[str, Metrics]], panels: Sequence[Panel]) -> Any:
-    """Draw the first two curves of panels: a colour for each run, dashes of its own for each curve.
-
-    runs    (name, metrics); at least one of them has something to draw
+    runs    (name, metrics). Of several, panels have their first two curves: a colour for a run, dashes for a curve
     """
-    drawn: list[tuple[Panel, list[tuple[Curve, Metrics]]]] = [(panel, []) for panel in panels]
-    for panel, curves in drawn:
-        for number, (run, metrics) in enumerate(runs):
-            for place, curve in enumerate(panel.curves[:2]):
-                name, dash = f"{plain_name(run)}: {curve.name}", (2 * place + number) % len(DASHES)
-                curves.append((curve._replace(name=name, spread="", colour=number, dash=dash), metrics))
-    return _draw_panels(drawn, GAP_PIXELS + 76)
+    figures = {}
+    for section in TITLES:
+        panels: dict[tuple[str, Axis], list[Curve]] = {}
+        for at, title, axis, curve in CURVES:
+            if at == section:
+                panels.setdefault((title, axis), []).append(curve)
+        drawn = {key: _with_numbers(curves, runs, key[1]) for key, curves in panels.items()}
+        if any(drawn.values()):
+            figures[section] = _draw_panels(drawn, GAP_PIXELS + 76 * (len(runs) > 1))
+    return figures
 
 
-def _draw_panels(panels: Sequence[tuple[Panel, Sequence[tuple[Curve, Metrics]]]], gap: int) -> Any:
-    """Draw (panel, its curves with the run of each) above one another; each panel has a legend of its own."""
+def _with_numbers(curves: Sequence[Curve], runs: Sequence[tuple[str, Metrics]], axis: Axis) -> Drawn:
+    """Return the curves of a panel that have numbers; of several runs in colours and dashes of their own."""
+    found = [(curve, metrics) for curve in curves for _, metrics in runs]
+    if len(runs) > 1:
+        found = [
+            (curve._replace(name=f"{plain_name(run)}: {curve.name}", spread="", colour=number, dash=dash), metrics)
+            for number, (run, metrics) in enumerate(runs)
+            for place, curve in enumerate(curves[:2])
+            for dash in ((2 * place + number) % len(DASHES),)
+        ]
+    return [
+        (curve, metrics)
+        for curve, metrics in found
+        if any(axis != "log" or value > 0 for value in metrics.known(curve.key, curve.part))
+    ]
+
+
+def _draw_panels(panels: dict[tuple[str, Axis], Drawn], gap: int) -> Any:
+    """Draw the panels that have curves above one another, each with a legend of its own."""
     figure = plotly_figures().Figure()
-    kept = [(panel, [item for item in curves if _is_drawn(item[0], panel, item[1])]) for panel, curves in panels]
-    shown = [(panel, curves) for panel, curves in kept if curves]
+    shown = {key: drawn for key, drawn in panels.items() if drawn}
     height = len(shown) * PANEL_PIXELS + (len(shown) - 1) * gap
-    for i, (panel, curves) in enumerate(shown):
+    for i, ((title, kind), drawn) in enumerate(shown.items()):
         number = "" if i == 0 else str(i + 1)
-        for curve, metrics in curves:
-            _draw(figure, metrics, curve, panel, number)
+        values = [value for curve, metrics in drawn for value in _draw(figure, metrics, curve, kind, number)]
         top = 1 - i * (PANEL_PIXELS + gap) / height
-        axis = {"title": {"text": panel.title}, "domain": [max(0.0, top - PANEL_PIXELS / height), top]}
-        axis |= _axis_settings(panel, [value for curve, metrics in curves for value in curve.of(metrics)])
+        axis = {"title": {"text": title}, "domain": [max(0.0, top - PANEL_PIXELS / height), top]}
+        axis |= _axis_settings(kind, [value for value in values if value is not None])
         figure.update_layout({f"yaxis{number}": axis, f"legend{number}": {"y": top + 4 / height}})
-    few = max((len(metrics.rows) for _, curves in shown for _, metrics in curves), default=0) <= 10
+    few = max((len(metrics.rows) for drawn in shown.values() for _, metrics in drawn), default=0) <= 10
     xaxis = {"title": {"text": "RL step"}, "anchor": "y" if len(shown) == 1 else f"y{len(shown)}"}
     figure.update_layout(height=height + 110, xaxis=xaxis | ({"dtick": 1} if few else {}))  # no marks between steps
     return figure
 
 
-def _axis_settings(panel: Panel, values: Sequence[float | None]) -> dict[str, Any]:
-    known = [value for value in values if value is not None]
-    if panel.axis == "log":
-        decades = [log10(value) for value in known if value > 0]
-        step = max(1, ceil((max(decades) - min(decades)) / 5))  # few ticks
-        return {"type": "log", "exponentformat": "power", "dtick": step}
-    if panel.axis == "share":
-        largest = max(known)
+def _axis_settings(axis: Axis, values: Sequence[float]) -> dict[str, Any]:
+    if axis == "log":
+        decades = log10(max(values)) - log10(min(values))
+        return {"type": "log", "exponentformat": "power", "dtick": max(1, ceil(decades / 5))}  # few ticks
+    if axis == "share":
+        largest = max(values)
         form = {"tickformat": ".0%" if largest >= 0.05 else ".2%", "rangemode": "tozero"}
         return form if largest else form | {"range": [0.0, 0.01]}
-    return {"rangemode": "tozero"} if panel.axis == "from zero" else {}
+    return {"rangemode": "tozero"} if axis == "from zero" else {}
 
 
 def stage_seconds(metrics: Metrics) -> Any:
@@ -169,9 +155,10 @@ def stage_seconds(metrics: Metrics) -> Any:
     return figure
 
 
-def _draw(figure: Any, metrics: Metrics, curve: Curve, panel: Panel, number: str) -> None:
-    values, colour, axis = curve.of(metrics), PALETTE[curve.colour], f"y{number}"
-    if panel.axis == "log":
+def _draw(figure: Any, metrics: Metrics, curve: Curve, kind: Axis, number: str) -> list[float | None]:
+    """Add a curve to a panel, and return its values; a logarithmic axis has no place for 0 and less."""
+    values, colour, axis = metrics.column(curve.key, curve.part), PALETTE[curve.colour], f"y{number}"
+    if kind == "log":
         values = [value if value is not None and value > 0 else None for value in values]
     if curve.spread:
         spread = metrics.column(curve.spread)
@@ -185,7 +172,4 @@ def _draw(figure: Any, metrics: Metrics, curve: Curve, panel: Panel, number: str
         figure.data[-1].update(mode="lines+markers", marker={"size": 5})
     if curve.points:
         figure.data[-1].update(mode="markers", marker={"symbol": "diamond", "size": 10})
-
-
-def _is_drawn(curve: Curve, panel: Panel, metrics: Metrics) -> bool:
-    return any(panel.axis != "log" or value > 0 for value in metrics.known(curve.key, curve.part))
+    return values

@@ -12,7 +12,7 @@ from relibra.reporting.data.recording import Recording, open_recording
 from relibra.reporting.data.settings import compare_settings
 from relibra.reporting.html.page import check_output, render_page, write_page
 from relibra.reporting.html.route_figures import plotly_figures
-from relibra.reporting.html.run_figures import PANELS, TITLES, compared_panels, has_any
+from relibra.reporting.html.run_figures import TITLES, section_figures
 from relibra.reporting.pages.run_values import key_figures
 
 
@@ -38,7 +38,6 @@ def render_comparison(runs: Sequence[Recording], made: datetime) -> str:
     names = next(names for names in choices if len(set(names)) == len(runs) or names is choices[-1])
     pairs = [(name, run.metrics) for name, run in zip(names, runs, strict=True)]
     differences, note = compare_settings([run.config for run in runs], names)
-    drawn = [id for id, panels in PANELS.items() if any(has_any(run.metrics, panels) for run in runs)]
     return render_page(
         "comparison.html",
         title=" and ".join(names),
@@ -49,7 +48,7 @@ def render_comparison(runs: Sequence[Recording], made: datetime) -> str:
         figures=key_figures([metrics for _, metrics in pairs]),
         settings_note=note,
         differences=differences,
-        panels={id: compared_panels(pairs, PANELS[id]) for id in drawn},
+        panels=section_figures(pairs),
         titles=TITLES,
         words=(),
     )

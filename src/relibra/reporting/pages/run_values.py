@@ -8,7 +8,7 @@ from typing import Any
 
 from relibra.reporting.data.metrics import Metrics
 from relibra.reporting.data.number_format import percent
-from relibra.reporting.html.run_figures import PANELS, TITLES, has_any, run_panels, stage_seconds
+from relibra.reporting.html.run_figures import TITLES, section_figures, stage_seconds
 
 MAX_ALARMS = 10
 MISMATCH_ROWS = (
@@ -63,7 +63,7 @@ def run_values(metrics: Metrics) -> dict[str, Any]:
     routes = {name: found for name in ROUTE_BYTES if (found := metrics.known("bytes", name))}
     return {
         "titles": TITLES,
-        "panels": {id: run_panels(metrics, panels) for id, panels in PANELS.items() if has_any(metrics, panels)},
+        "panels": section_figures([("", metrics)]),
         "figures": key_figures([metrics]),
         "mismatch": [
             [name, _format(last), _format(_worst(metrics, key)), meaning]
