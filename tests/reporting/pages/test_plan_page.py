@@ -93,8 +93,9 @@ def traced_step() -> ComparedStep:
     ).with_schedule(np.arange(S) % 5, np.arange(S) // 5, 4)
     plan = plan_step(demand, CLUSTER, Budget(slots=1), "relibra_paper_tokens", expert=EXPERT, never_worse=False)
     before, after = compare_static(plan, demand), compare_plan("the plan", plan, demand)
-    rows = tuple(distinct_rows_of_step(one.plan, one.demand, experts_TLK, sample_T) for one in (before, after))
-    return replace(compared_step(before, after), distinct_rows=rows)
+    plans = (before, after)
+    counted = (distinct_rows_of_step(one.plan, one.demand, experts_TLK, sample_T) for one in plans)
+    return compared_step(*(replace(one, rows=rows) for one, rows in zip(plans, counted, strict=True)))
 
 
 def test_seconds_of_expert_layers_are_the_sum_of_their_parts() -> None:
@@ -102,8 +103,8 @@ def test_seconds_of_expert_layers_are_the_sum_of_their_parts() -> None:
     after, model = compared.after, compared.model
     page = rendered(compared, MADE)
     shown = _row(page, "expert layers, simulated")
-    for one, counted in compared.plans_with_rows:
-        step = simulate_step(one.plan, one.demand, CLUSTER, model, distinct=counted)
+    for one in compared.plans:
+        step = simulate_step(one.plan, one.demand, CLUSTER, model, distinct=one.rows)
         total = sum(step.terms[name] for name in ("compute", "exchange", "gates", "copies", "relocation"))
         assert format_seconds(total) in shown
         assert f">{format_seconds(step.terms['exchange'])}</td>" in page
@@ -120,8 +121,8 @@ def test_bytes_by_kind_are_those_of_the_simulated_step() -> None:
     page = rendered(compared, MADE)
     words = page[page.index('aria-label="Bytes by kind"') :]
     words = words[: words.index("</table>")]
-    for one, counted in compared.plans_with_rows:
-        sent = simulate_step(one.plan, one.demand, CLUSTER, compared.model, distinct=counted).bytes
+    for one in compared.plans:
+        sent = simulate_step(one.plan, one.demand, CLUSTER, compared.model, distinct=one.rows).bytes
         for links in sent.as_dict().values():
             assert all(f">{size / 1e9:.3g}<" in words for size in links.values() if size)
     assert sent.weights.inside > 0
@@ -154,9 +155,8 @@ def test_seconds_without_relocation_stand_beside_those_with_it() -> None:
 def test_the_ledger_speaks_of_what_is_sent() -> None:
     step = traced_step()
     after = step.after
-    counted = {"distinct": step.plans_with_rows[1][1]}
     ledgers = [
-        byte_ledger(after.plan, after.demand, CLUSTER, EXPERT.row_bytes, **counted, send_once=once).total()
+        byte_ledger(after.plan, after.demand, CLUSTER, EXPERT.row_bytes, distinct=after.rows, send_once=once).total()
         for once in (True, False)
     ]
     assert ledgers[1].data_factor_L[0] < 0.95

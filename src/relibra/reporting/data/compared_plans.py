@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -29,12 +29,15 @@ class ComparedPlan:
     name     on the page
     given    the demand under the schedule that the balancer was given
     demand   the same under the schedule of the plan
+    rows     tokens that each rank sends to each rank and node, counted in the trace; a token with several choices there
+             counts once; None: not counted
     """
 
     name: str
     plan: StepPlan
     given: ScheduledDemand
     demand: ScheduledDemand
+    rows: DistinctRows | None = None
 
     @property
     def is_static(self) -> bool:
@@ -75,8 +78,6 @@ class ComparedStep:
     before          the static layout, or another plan
     after           the plan that the page is about
     model           with the layers, experts and choices per token that were routed
-    distinct_rows   for each plan, tokens that each rank sends to each rank and node, counted in the trace; a token with
-                    several choices there counts once; None: not counted
     raises          ConfigError when the plans differ in ranks, experts or layers
     """
 
@@ -84,7 +85,6 @@ class ComparedStep:
     after: ComparedPlan
     cluster: Cluster
     model: ModelShape
-    distinct_rows: tuple[DistinctRows, ...] | None = None
 
     def __post_init__(self) -> None:
         check_same_sizes(*((plan.name, plan.plan) for plan in self.plans))
@@ -95,14 +95,9 @@ class ComparedStep:
         return self.before, self.after
 
     @property
-    def plans_with_rows(self) -> list[tuple[ComparedPlan, DistinctRows | None]]:
-        """Each plan with its distinct rows, None where they were not counted."""
-        return list(zip(self.plans, self.distinct_rows or (None, None), strict=True))
-
-    @property
     def shared_choices_known(self) -> bool:
         """Whether it is known which experts tokens choose together: from the trace, or from counts of pairs."""
-        return self.distinct_rows is not None or all(plan.demand.pairs_LEE is not None for plan in self.plans)
+        return all(plan.rows is not None or plan.demand.pairs_LEE is not None for plan in self.plans)
 
     def most_improved(self) -> tuple[int, int]:
         """Return the micro-batch whose busiest ranks lose most load over all layers, and its most improved layer."""
@@ -139,28 +134,27 @@ def compare_static(plan: StepPlan, demand: ScheduledDemand) -> ComparedPlan:
 def compare_step(
     plans: tuple[ComparedPlan, ComparedPlan], cluster: Cluster, model: ModelShape, trace: RoutingTrace | None
 ) -> ComparedStep:
-    """Return a step under two plans: the routed part of the model, and rows as `count_distinct_rows` counts them."""
-    model = cut_model(model, plans[1].given)
-    rows = count_distinct_rows(trace, plans)
-    return ComparedStep(before=plans[0], after=plans[1], cluster=cluster, model=model, distinct_rows=rows)
+    """Return a step under two plans, with the routed part of the model.
+
+    trace     of both plans: rows are counted in it token by token, unless that would take too long
+    raises    TraceError when a demand was not counted from this trace
+    """
+    before, after = plans
+    if trace is not None and _are_few(plans):
+        experts_TLK, sample_T = np.asarray(trace.experts_TLK), sample_of_rows(trace, before.given)
+        if not _share_samples(plans):
+            raise TraceError(
+                "the two plans were made for different samples, so one trace cannot hold both: leave it out"
+            )
+        before, after = (
+            replace(plan, rows=distinct_rows_of_step(plan.plan, plan.demand, experts_TLK, sample_T)) for plan in plans
+        )
+    return ComparedStep(before=before, after=after, cluster=cluster, model=cut_model(model, after.given))
 
 
 def can_count_rows(plans: Sequence[ComparedPlan]) -> bool:
-    """Return whether `count_distinct_rows` would count the rows of these plans, given their trace."""
+    """Return whether `compare_step` would count the rows of these plans, given their trace."""
     return _are_few(plans) and _share_samples(plans)
-
-
-def count_distinct_rows(trace: RoutingTrace | None, plans: Sequence[ComparedPlan]) -> tuple[DistinctRows, ...] | None:
-    """Count the distinct rows of each plan token by token; None without a trace, or where that would take too long.
-
-    raises    TraceError when a demand was not counted from this trace
-    """
-    if trace is None or not _are_few(plans):
-        return None
-    experts_TLK, sample_T = np.asarray(trace.experts_TLK), sample_of_rows(trace, plans[0].given)
-    if not _share_samples(plans):
-        raise TraceError("the two plans were made for different samples, so one trace cannot hold both: leave it out")
-    return tuple(distinct_rows_of_step(plan.plan, plan.demand, experts_TLK, sample_T) for plan in plans)
 
 
 def times_mean(

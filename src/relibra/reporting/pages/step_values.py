@@ -13,11 +13,18 @@ from relibra.reporting.data.byte_ledger import ByteLedger, byte_ledger
 from relibra.reporting.data.compared_plans import ComparedStep
 from relibra.reporting.data.fault_coverage import replica_cover, step_cover
 from relibra.reporting.data.number_format import count, exact_percent, percent
-from relibra.reporting.data.step_simulation import StepSimulation, simulate_plans, simulate_timelines
+from relibra.reporting.data.step_simulation import simulate_plans, simulate_timelines
 from relibra.reporting.html.step_figures import load_figures, timeline_values
+from relibra.simulation import SimulatedStep, memory_use, with_mini_batches
 from relibra.simulation.limits import overlap_ratios, step_parts, sustained_overlap_ratios
 from relibra.simulation.units import format_bytes, format_seconds
 from relibra.timeline import Timeline
+
+Simulated = tuple[SimulatedStep, SimulatedStep]
+"""Under the first and the second plan."""
+
+MOE_TERMS = ("compute", "exchange", "gates", "copies", "relocation")
+"""Parts of a simulated step that belong to its expert layers."""
 
 MAX_FAILED_RANKS = 16
 
@@ -83,13 +90,14 @@ def step_values(step: ComparedStep, timelines: Sequence[tuple[str, Timeline]] = 
     simulated, ranks = simulate_timelines(step, micro_batch) if found else ([], [])
     bars = {
         i: waterfall(lever_gaps(compared.plan, compared.given), lever_bounds(compared.plan, compared.given))
-        for i, compared in _not_static(step)
+        for i, compared in enumerate(step.plans)
+        if not compared.is_static
     }
     return {
         "compared": step,
         "simulated": found,
         "figures": key_figures(step, found),
-        "levers": [(i, compared.name, bars[i], end_of_skews(bars[i])) for i, compared in _not_static(step)],
+        "levers": [(i, step.plans[i].name, rows, end_of_skews(rows)) for i, rows in bars.items()],
         "loads": load_figures(step) if all(plan.demand.load_MLE.any() for plan in step.plans) else None,
         "micro_batches": max(len(plan.plan.replica_MLRB) for plan in step.plans),
         "cover": _cover(step),
@@ -110,11 +118,7 @@ def step_headline(step: ComparedStep) -> str:
     )
 
 
-def _not_static(step: ComparedStep) -> list[tuple[int, Any]]:
-    return [(number, compared) for number, compared in enumerate(step.plans) if not compared.is_static]
-
-
-def key_figures(step: ComparedStep, found: StepSimulation | None) -> list[list[str]]:
+def key_figures(step: ComparedStep, found: Simulated | None) -> list[list[str]]:
     """Return rows of name, figure of both plans, and how many times as fast the second is."""
     plans = [compared.plan for compared in step.plans]
     places = max(1, plans[1].replica_MLRB.shape[0] * plans[1].replica_MLRB.shape[1])
@@ -128,11 +132,14 @@ def key_figures(step: ComparedStep, found: StepSimulation | None) -> list[list[s
         ["replicas across nodes", *(count(plan.num_cross_node_copies) for plan in plans)],
         [f"experts moved before the step, of {count(plans[1].home_LE.size)}", *(count(p.num_moved) for p in plans)],
     ]
-    moe = duration_rows("expert layers, simulated", found.moe_seconds, found.term("relocation")) if found else []
+    moe: list[list[str]] = []
+    if found:
+        seconds = [sum(one.terms[name] for name in MOE_TERMS) for one in found]
+        moe = duration_rows("expert layers, simulated", seconds, [one.terms["relocation"] for one in found])
     return [*([*row, ""] for row in rows), *moe]
 
 
-def duration_rows(name: str, seconds: tuple[float, float], relocation: tuple[float, float]) -> list[list[str]]:
+def duration_rows(name: str, seconds: Sequence[float], relocation: Sequence[float]) -> list[list[str]]:
     """Return the row of a duration, and without relocation where that takes long: experts move once for many steps."""
     durations = {name: seconds}
     if any(moved > MIN_RELOCATION_SHARE * total for total, moved in zip(seconds, relocation, strict=True)):
@@ -166,14 +173,14 @@ def _cover(step: ComparedStep) -> dict[str, Any] | None:
     }
 
 
-def _ledgers(step: ComparedStep, found: StepSimulation | None) -> dict[str, Any] | None:
+def _ledgers(step: ComparedStep, found: Simulated | None) -> dict[str, Any] | None:
     """Return bytes by kind, then the ledger of dispatches, in total and per layer; None on one rank."""
     ledgers = named_ledgers(step)
     totals = [item.total() for _, item in ledgers]
     if not any(total.useful_L.any() for total in totals):
         return None
     sizes = (("useful_L", "useful, GB"), ("duplicate_L", "duplicate, GB"), ("forwarded_L", "forwarded, GB"))
-    sent = [item.bytes.as_dict() for item in (found.before, found.after)] if found else []
+    sent = [item.bytes.as_dict() for item in found or ()]
     links = ("inside", "between") if step.cluster.num_nodes > 1 else ("inside",)
     kinds = [(kind, link, [item[kind][link] for item in sent]) for link in links for kind in (sent[0] if sent else ())]
     old, new = (item.efficiency_L for _, item in ledgers[:2])
@@ -201,13 +208,13 @@ def named_ledgers(step: ComparedStep) -> list[tuple[str, ByteLedger]]:
     If it is not known which experts tokens choose together, both ledgers count a row per choice; there is no third.
     """
     known, row_bytes = step.shared_choices_known, step.model.expert.row_bytes
-    before, after = step.plans_with_rows
-    found = []
-    for (compared, rows), once in [(before, known), (after, known)] + [(after, False)] * known:
-        name = f"{compared.name}, per choice" if known and not once else compared.name
-        ledger = byte_ledger(compared.plan, compared.demand, step.cluster, row_bytes, distinct=rows, send_once=once)
-        found.append((name, ledger))
-    return found
+    return [
+        (
+            f"{one.name}, per choice" if known and not once else one.name,
+            byte_ledger(one.plan, one.demand, step.cluster, row_bytes, distinct=one.rows, send_once=once),
+        )
+        for one, once in [(step.before, known), (step.after, known)] + [(step.after, False)] * known
+    ]
 
 
 def _factors_of_layer(ledgers: Sequence[tuple[str, ByteLedger]], i: int) -> tuple[str, ...]:
@@ -218,15 +225,16 @@ def _gigabytes(size: float) -> str:
     return f"{size / 1e9:.3g}" if size < 1e12 else count(round(size / 1e9))
 
 
-def _limits(step: ComparedStep, found: StepSimulation) -> dict[str, Any]:
+def _limits(step: ComparedStep, found: Simulated) -> dict[str, Any]:
     """Return the overlap ratio, what limits the step, and its seconds part by part, the longest first."""
     after = step.after
     sustained = sustained_overlap_ratios(step.cluster, step.model.expert)
-    used = (found.before, found.after)
-    seconds = found.before.seconds, found.after.seconds
-    before_parts, after_parts = step_parts(found.before), step_parts(found.after)
+    seconds = [one.seconds for one in found]
+    before_parts, after_parts = map(step_parts, found)
     parts = {name: (before_parts[name], value) for name, value in after_parts.items() if before_parts[name] or value}
-    memory = {**found.memory.parts, "activations, static layout": found.memory.activations_static}
+    demand, how = with_mini_batches(after.demand)
+    use = memory_use(after.plan, demand, step.cluster, step.model, how)
+    memory = {**use.parts, "activations, static layout": use.activations_static}
     predicted = predict(after.plan, after.demand, step.cluster, step.model.expert)
     return {
         "overlap": [
@@ -234,11 +242,11 @@ def _limits(step: ComparedStep, found: StepSimulation) -> dict[str, Any]:
             for where, ratio in overlap_ratios(step.cluster, step.model.expert).items()
         ],
         "durations": [
-            *duration_rows("step", seconds, found.term("relocation")),
-            ["share of the peak flops used", *(percent(item.model_flops_utilisation) for item in used), ""],
+            *duration_rows("step", seconds, [one.terms["relocation"] for one in found]),
+            ["share of the peak flops used", *(percent(item.model_flops_utilisation) for item in found), ""],
         ],
         "memory": [[name, format_bytes(size)] for name, size in memory.items() if size],
-        "memory_warning": found.memory.warning,
+        "memory_warning": use.warning,
         "parts": [
             Bar(name, 0.0, new, (format_seconds(old), format_seconds(new), percent(new / (seconds[1] or 1.0))))
             for name, (old, new) in sorted(parts.items(), key=lambda part: -part[1][1])
