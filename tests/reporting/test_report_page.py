@@ -28,7 +28,7 @@ from relibra.reporting.data.samples import Samples
 from relibra.reporting.html.route_figures import MAX_HEATMAP_STEPS, plotly_script
 from relibra.reporting.html.run_figures import stage_seconds
 from relibra.reporting.pages.plan_page import write_plan_page
-from relibra.reporting.pages.report_page import render_report, summarize_recording, write_report
+from relibra.reporting.pages.report_page import SKEW_COLUMNS, render_report, summarize_recording, write_report
 from relibra.routing.trace_files import iterate_trace, write_trace
 from tests.reporting.planned import compared_step
 from tests.reporting.recordings import HOSTILE, metrics_row, small_trace
@@ -63,6 +63,12 @@ def one_line(text: str) -> str:
     return re.sub(r"[ \n]+", " ", text)
 
 
+def views(elements: Elements, slider: str) -> list[str]:
+    """The names of the views that a slider chooses from."""
+    [names] = [attrs["data-names"] for _, attrs in elements.found if attrs.get("id") == slider]
+    return json.loads(names)
+
+
 def own_page(page: str) -> str:
     """The page without plotly.js, which holds any text one can think of."""
     return page.replace(plotly_script(), "")
@@ -87,11 +93,13 @@ def test_report_of_a_run(reported: Path) -> None:
         "on 2 ranks, in micro-batches of whole samples",
     ):
         assert words in one_line(elements.text), words
-    plots = [attrs for _, attrs in elements.found if attrs.get("class") == "plot"]
-    assert len(plots) == 5
-    assert all(attrs["aria-label"] for attrs in plots)
-    options = [attrs["value"] for tag, attrs in elements.found if tag == "option"]
-    assert options == ["0", "1", "2", "3", "ranks", "experts"]
+    plots = {attrs["id"]: attrs for _, attrs in elements.found if attrs.get("class") == "plot"}
+    loads = {f"loads-{rows}-{axis}" for rows in ("ranks", "experts") for axis in ("layers", "micro_batches")}
+    assert plots.keys() == {f"{name}-plot" for name in ("learning", "seconds", "load", "skew", "stability")} | loads | {
+        "timelines"
+    }
+    assert all(attrs["aria-label"] for attrs in plots.values())
+    assert views(elements, "load-view") == ["all steps together", "step 0", "step 1", "step 2"]
 
 
 def test_names_from_files_stay_text(run_folder: Path) -> None:
@@ -140,7 +148,7 @@ def test_report_of_a_single_trace_with_one_layer(tmp_path: Path) -> None:
     assert output.name == "decode.report.html"
     page = output.read_text()
     assert "Not possible with 12 experts: 8, 32 ranks." in one_line(page)
-    assert "<select" not in own_page(page)
+    assert 'id="load-view"' not in page
     assert 'id="learning"' not in page
     assert "(chosen by the report)" in page
 
@@ -153,11 +161,11 @@ def test_run_without_metrics_and_configuration(run_folder: Path) -> None:
     assert 'id="learning"' not in page
 
 
-def test_many_steps_are_thinned_in_the_selector(tmp_path: Path) -> None:
+def test_many_steps_are_thinned_in_the_slider(tmp_path: Path) -> None:
     for step in range(20):
         write_trace(small_trace(step, num_layers=1), tmp_path / "run" / "traces" / f"step-{step:05d}")
-    found = Elements(own_page(write_report(tmp_path / "run").read_text())).found
-    assert sum(tag == "option" for tag, _ in found) == 1 + MAX_HEATMAP_STEPS
+    elements = Elements(own_page(write_report(tmp_path / "run").read_text()))
+    assert len(views(elements, "load-view")) == 1 + MAX_HEATMAP_STEPS
 
 
 def test_half_written_line_is_ignored_and_a_resumed_run_wins(tmp_path: Path) -> None:
@@ -236,7 +244,7 @@ def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     again = summarize_recording(open_recording(tmp_path / "trace"))
     assert sizes == [20] * 12  # six samples, twice
     assert again.load_LE.tolist() == whole.load_LE.tolist()
-    assert again.rank_views[0].skew.skew_ML.tolist() == whole.rank_views[0].skew.skew_ML.tolist()
+    assert again.skews[2].skew_ML.tolist() == whole.skews[2].skew_ML.tolist()
 
 
 @pytest.mark.parametrize("tokens", [32, 50])
@@ -249,20 +257,13 @@ def test_page_and_command_print_the_same_figures(run_folder: Path, tokens: int) 
     text = " ".join(re.sub("<[^>]*>", " ", own_page(write_report(run_folder).read_text())).split())
     options = ("--ranks", "2,8", "--rows-per-micro-batch", str(tokens))
     command = ["trace", "stats", str(run_folder / "traces" / "step-00000"), *options]
-    out, figures = (
-        CliRunner().invoke(app, command).output,
-        json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout),
-    )
-    rows = {words[0]: words[1:] for line in out.splitlines() if (words := line.replace("│", " ").split())}
+    figures = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     for row, name in zip(figures["layouts"], ("2 ranks (this run)", "8 ranks"), strict=True):
-        *skews, _ = rows[str(row["ranks"])]
-        assert len(skews) == 5
+        skews = [f"{row[column]:.2f}" for column in SKEW_COLUMNS]
         waiting = " ".join(percent(row["idle_share"]).split())
         assert " ".join([name, *skews, waiting]) in text
-    [cosine] = re.findall(r"whole trace's: ([0-9.]+) on average", out)
-    assert f"cosine of a micro-batch and its step, mean {cosine}" in text
-    [expert_skew] = re.findall(r"([0-9.]+) over the whole trace", out)
-    assert f"the busiest expert gets {expert_skew}× the mean load" in text
+    assert f"cosine of a micro-batch and its step, mean {figures['cosine_to_mean']:.3f}" in text
+    assert f"the busiest expert gets {figures['step_expert_skew']:.2f}× the mean load" in text
 
 
 @pytest.mark.parametrize(

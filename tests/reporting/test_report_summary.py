@@ -26,18 +26,22 @@ def summary_of(*traces: RoutingTrace, tokens: int = 32, own_ranks: int | None = 
 
 
 @pytest.mark.parametrize(
-    "name", ["metrics", "number_format", "samples", "settings", "step_simulation", "summary", "sweep_lines"]
+    "name",
+    [
+        *("data.metrics", "data.number_format", "data.samples", "data.settings", "data.step_simulation"),
+        *("data.summary", "pages.sweep_page"),
+    ],
 )
 def test_examples_in_docstrings_are_true(name: str) -> None:
-    assert doctest.testmod(import_module(f"relibra.reporting.data.{name}")).failed == 0
+    assert doctest.testmod(import_module(f"relibra.reporting.{name}")).failed == 0
 
 
 def test_the_skew_is_total_busiest_work_over_total_mean_work() -> None:
     # 2 experts on 2 ranks: micro-batch one is 3 : 1, micro-batch two, with 2 tokens only, is 1 : 1.
     picks = [0, 0, 0, 1, 0, 1]
     trace = RoutingTrace.from_samples([np.array(picks).reshape(6, 1, 1)], num_experts=2)
-    view, found = summary_of(trace, tokens=4).headline
-    assert (view.ranks, found.skew_weighted, found.idle_share) == (2, pytest.approx(4 / 3), pytest.approx(0.25))
+    ranks, found = summary_of(trace, tokens=4).headline
+    assert (ranks, found.skew_weighted, found.idle_share) == (2, pytest.approx(4 / 3), pytest.approx(0.25))
 
 
 def test_steps_are_pooled_and_empty_ones_add_nothing() -> None:
@@ -47,7 +51,7 @@ def test_steps_are_pooled_and_empty_ones_add_nothing() -> None:
         RoutingTrace.from_samples([np.array(picks).reshape(4, 1, 1)], num_experts=2) for picks in ([0] * 4, [0, 1] * 2)
     ]
     summary = summary_of(full[0], empty, full[1], tokens=4)
-    [(_, pooled)] = summary.possible
+    [pooled] = summary.skews.values()
     assert pooled.skew_ML.tolist() == [[2.0], [1.0]]
     assert (pooled.skew_mean, pooled.skew_weighted) == (1.5, 1.5)
     assert summary.step_M.tolist() == [0, 2]
@@ -67,14 +71,12 @@ def test_invalid_rows_count_nowhere() -> None:
 
 def test_ranks_that_do_not_divide_the_experts_are_impossible() -> None:
     summary = summary_of(small_trace(num_experts=12), own_ranks=4)
-    assert [(view.ranks, view.is_own) for view, _ in summary.possible] == [(2, False), (4, True)]
-    assert [view.ranks for view in summary.rank_views if view.skew is None] == [8, 32]
-    assert summary.headline is not None
-    assert summary.headline[0].ranks == 4
+    assert (list(summary.skews), summary.ranks) == ([2, 4], (2, 4, 8, 32))
+    assert summary.headline[0] == summary.own_ranks == 4
 
 
 def test_a_prime_number_of_experts_has_one_per_rank() -> None:
-    assert [view.ranks for view, _ in summary_of(small_trace(num_experts=7)).possible] == [7]
+    assert list(summary_of(small_trace(num_experts=7)).skews) == [7]
 
 
 def test_a_single_expert_has_nothing_to_balance() -> None:

@@ -6,7 +6,7 @@ skew is always that of the static layout: rank r has experts r E/R ... (r + 1) E
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,19 +22,6 @@ RANK_COUNTS = (2, 8, 32)
 """Numbers of ranks that every report shows: two processes, one node, four nodes."""
 
 NUM_HOTTEST = 10
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RankView:
-    """Rank skew on an expert-parallel group of `ranks`, over all micro-batches of all steps.
-
-    skew     None when the ranks do not divide the experts
-    is_own   the run itself used this many ranks
-    """
-
-    ranks: int
-    is_own: bool
-    skew: RankSkew | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +70,9 @@ class Stability:
 class Summary:
     """What the report shows of the routes. `M` counts the micro-batches of all steps, in order.
 
+    own_ranks                  expert-parallel ranks of the run itself, None when unknown
+    ranks                      of the expert-parallel groups that are reported
+    skews                      by ranks, over all micro-batches of all steps; those that do not divide the experts lack
     expert_skew                max / mean *expert* load of all steps together, mean over layers
     coefficient_of_variation   of the same load, median layer
     """
@@ -92,7 +82,9 @@ class Summary:
     layer_ids: Int[ndarray, " L"]
     load_LE: Int64[ndarray, "L E"]
     step_M: Int64[ndarray, " M"]
-    rank_views: tuple[RankView, ...]
+    own_ranks: int | None
+    ranks: tuple[int, ...]
+    skews: Mapping[int, RankSkew]
     hottest: tuple[HotExpert, ...]
     stability: Stability
     expert_skew: float
@@ -125,15 +117,14 @@ class Summary:
         return tuple(dict.fromkeys(step.statistics.source for step in self.steps))
 
     @property
-    def possible(self) -> tuple[tuple[RankView, RankSkew], ...]:
-        """The rank counts that divide the experts, with their skew."""
-        return tuple((view, view.skew) for view in self.rank_views if view.skew is not None)
-
-    @property
-    def headline(self) -> tuple[RankView, RankSkew] | None:
+    def headline(self) -> tuple[int, RankSkew] | None:
         """The rank count of the first sentence: the run's own, else 8, else the largest; None with a single expert."""
-        ordered = sorted(self.possible, key=lambda pair: (not pair[0].is_own, pair[0].ranks != 8, -pair[0].ranks))
-        return ordered[0] if ordered else None
+        ranks = min(self.skews, key=lambda ranks: (ranks != self.own_ranks, ranks != 8, -ranks), default=None)
+        return None if ranks is None else (ranks, self.skews[ranks])
+
+    def ranks_name(self, ranks: int) -> str:
+        """Name a rank count in legends and rows."""
+        return f"{ranks} ranks (this run)" if ranks == self.own_ranks else f"{ranks} ranks"
 
 
 def rank_counts(num_experts: int, own_ranks: int | None) -> tuple[int, ...]:
@@ -156,7 +147,6 @@ def possible_ranks(num_experts: int, own_ranks: int | None) -> list[int]:
 def summarize(steps: Sequence[Step], *, own_ranks: int | None = None) -> Summary:
     """Return the summary of the steps of one model, each counted for `possible_ranks`.
 
-    own_ranks   expert-parallel ranks of the run itself, None when unknown
     raises      TraceError when there is no step or token, or steps come from different models
     """
     _check_one_model(steps)
@@ -164,7 +154,6 @@ def summarize(steps: Sequence[Step], *, own_ranks: int | None = None) -> Summary
     require_tokens(statistics)
     load_LE = np.sum([part.load_LE for part in statistics], axis=0)
     layer_ids = statistics[0].layer_ids
-    pooled = {parts[0].ranks: pool_ranks(parts) for parts in zip(*(part.layouts for part in statistics), strict=True)}
     groups = [group for group in pool_groups(g for part in statistics for g in part.groups).values() if group.tokens]
     return Summary(
         steps=tuple(steps),
@@ -172,10 +161,9 @@ def summarize(steps: Sequence[Step], *, own_ranks: int | None = None) -> Summary
         layer_ids=layer_ids,
         load_LE=load_LE,
         step_M=np.repeat([step.number or 0 for step in steps], [part.micro_batches for part in statistics]),
-        rank_views=tuple(
-            RankView(ranks=ranks, is_own=ranks == own_ranks, skew=pooled.get(ranks))
-            for ranks in rank_counts(load_LE.shape[1], own_ranks)
-        ),
+        own_ranks=own_ranks,
+        ranks=rank_counts(load_LE.shape[1], own_ranks),
+        skews={parts[0].ranks: pool_ranks(parts) for parts in zip(*(part.layouts for part in statistics), strict=True)},
         hottest=hottest_experts(load_LE, layer_ids, NUM_HOTTEST),
         stability=_stability(statistics),
         expert_skew=float(skew(load_LE).mean()),

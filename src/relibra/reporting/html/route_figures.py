@@ -15,7 +15,7 @@ from numpy import ndarray
 
 from relibra.errors import ConfigError
 from relibra.reporting.data.compared_plans import times_mean
-from relibra.reporting.data.summary import RankView, Stability, Summary, evenly_chosen
+from relibra.reporting.data.summary import Stability, Summary, evenly_chosen
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
 DASHES = ("solid", "dash", "dot", "dashdot")
@@ -100,8 +100,8 @@ def skew_by_micro_batch(summary: Summary) -> Any:
     figure = plotly_figures().Figure()
     kept = evenly_chosen(len(summary.step_M), MAX_POINTS)
     several = len(summary.steps) > 1
-    for i, (view, found) in reversed(list(enumerate(summary.possible))):
-        skew_ML, name = found.skew_ML[kept], ranks_name(view)
+    for i, (ranks, found) in reversed(list(enumerate(summary.skews.items()))):
+        skew_ML, name = found.skew_ML[kept], summary.ranks_name(ranks)
         band(figure, kept, skew_ML.min(axis=1), skew_ML.max(axis=1), PALETTE[i % len(PALETTE)], name)
         hover = f"{name}, micro-batch %{{x}}{', step %{customdata}' if several else ''}: mean rank skew %{{y:.2f}}"
         line(figure, kept, skew_ML.mean(axis=1), PALETTE[i % len(PALETTE)], name, hover)
@@ -145,11 +145,6 @@ def cosine_by_layer(stability: Stability, layer_ids: ndarray) -> Any:
     if len(layer_ids) <= 12:
         figure.update_xaxes(tickmode="array", tickvals=layer_ids.tolist())
     return figure
-
-
-def ranks_name(view: RankView) -> str:
-    """Name a rank count in legends and rows."""
-    return f"{view.ranks} ranks (this run)" if view.is_own else f"{view.ranks} ranks"
 
 
 def line(

@@ -21,7 +21,7 @@ from relibra.reporting.data.settings import changed_settings, list_settings, mai
 from relibra.reporting.data.summary import Step, Summary, possible_ranks, summarize
 from relibra.reporting.html import route_figures
 from relibra.reporting.html.page import check_output, render_page, write_page
-from relibra.reporting.html.route_figures import plotly_figures, ranks_name
+from relibra.reporting.html.route_figures import plotly_figures
 from relibra.reporting.pages.run_values import run_values
 from relibra.reporting.pages.step_values import Bar, step_headline, step_values
 from relibra.routing.statistics import rank_skew, skew
@@ -138,8 +138,10 @@ def _headline(metrics: Metrics, summary: Summary | None) -> str:
     if static and planned:
         facts.append(f"rank skew in training {times(fmean(static))} → {times(fmean(planned))}")
     if summary and summary.headline:
-        view, found = summary.headline
-        where = f"{ranks_name(view)}: rank skew {times(found.skew_weighted)}, waiting {percent(found.idle_share)}"
+        ranks, found = summary.headline
+        where = (
+            f"{summary.ranks_name(ranks)}: rank skew {times(found.skew_weighted)}, waiting {percent(found.idle_share)}"
+        )
         facts.append(f"recorded routes without a plan on {where}")
     return " · ".join(facts)
 
@@ -160,10 +162,10 @@ def _load_cards(summary: Summary) -> list[Card]:
     amount = f"{plural(summary.samples, 'sample')}, {plural(len(summary.steps), 'step')}"
     skews: list[Card] = []
     if summary.headline:
-        view, found = summary.headline
+        ranks, found = summary.headline
         skews = [
-            (f"Rank skew, {view.ranks} ranks", times(found.skew_weighted), "of the recorded routes without a plan"),
-            (f"Waiting, {view.ranks} ranks", percent(found.idle_share), "of the expert time, without a plan"),
+            (f"Rank skew, {ranks} ranks", times(found.skew_weighted), "of the recorded routes without a plan"),
+            (f"Waiting, {ranks} ranks", percent(found.idle_share), "of the expert time, without a plan"),
         ]
     return [
         ("Model", f"{L} × {E}", f"layers × experts, {plural(summary.top_k, 'choice')} per token"),
@@ -176,12 +178,12 @@ def _load_cards(summary: Summary) -> list[Card]:
 
 def route_values(summary: Summary) -> dict[str, Any]:
     """Return the values of routes.html."""
-    stability, possible = summary.stability, summary.possible
+    stability, skews = summary.stability, summary.skews
     several = stability.micro_batches > 1
-    ranks = summary.headline[0].ranks if summary.headline else None
+    ranks = summary.headline[0] if summary.headline else None
     sizes = [
-        [ranks_name(view), *(f"{getattr(it, name):.2f}" for name in SKEW_COLUMNS), percent(it.idle_share)]
-        for view, it in possible
+        [summary.ranks_name(R), *(f"{getattr(it, name):.2f}" for name in SKEW_COLUMNS), percent(it.idle_share)]
+        for R, it in skews.items()
     ]
     step_to_step = stability.step_to_step
     figures = {
@@ -194,14 +196,14 @@ def route_values(summary: Summary) -> dict[str, Any]:
         "views": [label for label, _ in route_figures.heatmap_views(summary)],
         "heatmap": route_figures.expert_heatmap(summary),
         "max_points": route_figures.MAX_POINTS,
-        "micro_batches": route_figures.skew_by_micro_batch(summary) if possible else None,
+        "micro_batches": route_figures.skew_by_micro_batch(summary) if skews else None,
         "bars": [
-            Bar(ranks_name(view), 1.0, it.skew_median, tuple(row[2:4]), mark=it.skew_p95)
-            for row, (view, it) in zip(sizes, possible, strict=True)
+            Bar(row[0], 1.0, it.skew_median, tuple(row[2:4]), mark=it.skew_p95)
+            for row, it in zip(sizes, skews.values(), strict=True)
         ],
-        "bars_end": max([1.01, *(it.skew_p95 for _, it in possible)]),
+        "bars_end": max([1.01, *(it.skew_p95 for it in skews.values())]),
         "sizes": sizes,
-        "impossible": [view.ranks for view in summary.rank_views if view.skew is None],
+        "impossible": [ranks for ranks in summary.ranks if ranks not in skews],
         "hottest": [
             [hot.layer, hot.expert, f"{100 * hot.share:.1f}\u202f%", times(hot.times_mean)] for hot in summary.hottest
         ],
