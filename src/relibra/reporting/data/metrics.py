@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,32 +77,25 @@ def finite_number(value: object) -> float | None:
 
 def read_metrics(path: Path) -> Metrics:
     """Read a metrics file; one that does not exist has no rows."""
+    found = list(iterate_rows(path))
+    rows = {row["step"]: row for row in found if row is not None}
+    return Metrics(rows=tuple(rows[step] for step in sorted(rows)), unreadable=found.count(None))
+
+
+def iterate_rows(path: Path) -> Iterator[Mapping[str, Any] | None]:
+    """Yield the JSON object of each line that has a step, and None for each other line but an unfinished last one."""
     if not path.is_file():
-        return Metrics()
-    rows: dict[int, Mapping[str, Any]] = {}
-    unreadable = 0
+        return
     with path.open("rb") as file:
         for line in file:
-            row = read_row(line)
-            if row is not None:
-                rows[row["step"]] = row
-            elif is_damaged(line):
-                unreadable += 1
-    return Metrics(rows=tuple(rows[step] for step in sorted(rows)), unreadable=unreadable)
-
-
-def read_row(line: bytes) -> Mapping[str, Any] | None:
-    """Return the JSON object of a line that has a step; None for any other line."""
-    try:
-        row = json.loads(line.decode("utf-8", errors="replace"))
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and whole_number(row.get("step")) is not None else None
-
-
-def is_damaged(line: bytes) -> bool:
-    """Return whether a line without a row is more than the unfinished end of a file."""
-    return bool(line.strip()) and line.endswith(b"\n")
+            try:
+                row = json.loads(line.decode("utf-8", errors="replace"))
+            except (ValueError, RecursionError):
+                row = None
+            if isinstance(row, dict) and whole_number(row.get("step")) is not None:
+                yield row
+            elif line.strip() and line.endswith(b"\n"):
+                yield None
 
 
 def whole_number(value: object) -> int | None:

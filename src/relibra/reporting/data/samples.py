@@ -6,12 +6,13 @@ control characters are shown as their Unicode pictures.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relibra.reporting.data.metrics import finite_number, is_damaged, read_row, whole_number
+from relibra.reporting.data.metrics import finite_number, iterate_rows, whole_number
 from relibra.reporting.data.summary import evenly_chosen
 
 MAX_STEPS = 40
@@ -58,29 +59,20 @@ class Samples:
 
 def read_samples(path: Path) -> Samples:
     """Read a samples file line by line; one that does not exist has no samples."""
-    if not path.is_file():
-        return Samples()
-    offsets: dict[int, list[int]] = {}
+    steps: set[int] = set()
     unreadable = 0
-    with path.open("rb") as file:
-        offset = 0
-        for line in file:
-            row = read_row(line)
-            if row is not None:
-                offsets.setdefault(row["step"], []).append(offset)
-            elif is_damaged(line):
-                unreadable += 1
-            offset += len(line)
-        steps = sorted(offsets)
-        chosen = [steps[i] for i in evenly_chosen(len(steps), MAX_STEPS)]
-        found: list[Sample] = []
-        for step in chosen:
-            for offset in offsets[step][-MAX_OF_A_STEP:]:
-                file.seek(offset)
-                row = read_row(file.readline())
-                assert row is not None, "the line was read before"
-                found.append(_sample(row))
-    return Samples(of_steps=tuple(found), num_steps=len(steps), unreadable=unreadable)
+    for row in iterate_rows(path):
+        if row is None:
+            unreadable += 1
+        else:
+            steps.add(row["step"])
+    chosen = [sorted(steps)[i] for i in evenly_chosen(len(steps), MAX_STEPS)] if steps else []
+    last: dict[int, deque[Sample]] = {step: deque(maxlen=MAX_OF_A_STEP) for step in chosen}
+    for row in iterate_rows(path):
+        if row is not None and row["step"] in last:
+            last[row["step"]].append(_sample(row))
+    of_steps = tuple(sample for samples in last.values() for sample in samples)
+    return Samples(of_steps=of_steps, num_steps=len(steps), unreadable=unreadable)
 
 
 def shorten(text: str) -> str:
@@ -96,10 +88,9 @@ def shorten(text: str) -> str:
 
 
 def _sample(row: Mapping[str, Any]) -> Sample:
-    step, finish = whole_number(row.get("step")), row.get("finish")
-    assert step is not None, "a row has a step"
+    finish = row.get("finish")
     return Sample(
-        step=step,
+        step=row["step"],
         number=whole_number(row.get("sample")),
         prompt=shorten(_text(row.get("prompt"))),
         response=shorten(_text(row.get("response"))),
