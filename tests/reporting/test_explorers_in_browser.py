@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from relibra.planning.budget import Budget
 from relibra.reporting.data.comparison import compare
-from relibra.reporting.pages.plan_page import write_plan_page
+from relibra.reporting.html.page import write_page
+from relibra.reporting.pages.plan_page import render_plan_page
 from tests.reporting.planned import CLUSTER, EXPERT, compared_step, planned_step
 from tests.reporting.test_report_in_browser import Tab, tab
 
@@ -25,7 +27,7 @@ SHOWN = (
 def page(tmp_path: Path) -> Path:
     _, demand = planned_step()
     rows = compare(demand, CLUSTER, Budget(slots=1), ["static", "relibra_paper_anywhere"], expert=EXPERT)
-    return write_plan_page(tmp_path / "plan.html", compared_step(), balancers=rows)
+    return write_page(tmp_path / "plan.html", render_plan_page(compared_step(), datetime(2026, 1, 2, tzinfo=UTC), rows))
 
 
 @pytest.mark.slow

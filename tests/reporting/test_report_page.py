@@ -27,7 +27,7 @@ from relibra.reporting.data.recording import open_recording
 from relibra.reporting.data.samples import Samples
 from relibra.reporting.html.route_figures import MAX_HEATMAP_STEPS, plotly_script
 from relibra.reporting.html.run_figures import stage_seconds
-from relibra.reporting.pages.plan_page import write_plan_page
+from relibra.reporting.pages.plan_page import render_plan_page
 from relibra.reporting.pages.report_page import SKEW_COLUMNS, render_report, summarize_recording, write_report
 from relibra.routing.trace_files import iterate_trace, write_trace
 from tests.reporting.planned import compared_step
@@ -122,9 +122,8 @@ def test_page_loads_nothing(reported: Path) -> None:
     assert "default-src 'none'" in page
 
 
-def test_the_page_allows_only_its_own_scripts(reported: Path, tmp_path: Path) -> None:
-    for page in (reported, write_plan_page(tmp_path / "plan.html", compared_step())):
-        text = page.read_text()
+def test_the_page_allows_only_its_own_scripts(reported: Path) -> None:
+    for text in (reported.read_text(), render_plan_page(compared_step(), datetime(2026, 1, 2, tzinfo=UTC))):
         [policy] = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
         [allowed] = re.findall(r"script-src ([^;]*)", policy)
         scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
@@ -266,11 +265,9 @@ def test_page_and_command_print_the_same_figures(run_folder: Path, tokens: int) 
     assert f"the busiest expert gets {figures['step_expert_skew']:.2f}× the mean load" in text
 
 
-@pytest.mark.parametrize(
-    ("name", "said"), [("config.json/page.html", "--output"), ("n" * 300 + ".html", "--output"), ("", r"\.html file")]
-)
-def test_output_in_an_impossible_place_is_refused(run_folder: Path, name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+@pytest.mark.parametrize("name", ["config.json/page.html", "n" * 300 + ".html", ""])
+def test_output_in_an_impossible_place_is_refused(run_folder: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="--output"):
         write_report(run_folder, run_folder / name)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,7 @@ from relibra.cli.inputs.models import choose_model, open_model
 from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.requests import takes, within
 from relibra.cli.inputs.workload import check_num_experts, open_cluster
-from relibra.cli.outputs.files import find_demand
+from relibra.cli.outputs.files import check_outputs, find_demand, named
 from relibra.cli.outputs.plan_page import check_page
 from relibra.cli.outputs.terminal import progress
 from relibra.errors import ConfigError
@@ -65,6 +66,7 @@ def report(request: ReportRequest) -> None:
 
     Example: relibra report runs/demo
     """
+    check_outputs(named("--output", request.output), [])
     if _is_plan(request.path):
         page = _report_plans(request)
     elif request.other is not None:
@@ -105,7 +107,8 @@ def _report_two_runs(path: Path, other: Path, output: Path | None) -> Path:
 
 def _report_plans(request: ReportRequest) -> Path:
     from relibra.reporting.data.compared_plans import can_count_rows, compare_static, compare_step
-    from relibra.reporting.pages.plan_page import write_plan_page
+    from relibra.reporting.html.page import write_page
+    from relibra.reporting.pages.plan_page import render_plan_page
     from relibra.routing.readers import open_trace
 
     path, other, timelines = request.path, request.other, request.timelines()
@@ -125,7 +128,7 @@ def _report_plans(request: ReportRequest) -> Path:
         step = compare_step(plans, cluster, choose_model(request.model, trace or path), routes)
         output = request.output or path.with_name(f"{path.stem}.report.html")
         remedy = COUNT_ROWS if trace is None and can_count_rows(plans) else ""
-        return write_plan_page(output, step, timelines=timelines, remedy=remedy)
+        return write_page(output, render_plan_page(step, datetime.now(UTC), timelines=timelines, remedy=remedy))
 
 
 def _short_name(path: Path, beside: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,11 +32,12 @@ def write_page(
     name     of the plan
     """
     from relibra.reporting.data.compared_plans import compare_plan, compare_static, compare_step
-    from relibra.reporting.pages.plan_page import write_plan_page
+    from relibra.reporting.html.page import write_page as write_html
+    from relibra.reporting.pages.plan_page import render_plan_page
 
     demand = workload.demand
     plans = compare_static(plan, demand), compare_plan(name, plan, demand)
     with progress(f"simulating and drawing {path}"):
         step = compare_step(plans, workload.machine, workload.model, workload.open_routes())
-        page = write_plan_page(path, step, balancers=rows)
-    print_note(f"page: {page}")
+        write_html(path, render_plan_page(step, datetime.now(UTC), rows))
+    print_note(f"page: {path}")

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
@@ -30,28 +28,15 @@ _POLICY = "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; 
 """What a browser lets the page do: run these scripts, no others, and send no request."""
 
 
-def check_output(output: Path) -> None:
-    """Raise a ConfigError when the place for a page is a folder, or cannot be read."""
-    with _file_errors(output):
-        if output.is_dir():
-            raise ConfigError(f"the report cannot be written to {output}, which is a folder: name an .html file in it")
-
-
 def write_page(output: Path, page: str) -> Path:
     """Write a page, whole or not at all, and return where; raises ConfigError when it cannot be written."""
-    with _file_errors(output):
-        write_text(output, page)
-    return output
-
-
-@contextmanager
-def _file_errors(output: Path) -> Iterator[None]:
     try:
-        yield
+        write_text(output, page)
     except OSError as error:
         raise ConfigError(
             f"the report cannot be written to {output} ({error.strerror or error}): name another file with --output"
         ) from error
+    return output
 
 
 def render_page(body: str, **values: Any) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from relibra.errors import ConfigError
 from relibra.printable import plural
-from relibra.reporting.data.recording import Recording, open_recording
+from relibra.reporting.data.recording import open_recording
 from relibra.reporting.data.settings import compare_settings
-from relibra.reporting.html.page import check_output, render_page, write_page
+from relibra.reporting.html.page import render_page, write_page
 from relibra.reporting.html.route_figures import plotly_figures
 from relibra.reporting.html.run_figures import TITLES, section_figures
 from relibra.reporting.pages.run_values import key_figures
@@ -23,27 +22,23 @@ def write_comparison(first: Path | str, second: Path | str, output: Path | str) 
               when the page cannot be written there
     """
     plotly_figures()
-    output = Path(output)
-    check_output(output)
     runs = [open_recording(path) for path in (first, second)]
     for run in runs:
         if not run.metrics.rows:
             raise ConfigError(f"{run.path} has no finished step in metrics.jsonl: only runs of relibra train compare")
-    return write_page(output, render_comparison(runs, datetime.now(UTC)))
-
-
-def render_comparison(runs: Sequence[Recording], made: datetime) -> str:
-    """Return the page as text; the same values give the same bytes."""
     choices = ([run.name for run in runs], [run.path.resolve().name for run in runs], [str(run.path) for run in runs])
     names = next(names for names in choices if len(set(names)) == len(runs) or names is choices[-1])
     pairs = [(name, run.metrics) for name, run in zip(names, runs, strict=True)]
     differences, note = compare_settings([run.config for run in runs], names)
-    return render_page(
+    page = render_page(
         "comparison.html",
         title=" and ".join(names),
         kind="comparison of runs",
         headline=note,
-        facts=[f"{made:%Y-%m-%d %H:%M} UTC", *(f"{name}: {plural(len(item.rows), 'step')}" for name, item in pairs)],
+        facts=[
+            f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+            *(f"{name}: {plural(len(item.rows), 'step')}" for name, item in pairs),
+        ],
         names=names,
         figures=key_figures([metrics for _, metrics in pairs]),
         settings_note=note,
@@ -52,3 +47,4 @@ def render_comparison(runs: Sequence[Recording], made: datetime) -> str:
         titles=TITLES,
         words=(),
     )
+    return write_page(Path(output), page)

@@ -1,38 +1,18 @@
-"""`write_plan_page`: a self-contained HTML page that compares a plan with the static layout or with another plan."""
+"""`render_plan_page`: a self-contained HTML page that compares a plan with the static layout or with another plan."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from pathlib import Path
+from datetime import datetime
 from typing import Any
 
 from relibra.printable import plural
 from relibra.reporting.data.compared_plans import ComparedStep
 from relibra.reporting.data.comparison import ComparisonRow
 from relibra.reporting.data.comparison_columns import COLUMNS
-from relibra.reporting.html.page import check_output, render_page, write_page
+from relibra.reporting.html.page import render_page
 from relibra.reporting.pages.step_values import Bar, end_of_skews, step_headline, step_values
 from relibra.timeline import Timeline
-
-
-def write_plan_page(
-    path: Path | str,
-    step: ComparedStep,
-    *,
-    balancers: Sequence[ComparisonRow] = (),
-    timelines: Sequence[tuple[str, Timeline]] = (),
-    remedy: str = "",
-) -> Path:
-    """Write the page of a plan, completely or not at all; return its path.
-
-    balancers   figures of balancers on the same step: the page compares them first, then shows the plan of one
-    timelines, remedy   as `step_values`
-    raises      ConfigError when the page cannot be written there
-    """
-    output = Path(path)
-    check_output(output)
-    return write_page(output, render_plan_page(step, datetime.now(UTC), balancers, timelines, remedy))
 
 
 def render_plan_page(
@@ -42,7 +22,11 @@ def render_plan_page(
     timelines: Sequence[tuple[str, Timeline]] = (),
     remedy: str = "",
 ) -> str:
-    """Return the page as text; the same values give the same bytes."""
+    """Return the page of a plan as text; the same values give the same bytes.
+
+    balancers   figures of balancers on the same step: the page compares them first, then shows the plan of one
+    timelines, remedy   as `step_values`
+    """
     plan = step.after.plan
     M, L, R, _ = plan.replica_MLRB.shape
     planned = [item for item in step.plans if not item.is_static]

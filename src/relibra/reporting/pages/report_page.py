@@ -20,7 +20,7 @@ from relibra.reporting.data.samples import Samples, read_samples
 from relibra.reporting.data.settings import changed_settings, list_settings, main_settings
 from relibra.reporting.data.summary import Step, Summary, possible_ranks, summarize
 from relibra.reporting.html import route_figures
-from relibra.reporting.html.page import check_output, render_page, write_page
+from relibra.reporting.html.page import render_page, write_page
 from relibra.reporting.html.route_figures import plotly_figures
 from relibra.reporting.pages.run_values import run_values
 from relibra.reporting.pages.step_values import Bar, step_headline, step_values
@@ -64,11 +64,10 @@ def write_report(
     if output is None:
         place = recording.path.resolve()
         output = place / "report.html" if recording.is_run else place.with_name(f"{place.name}.report.html")
-    output = Path(output)
-    check_output(output)
     summary = summarize_recording(recording) if recording.traces else None
     planned = plan_last_step(recording, ranks=ranks, cluster=cluster, model=model)
-    return write_page(output, render_report(recording, summary, samples, datetime.now(UTC), planned, timelines))
+    page = render_report(recording, summary, samples, datetime.now(UTC), planned, timelines)
+    return write_page(Path(output), page)
 
 
 def summarize_recording(recording: Recording) -> Summary:
