@@ -1,11 +1,9 @@
 """What others wrote reaches a terminal with its escape sequences shown, wherever it is printed."""
 
 import json
-import logging
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 from relibra.cli.main import main
 from relibra.cli.outputs.terminal import print_note, print_result, print_text
 from relibra.files import write_text
-from relibra.printable import PrintableFormatter, escape_logs_and_tracebacks, printable, printable_lines
+from relibra.printable import escape_logs_and_tracebacks, printable, printable_lines
 from relibra.rl.run.display import TrainingDisplay
 
 NASTY = "\x1b[2J\x1b]0;title\x07 \x9b31m \u202e right to left \ud800 half [/bold]"
@@ -42,11 +40,6 @@ def test_printers_show_escapes(capsys):
     assert captured.err.count("\\x1b[2J") == 1
     assert_harmless(captured.out)
     assert_harmless(captured.err)
-
-
-def test_log_records_show_escapes():
-    record = logging.LogRecord("x", logging.WARNING, "f", 1, "%s\nnext", (NASTY,), None)
-    assert_harmless(PrintableFormatter().format(record))
 
 
 def test_an_alarm_with_markup_is_shown_as_it_is(capsys):
@@ -93,19 +86,6 @@ def test_warnings_of_a_process_show_escapes():
 def test_a_text_file_may_hold_half_of_a_surrogate_pair(tmp_path):
     write_text(tmp_path / "x", "a\ud800b")
     assert (tmp_path / "x").read_text() == "a\\ud800b"
-
-
-def test_names_in_a_trace_and_a_plan_show_escapes(tmp_path, monkeypatch, capsys):
-    from relibra import RoutingTrace, write_trace
-
-    trace = RoutingTrace.from_samples(
-        [np.zeros((2, 1, 1), int)], num_experts=2, group_ids=[0], group_names=[NASTY], source=NASTY
-    )
-    write_trace(trace, tmp_path / "t")
-    monkeypatch.setattr(sys, "argv", ["relibra", "trace", "inspect", str(tmp_path / "t")])
-    with pytest.raises(SystemExit, match="0"):
-        main()
-    assert_harmless(capsys.readouterr().out)
 
 
 def test_case_names_of_a_comparison_show_escapes(tmp_path):

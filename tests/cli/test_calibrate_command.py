@@ -86,9 +86,3 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(run, measured, tm
     assert said in err
     assert err.count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_help_has_an_example(run):
-    code, out, _ = run("calibrate", "--help")
-    assert code == 0
-    assert "Example: relibra calibrate --output cluster.toml" in " ".join(out.split())

@@ -26,18 +26,10 @@ from relibra.simulation import cut_model, memory_for_slots, model_shape, overlap
 
 PEERS = "static,flashlb,eplb,ultraep,moonep_node"
 CUT = ("--ranks", "4", "--ranks-per-node", "2", "--micro-batch-tokens", "25")
-
-
-@pytest.fixture
-def routes():
-    shape = TraceShape(rows_per_sample=[5] * 160, num_layers=2, num_experts=8, top_k=2)
-    return domain_trace(shape, np.random.default_rng(0), num_domains=2)
-
-
-@pytest.fixture
-def trace(tmp_path, routes):
-    write_trace(routes, tmp_path / "t")
-    return tmp_path / "t"
+CONFIG = {
+    "model_type": "mine", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "num_experts": 8,
+    "moe_intermediate_size": 32, "num_experts_per_tok": 2, "vocab_size": 100, "max_position_embeddings": 128,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -118,12 +110,8 @@ def test_verbs_take_a_run_where_they_take_a_trace(run, run_folder, tmp_path, mon
 
 def test_without_a_model_seconds_are_of_the_policy_of_the_run(run, run_folder, tmp_path):
     folder = tmp_path / "runs" / "mine"
-    config = {
-        "model_type": "mine", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "num_experts": 8,
-        "moe_intermediate_size": 32, "num_experts_per_tok": 2, "vocab_size": 100, "max_position_embeddings": 128,
-    }  # fmt: skip
     (folder / "policy").mkdir()
-    (folder / "policy" / "config.json").write_text(json.dumps(config))
+    (folder / "policy" / "config.json").write_text(json.dumps(CONFIG))
     plan = ("plan", "--balancer", "static", "-o", tmp_path / "p.safetensors")
     for words in (("simulate", "--balancer", "static"), plan):
         for source in (folder, folder / "traces" / "step-00003"):
@@ -226,11 +214,7 @@ def test_the_timeline_opens_in_perfetto(run, trace, tmp_path):
 
 
 def test_a_model_comes_from_its_config(run, trace, tmp_path):
-    config = {
-        "model_type": "mine", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "num_experts": 8,
-        "moe_intermediate_size": 32, "num_experts_per_tok": 2, "vocab_size": 100, "max_position_embeddings": 128,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     for given, name in ((tmp_path, "mine"), (tmp_path / "config.json", "mine"), ("256x64", "256x64")):
         words = ("--balancer", "static", "--model", given, "--json")
         assert json.loads(run("simulate", trace, *CUT, *words)[1])["model"] == name
@@ -251,17 +235,6 @@ def test_recomputation_keeps_fewer_activations_and_takes_longer(run, trace):
     kept, again = (json.loads(run(*words, *more)[1]) for more in ((), ("--recompute",)))
     assert again["memory"]["activations"] < kept["memory"]["activations"]
     assert again["terms"]["compute"] == pytest.approx(kept["terms"]["compute"] * 4 / 3)
-
-
-def test_a_damaged_config_gets_a_sentence(run, trace, tmp_path):
-    config = {
-        "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "num_experts": 8, "vocab_size": 100,
-        "moe_intermediate_size": 32, "num_experts_per_tok": 2, "max_position_embeddings": 128,
-    }  # fmt: skip
-    for change in ({"num_attention_heads": 0}, {"layer_types": 3}, {"mlp_only_layers": 2}):
-        (tmp_path / "config.json").write_text(json.dumps(config | change))
-        code, out, err = run("simulate", trace, *CUT, "--model", tmp_path)
-        assert (code, out, len(err.strip().splitlines())) == (1, "", 1)
 
 
 def test_a_balancer_that_keeps_the_static_layout_is_marked(run, trace):
@@ -339,12 +312,9 @@ def test_what_cannot_be_simulated_gets_a_sentence(run, trace, tmp_path):
             ("--balancer", "static,relibra"),
             "simulate takes one balancer; relibra compare and relibra sweep take several",
         ),
-        (("--model", "nothing"), "--model 'nothing' is unknown"),
         (("--model", tmp_path / "config.json"), "config.json: give the path of a config.json"),
-        (("--model", "0x5"), "HIDDEN and WIDTH of an expert must be at least 1"),
         (("--cluster", tmp_path / "bad.toml"), "is not valid TOML"),
         (("--pipeline-stages", "3"), "do not fill 3 pipeline stages"),
-        (("--ranks", "3"), "--ranks 3 does not divide 8 experts"),
         (("--timeline", tmp_path), "is a folder"),
     ):
         code, out, err = run("simulate", trace, *CUT, *words)
@@ -480,10 +450,3 @@ def test_plots_are_written_over_numbers_and_over_names(run, trace, tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "tokens per second and rank" in (tmp_path / "a.html").read_text()
     assert "eplb" in (tmp_path / "b.html").read_text()
-
-
-def test_a_cluster_file_is_simulated(run, trace, tmp_path):
-    write_cluster(tmp_path / "mine.toml", replace(cluster_preset("h20x8"), name="my rack", label="measured"))
-    code, out, _ = run("simulate", trace, *CUT, "--cluster", tmp_path / "mine.toml")
-    assert code == 0
-    assert re.search(r"cluster +my rack\n", out)

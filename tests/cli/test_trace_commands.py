@@ -26,10 +26,6 @@ def test_help_reads_well(run):
     assert code == 0
     for word in ("train", "trace", "report", "Exit codes"):
         assert word in out
-    for verb in (["train"], ["report"], ["trace", "stats"], ["trace", "inspect"], ["trace", "validate"]):
-        code, out, _ = run(*verb, "--help")
-        assert code == 0
-        assert any(line.startswith("  Example: relibra ") for line in out.splitlines())
 
 
 def options_of(command, words=()):
@@ -52,6 +48,7 @@ def test_names_of_options_are_whole_in_a_narrow_terminal(run, monkeypatch, colum
         monkeypatch.setenv("COLUMNS", columns)
         code, out, _ = run(*words, "--help")
         assert code == 0
+        assert not shown or any(line.startswith("  Example: relibra ") for line in out.splitlines()), words
         listed = {word.rstrip(",") for word in out.split()}
         assert {name for name in names if name.startswith("--")} <= listed, words
         seen += "--ranks-per-node" in names

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-from importlib import import_module
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -23,17 +20,6 @@ def summary_of(*traces: RoutingTrace, tokens: int = 32, own_ranks: int | None = 
         compute_step_statistics(lambda trace=trace: [trace], ranks=ranks, micro_batch_tokens=tokens) for trace in traces
     ]
     return summarize([Step(number=i, statistics=one) for i, one in enumerate(statistics)], own_ranks=own_ranks)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("data.metrics", "data.number_format", "data.samples", "data.settings", "data.step_simulation"),
-        *("data.summary", "pages.sweep_page"),
-    ],
-)
-def test_examples_in_docstrings_are_true(name: str) -> None:
-    assert doctest.testmod(import_module(f"relibra.reporting.{name}")).failed == 0
 
 
 def test_the_skew_is_total_busiest_work_over_total_mean_work() -> None:

@@ -207,13 +207,6 @@ def test_figures_of_two_plans_stand_below_their_names() -> None:
     assert "memory of the fullest rank with plan two" in page
 
 
-def test_the_headline_has_the_waiting_of_both_plans() -> None:
-    step = compared_step()
-    for one, part in zip(step.plans, step_headline(step).split(" · "), strict=True):
-        assert part.startswith(one.name)
-        assert percent(1 - 1 / one.skew) in part
-
-
 def test_plans_of_other_sizes_are_refused() -> None:
     small = compare_plan("small", *planned_step(2))
     with pytest.raises(ConfigError, match="small is for 2 layers, the plan for 3"):

@@ -26,8 +26,8 @@ def percent(share: float) -> str:
 def exact_percent(share: float) -> str:
     """Write a share of one so that a small one does not read as 0.
 
-    >>> exact_percent(0.0), exact_percent(0.0001), exact_percent(0.22)
-    ('0\u202f%', 'less than 0.1\u202f%', '22\u202f%')
+    >>> exact_percent(0.0), exact_percent(0.00049), exact_percent(0.0005), exact_percent(0.22)
+    ('0\u202f%', 'less than 0.1\u202f%', '0.1\u202f%', '22\u202f%')
     """
     if share <= 0:
         return f"0{_THIN_SPACE}%"
