@@ -135,11 +135,7 @@ def test_impossible_links_are_refused(changes):
         ("efficiency", "efficency", "top level has unknown entry 'efficency': did you mean 'efficiency'"),
         ("num_nodes = 1", "", "top level has no entry 'num_nodes'"),
         ("[host]", "[host]\nspeed = 1", r"\[host\] has unknown entry 'speed': allowed are latency_seconds"),
-        (
-            "[host]\nlatency_seconds = 1e-05",
-            "[host]\nlatency_seconds = -1",
-            r"\[host\]: latency_seconds is -1: ",
-        ),
+        ("[host]\nlatency_seconds = 1e-05", "[host]\nlatency_seconds = -1", r"\[host\]: latency_seconds is -1: "),
         ("gemm_table = []", "gemm_table = [[1, 2, 3]]", "gemm_table"),
         ("gemm_table = []", "gemm_table = 7", "gemm_table is 7: "),
         ("efficiency = 0.5", "efficiency = nan", "efficiency is nan"),

@@ -12,15 +12,7 @@ import pytest
 from relibra.cli.inputs.models import open_model
 from relibra.cli.main import main
 from relibra.cluster import read_cluster
-from relibra.errors import (
-    ClusterError,
-    ConfigError,
-    EngineError,
-    TraceError,
-    in_a_line,
-    library_errors,
-    raised_by,
-)
+from relibra.errors import ClusterError, ConfigError, EngineError, TraceError, in_a_line, library_errors, raised_by
 from relibra.printable import excerpt
 from relibra.rl.config.run_config import load_config
 from relibra.rl.run.run_folder import read_settings

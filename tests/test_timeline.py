@@ -287,12 +287,7 @@ def test_any_changed_bit_is_noticed(tmp_path):
         (2, '"bytes": 3', '"bytes": 3, "more": 1', ":2: the event has unknown entry 'more'"),
         (2, '"bytes": 3', '"rank": 1', ":2: the line is no JSON .*a key occurs twice"),
         (2, '"stage": "push"', '"stage": ["push"]', ":2: the event: stage is"),
-        (
-            2,
-            '"bytes_between_nodes": 2',
-            '"bytes_between_nodes": 4',
-            ":2: the event: bytes_between_nodes is 4",
-        ),
+        (2, '"bytes_between_nodes": 2', '"bytes_between_nodes": 4', ":2: the event: bytes_between_nodes is 4"),
         (2, '"bytes_between_nodes": 2}', '"bytes_between_nodes": 2', ":2: the line is no JSON"),
         (2, LINES[1], "", ":2: the line is no JSON"),
         (2, LINES[1], "[1, 2]", ":2: the line holds no JSON object"),

@@ -46,9 +46,7 @@ def _trained(routes, monkeypatch, **update):
     monkeypatch.setattr(step_plan.dist, "get_world_size", lambda: RANKS)
     order = np.argsort(routes.sample_ids)
     table = step_plan.ResponseTable(
-        sample_id_S=routes.sample_ids[order],
-        group_id_S=routes.group_ids[order],
-        tokens_S=routes.rows_per_sample[order],
+        sample_id_S=routes.sample_ids[order], group_id_S=routes.group_ids[order], tokens_S=routes.rows_per_sample[order]
     )
     settings = UpdateSettings(**{**CONFIG["update"], **update})
     made = step_plan.make_step_schedule(table, settings, by_group=True, seed=SEED)

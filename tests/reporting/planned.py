@@ -24,10 +24,7 @@ def planned_step(layers: int = 3, *, slots: int = 1) -> tuple[StepPlan, Demand]:
     popularity = rng.dirichlet(np.full(16, 0.5), layers)
     counts_SLE = np.stack([rng.multinomial(4 * 64, popularity[layer], 40) for layer in range(layers)], axis=1)
     demand = Demand(
-        counts_SLE=counts_SLE.astype(np.int32),
-        layer_ids=np.arange(1, layers + 1),
-        sample_ids=np.arange(40),
-        top_k=4,
+        counts_SLE=counts_SLE.astype(np.int32), layer_ids=np.arange(1, layers + 1), sample_ids=np.arange(40), top_k=4
     )
     demand = demand.with_schedule(np.arange(40) % 5, np.arange(40) // 5 % 4, 4)
     budget = Budget(slots=slots)

@@ -15,12 +15,7 @@ from relibra.planning.costs.expert_shape import expert_shape
 from relibra.planning.planner import plan_step
 from relibra.planning.registry import BALANCERS
 from relibra.reporting.data import comparison
-from relibra.reporting.data.comparison import (
-    compare,
-    compile_kernels,
-    iterate_comparison,
-    measure,
-)
+from relibra.reporting.data.comparison import compare, compile_kernels, iterate_comparison, measure
 
 EXPERT = expert_shape("mixtral-8x7b")
 CLUSTER = cluster_preset("h100x8", 4, 2)

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from relibra.reporting.data.settings import (
-    LONGEST,
-    changed_settings,
-    compare_settings,
-    list_settings,
-    main_settings,
-)
+from relibra.reporting.data.settings import LONGEST, changed_settings, compare_settings, list_settings, main_settings
 from relibra.reporting.html.page import render
 from tests.reporting.recordings import HOSTILE
 

@@ -17,20 +17,8 @@ from relibra.routing.demand_rows import sample_of_rows
 from relibra.routing.micro_batches import cut_recorded
 from relibra.routing.statistics import co_activation
 from relibra.routing.synthetic import TraceShape, domain_trace
-from relibra.simulation import (
-    Execution,
-    ParallelLayout,
-    model_shape,
-    simulate_groups,
-    simulate_step,
-    with_mini_batches,
-)
-from relibra.simulation.cost_model import (
-    gathered_bytes,
-    gradient_reduction_seconds,
-    owned_parameters,
-    spread_seconds,
-)
+from relibra.simulation import Execution, ParallelLayout, model_shape, simulate_groups, simulate_step, with_mini_batches
+from relibra.simulation.cost_model import gathered_bytes, gradient_reduction_seconds, owned_parameters, spread_seconds
 from relibra.simulation.step.group_run import run_group
 from relibra.simulation.step.passes import backward_pass, forward_pass
 from relibra.simulation.step.stage_costs import stage_costs

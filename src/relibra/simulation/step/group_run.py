@@ -130,10 +130,7 @@ def run_group(costs_D: list[StageCosts], how: Execution, note_of: NoteOf | None 
         if not how.forward_only:
             passes_2D[BACKWARD].append(
                 backward_pass(
-                    costs,
-                    overlap=how.overlap,
-                    recompute_activations=how.recompute_activations,
-                    note=notes[BACKWARD],
+                    costs, overlap=how.overlap, recompute_activations=how.recompute_activations, note=notes[BACKWARD]
                 )
             )
     pairs_D = [list(pair) for pair in zip(*(item for item in passes_2D if item), strict=True)]

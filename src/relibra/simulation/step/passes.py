@@ -144,11 +144,7 @@ class _Walk:
         """Return the sums, up to the end of the last rank."""
         self._meet("attention")
         return PassSeconds(
-            seconds_M=self.met_M,
-            terms=self.terms,
-            spent=self.spent,
-            waited_R=self.waited_R,
-            copying_M=self.copying_M,
+            seconds_M=self.met_M, terms=self.terms, spent=self.spent, waited_R=self.waited_R, copying_M=self.copying_M
         )
 
     def attention(self, layer: int, seconds_MR: Float64[ndarray, "M R"]) -> None:
