@@ -239,7 +239,7 @@ def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             sizes.append(piece.num_rows)
             yield piece
 
-    monkeypatch.setattr("relibra.reporting.data.recording.iterate_routes", pieces)
+    monkeypatch.setattr("relibra.reporting.pages.report_page.iterate_routes", pieces)
     again = summarize_recording(open_recording(tmp_path / "trace"))
     assert sizes == [20] * 12  # six samples, twice
     assert again.load_LE.tolist() == whole.load_LE.tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relibra.reporting.data.settings import LONGEST, changed_settings, compare_settings, list_settings, main_settings
+from relibra.reporting.data.settings import LONGEST, compare_settings, list_settings, setting_tables
 from relibra.reporting.html.page import render
 from tests.reporting.recordings import HOSTILE
 
@@ -19,14 +19,14 @@ CONFIG = {
 
 
 def test_main_settings_come_first_then_what_was_changed_then_all() -> None:
-    main = main_settings(CONFIG)
+    tables = setting_tables(CONFIG)
+    main, everything = tables["main"], tables["all"]
     assert list(main)[:2] == ["model.path", "model size num_experts"]
     assert (main["run.steps"], main["rollout.prompts_per_step"], main["update.learning_rate"]) == ("60", "32", "0.0002")
-    assert changed_settings(CONFIG) == {"update.learning_rate": "0.0002"}
-    everything = list_settings(CONFIG)
+    assert tables["changed"] == {"update.learning_rate": "0.0002"}
     assert everything["version of torch"] == "2.8"
     assert "/home/me/runs" not in everything.values()
-    page = render("settings.html", settings={"all": everything, "main": main, "changed": changed_settings(CONFIG)})
+    page = render("settings.html", settings=tables)
     parts = [page.index(f'aria-label="{name} settings"') for name in ("Main", "Changed", "All")]
     assert parts == sorted(parts)
     assert HOSTILE not in page
@@ -39,7 +39,7 @@ def test_odd_files_are_shown_as_they_are() -> None:
     odd = {"a": 1, "b": {"x": "y" * 999, "z": deep}, "changed": "all", "c": None}
     listed = list_settings(odd)
     assert (listed["a"], listed["c"], len(listed["b.x"])) == ("1", "none", LONGEST)
-    assert changed_settings(odd) == main_settings(odd) == {}
+    assert setting_tables(odd) == {"all": listed, "main": {}, "changed": {}}
     assert render("settings.html", settings={"all": {}, "main": {}, "changed": {}}).strip() == ""
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import NamedTuple
 
 from relibra.cluster import Cluster, cluster_preset
 from relibra.errors import RelibraError
@@ -26,17 +25,12 @@ MAX_CHOICES = 1 << 28
 """Choices (row, layer, k) of a step that is planned for a page; more take minutes and gigabytes."""
 
 
-class ReplannedStep(NamedTuple):
-    """The step under the static layout and under a plan, and a sentence that says how it was planned."""
-
-    step: ComparedStep
-    about: str
-
-
 def plan_last_step(
     recording: Recording, *, ranks: int | None = None, cluster: Cluster | None = None, model: ModelShape | None = None
-) -> ReplannedStep | str:
-    """Plan the last recorded step, or return a sentence that says why not; "" on one rank, where nothing is planned.
+) -> tuple[ComparedStep | None, str]:
+    """Return the last recorded step under the static layout and under a plan, and a sentence that says how, or why not.
+
+    On one rank nothing is planned, and the sentence is empty.
 
     ranks     None: the run's own
     cluster   is resized to the ranks, with as many on a node as fill nodes; None: H100 nodes of 8
@@ -45,12 +39,12 @@ def plan_last_step(
     """
     ranks = ranks or recording.num_ranks
     if not recording.traces or ranks is None or ranks < 2:
-        return ""
+        return None, ""
     number, path = recording.traces[-1]
     trace = open_trace(path, recording.num_experts)
     tokens = min(recording.micro_batch_tokens or default_micro_batch_tokens(trace.num_rows), trace.num_rows)
     if trace.num_experts % ranks or trace.num_rows == 0 or trace.experts_TLK.size > MAX_CHOICES:
-        return (
+        return None, (
             f"The last recorded step ({trace.num_rows:,} rows, {trace.num_layers} layers, {trace.num_experts} experts) "
             f"is not planned here for {ranks} ranks: the ranks must divide the experts, and a page plans at most "
             f"{MAX_CHOICES:,} choices of experts. Plan it with relibra plan."
@@ -73,7 +67,7 @@ def plan_last_step(
         f"{which} is planned here again, on {ranks} ranks, in micro-batches of whole samples in recorded order, at "
         f"most {rank_tokens:,} tokens per rank. The trainer used another schedule, so figures differ from the run’s."
     )
-    return ReplannedStep(compare_step(plans, machine, model, trace), about)
+    return compare_step(plans, machine, model, trace), about
 
 
 def default_model(trace: Path) -> ModelShape:

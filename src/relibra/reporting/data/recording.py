@@ -1,24 +1,21 @@
 """`Recording`: the files of a run folder or a trace that a report reads.
 
 A path is a run folder (`config.json`, `metrics.jsonl`, `traces/step-00000/`, ...) or a single trace. Only names and
-small files are read here; routes are read by iterating over `Recording.steps`.
+small files are read here.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from relibra.errors import TraceError
 from relibra.reporting.data.metrics import Metrics, read_metrics
-from relibra.routing.readers import iterate_routes
 from relibra.routing.trace_files import INDEX
-from relibra.routing.trace_statistics import Pieces
 
 _STEP_FOLDER = re.compile("step-([0-9]{1,15})")
 
@@ -69,11 +66,6 @@ class Recording:
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None
         return value
-
-    def steps(self) -> Iterator[tuple[int | None, Pieces]]:
-        """Yield (RL step, what starts a pass over the pieces of its trace)."""
-        for step, path in self.traces:
-            yield step, partial(iterate_routes, path, self.num_experts)
 
     def _count(self, *keys: str) -> int | None:
         value = self.setting(*keys)

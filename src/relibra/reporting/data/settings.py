@@ -38,23 +38,16 @@ def list_settings(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: found[name] for name in ordered if name not in NO_SETTINGS}
 
 
-def changed_settings(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings that are not the defaults for the same model and preset; none where the file names none."""
-    names = config.get("changed")
-    if not isinstance(names, list):
-        return {}
-    settings = list_settings(config)
-    return {name: settings[name] for name in names if isinstance(name, str) and name in settings}
+def setting_tables(config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Return "all" settings, the "main" ones, and those "changed" from the defaults for the same model and preset.
 
-
-def main_settings(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return those of `MAIN_SETTINGS` that the file has.
-
-    >>> main_settings({"run": {"steps": 8, "name": "demo"}, "task": {"name": "arithmetic"}})
-    {'task.name': 'arithmetic', 'run.steps': '8'}
+    >>> setting_tables({"run": {"steps": 8}, "plan": {"slots": 1}, "changed": ["plan.slots"]})["changed"]
+    {'plan.slots': '1'}
     """
-    settings = list_settings(config)
-    return {name: settings[name] for name in MAIN_SETTINGS if name in settings}
+    settings, changed = list_settings(config), config.get("changed")
+    names = {"main": MAIN_SETTINGS, "changed": changed if isinstance(changed, list) else ()}
+    known = {part: [name for name in of if isinstance(name, str) and name in settings] for part, of in names.items()}
+    return {"all": settings, **{part: {name: settings[name] for name in of} for part, of in known.items()}}
 
 
 def compare_settings(configs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[list[list[str]], str]:

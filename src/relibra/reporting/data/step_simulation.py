@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from relibra.reporting.data.compared_plans import ComparedStep
+from relibra.reporting.data.summary import evenly_chosen
 from relibra.simulation import SimulatedStep, simulate_step, simulated_timeline, with_mini_batches
 from relibra.timeline import Timeline
 
@@ -46,5 +47,4 @@ def choose_ranks(busy_R: Sequence[float] | Sequence[int], limit: int = MAX_RANKS
     [1, 2, 3]
     """
     order = np.argsort(-np.asarray(busy_R), kind="stable")
-    positions = np.unique(np.linspace(0, len(order) - 1, min(limit, len(order))).round().astype(int))
-    return sorted(int(rank) for rank in order[positions])
+    return sorted(order[evenly_chosen(len(order), limit)].tolist())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,18 +13,20 @@ import numpy as np
 
 from relibra.cluster import Cluster
 from relibra.printable import plural
+from relibra.reporting.data.compared_plans import ComparedStep
 from relibra.reporting.data.metrics import Metrics
 from relibra.reporting.data.number_format import count, percent, times
-from relibra.reporting.data.planned_step import ReplannedStep, plan_last_step
+from relibra.reporting.data.planned_step import plan_last_step
 from relibra.reporting.data.recording import Recording, open_recording
 from relibra.reporting.data.samples import Samples, read_samples
-from relibra.reporting.data.settings import changed_settings, list_settings, main_settings
+from relibra.reporting.data.settings import setting_tables
 from relibra.reporting.data.summary import Step, Summary, possible_ranks, summarize
 from relibra.reporting.html import route_figures
 from relibra.reporting.html.page import render_page, write_page
 from relibra.reporting.html.route_figures import plotly_figures
 from relibra.reporting.pages.run_values import run_values
 from relibra.reporting.pages.step_values import Bar, step_headline, step_values
+from relibra.routing.readers import iterate_routes
 from relibra.routing.statistics import rank_skew, skew
 from relibra.routing.trace_statistics import compute_step_statistics
 from relibra.simulation import ModelShape
@@ -65,9 +68,10 @@ def write_report(
         place = recording.path.resolve()
         output = place / "report.html" if recording.is_run else place.with_name(f"{place.name}.report.html")
     summary = summarize_recording(recording) if recording.traces else None
-    planned = plan_last_step(recording, ranks=ranks, cluster=cluster, model=model)
-    page = render_report(recording, summary, samples, datetime.now(UTC), planned, timelines)
-    return write_page(Path(output), page)
+    step, about = plan_last_step(recording, ranks=ranks, cluster=cluster, model=model)
+    return write_page(
+        Path(output), render_report(recording, summary, samples, datetime.now(UTC), step, about, timelines)
+    )
 
 
 def summarize_recording(recording: Recording) -> Summary:
@@ -77,15 +81,13 @@ def summarize_recording(recording: Recording) -> Summary:
     """
     tokens = recording.micro_batch_tokens
     steps: list[Step] = []
-
-    def ranks(num_experts: int) -> Sequence[int]:
-        return possible_ranks(num_experts, recording.num_ranks)
-
-    for number, pieces in recording.steps():
-        step = Step(number=number, statistics=compute_step_statistics(pieces, ranks=ranks, micro_batch_tokens=tokens))
-        steps.append(step)
-        if step.statistics.tokens:  # micro-batches of later steps are as large as those of the first
-            tokens = step.statistics.micro_batch_tokens
+    ranks = partial(possible_ranks, own_ranks=recording.num_ranks)
+    for number, path in recording.traces:
+        pieces = partial(iterate_routes, path, recording.num_experts)
+        statistics = compute_step_statistics(pieces, ranks=ranks, micro_batch_tokens=tokens)
+        steps.append(Step(number=number, statistics=statistics))
+        if statistics.tokens:  # micro-batches of later steps are as large as those of the first
+            tokens = statistics.micro_batch_tokens
     return summarize(steps, own_ranks=recording.num_ranks)
 
 
@@ -94,7 +96,8 @@ def render_report(
     summary: Summary | None,
     samples: Samples,
     made: datetime,
-    planned: ReplannedStep | str = "",
+    step: ComparedStep | None = None,
+    step_about: str = "",
     timelines: Sequence[tuple[str, Timeline]] = (),
 ) -> str:
     """Return the page as text; the same values give the same bytes.
@@ -103,11 +106,10 @@ def render_report(
     simulated on a cluster.
 
     summary   of the routes; None: the run recorded none, as that of a dense model
-    planned   the last step, to be shown before and after planning, or why it is not
+    step      the last one, to be shown before and after planning; step_about: how it was planned, or why not
     """
     metrics = recording.metrics
     config = recording.config if recording.is_run else {}
-    step = planned.step if isinstance(planned, ReplannedStep) else None
     return render_page(
         "report.html",
         title=recording.name,
@@ -115,14 +117,14 @@ def render_report(
         headline=_headline(metrics, summary),
         facts=_facts(recording, summary, made),
         cards=[*_run_cards(metrics), *(_load_cards(summary) if summary else [])][:MAX_CARDS],
-        settings={"all": list_settings(config), "main": main_settings(config), "changed": changed_settings(config)},
+        settings=setting_tables(config),
         run=run_values(metrics),
         samples=samples,
         samples_at_once=SAMPLES_AT_ONCE,
         summary=summary,
         routes=route_values(summary) if summary else None,
         step=step_values(step, timelines) if step else None,
-        step_about=planned.about if isinstance(planned, ReplannedStep) else planned,
+        step_about=step_about,
         step_headline=step_headline(step) if step else "",
         words=("routes", "plans") if step else ("routes",),
     )
