@@ -69,9 +69,7 @@ def test_plan_writes_a_plan_that_fits_its_demand(run, trace, routes, tmp_path):
 
 def test_plan_says_that_tokens_cross_to_a_node_once(run, trace, tmp_path):
     words = ("plan", trace, *CUT, "--no-pack", "-o", tmp_path / "p.safetensors", "--dispatch")
-    flat, hierarchical = (run(*words, dispatch)[1] for dispatch in ("flat", "hierarchical"))
-    assert "hierarchical" not in flat
-    assert "hierarchical" in hierarchical
+    assert "hierarchical" in run(*words, "hierarchical")[1]
     assert read_plan(tmp_path / "p.safetensors").dispatch == "hierarchical"
     code, _, _ = run("report", tmp_path / "p.safetensors", "--trace", trace, "-o", tmp_path / "p.html")
     assert code == 0
@@ -97,6 +95,8 @@ def test_plan_prints_json(run, trace, tmp_path):
     assert facts["digest"] == read_plan(path).digest()
     assert facts["skew_before"] == facts["levers"]["static"] >= facts["skew"] == facts["levers"]["cross-node copies"]
     assert len(read_plan(path).bound_ML) == 4
+    assert facts["model"] == "gpt-oss-20b"
+    assert 0 < facts["predicted_seconds"] <= facts["static_predicted_seconds"]
 
 
 def test_plan_from_the_plan_before_moves_little(run, trace, plan, tmp_path):
@@ -208,18 +208,6 @@ def test_a_full_disk_is_told_by_the_name_that_was_given(run, trace, tmp_path, mo
     assert f"error: {tmp_path / 'p.safetensors'} cannot be written: No space left on device" in err
 
 
-def test_plan_prints_model_and_seconds_beside_static(run, trace, tmp_path):
-    path = tmp_path / "p.safetensors"
-    code, out, _ = run("plan", trace, *CUT, "-o", path)
-    facts = json.loads(run("plan", trace, *CUT, "-o", path, "--json")[1])
-    assert code == 0
-    assert facts["model"] == "qwen3-30b-a3b"
-    assert 0 < facts["predicted_seconds"] <= facts["static_predicted_seconds"]
-    assert f"{facts['predicted_seconds']:.4g}" in out
-    assert f"{facts['static_predicted_seconds']:.4g}" in out
-    assert json.loads(run("plan", trace, *CUT, "--model", "64x32", "-o", path, "--json")[1])["model"] == "64x32"
-
-
 def test_plan_says_how_the_trace_was_cut(run, tmp_path, routes):
     shape = TraceShape(rows_per_sample=[5] * 160, num_layers=2, num_experts=8, top_k=2)
     one = domain_trace(shape, np.random.default_rng(0), num_domains=1)
@@ -321,41 +309,19 @@ def test_shuffled_order_depends_on_the_seed_alone(run, trace):
     assert skew("--seed", 1) == skew("--seed", 1) != skew("--seed", 2)
 
 
-def test_the_table_fits_a_terminal_of_80_columns(run, trace, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    code, out, _ = run("compare", trace, *CUT, "--no-pack")
-    assert code == 0
-    table = out[out.index("balancer ") :].splitlines()
-    assert max(len(line) for line in table if ": " not in line and not line.startswith("no room")) <= 80
-    rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
-    for title in ("skew", "copies", "pushed GB", "open s model", "step s model"):
-        assert f"\n{title}: " in out
-    assert len(rows["static"]) == len(rows["eplb_history"]) == len(rows["balancer"])
-
-
 def test_a_file_gets_every_column_and_whole_sentences(run, trace, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     code, out, _ = run("compare", trace, *CUT, "--balancer", "static,eplb")
     assert code == 0
     assert "no room for" not in out
+    for title in ("skew", "copies", "pushed GB", "open s model", "step s model"):
+        assert f"\n{title}: " in out
     [header] = [line for line in out.splitlines() if line.startswith("balancer")]
     assert {"skew", "bound", "gap", "copies", "used", "ok", "within"} <= set(header.split())
-
-
-def test_narrow_terminal_keeps_names_and_drops_lesser_columns(run, trace, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
-    code, out, _ = run("compare", trace, *CUT, "--balancer", "static,eplb_history,relibra_paper_anywhere")
-    assert code == 0
-    lines = out[out.index("balancer ") :].splitlines()
-    first = next(number for number, line in enumerate(lines) if line.startswith("static"))
-    assert [line.split()[0] for line in lines[first : first + 3]] == [
-        "static",
-        "eplb_history",
-        "relibra_paper_anywhere",
-    ]
-    assert re.search(r"no room for .*bound, gap, .*, copies within \(--json has all\)", out)
-    monkeypatch.setenv("COLUMNS", "30")
-    assert "eplb_history" in run("compare", trace, *CUT, "--balancer", "eplb_history")[1].split()
+    narrow = run("compare", trace, *CUT, "--balancer", "static,relibra_paper_anywhere")[1]
+    assert re.search(r"no room for .*bound, gap, .*, copies within \(--json has all\)", narrow)
+    assert "\ngap: " not in narrow
 
 
 def test_plan_prints_bytes_by_kind_and_memory_of_slots(run, tmp_path):

@@ -88,13 +88,6 @@ def test_dispatch_is_an_option_or_in_the_cluster_file(run, trace, tmp_path):
     assert rows["rows"][0]["seconds"] == given["seconds"]
 
 
-def test_a_run_is_simulated_by_its_last_recorded_step(run, run_folder, tmp_path):
-    for source in (run_folder, tmp_path / "runs" / "mine"):
-        code, out, _ = run("simulate", source, *CUT, "--balancer", "static")
-        assert code == 0
-        assert "step 3 of run mine" in out
-
-
 @pytest.mark.parametrize("verb", ["plan", "compare", "simulate", "sweep", "stats", "inspect", "validate"])
 def test_verbs_take_a_run_where_they_take_a_trace(run, run_folder, tmp_path, monkeypatch, verb):
     monkeypatch.chdir(tmp_path)
@@ -218,16 +211,6 @@ def test_a_model_comes_from_its_config(run, trace, tmp_path):
     for given, name in ((tmp_path, "mine"), (tmp_path / "config.json", "mine"), ("256x64", "256x64")):
         words = ("--balancer", "static", "--model", given, "--json")
         assert json.loads(run("simulate", trace, *CUT, *words)[1])["model"] == name
-
-
-@pytest.mark.parametrize(("name", "layers"), [("gpt-oss-20b", 24), ("deepseek-v3", 61)])
-def test_two_layers_of_a_model_are_not_all_vocabulary(run, trace, name, layers):
-    facts = json.loads(run("simulate", trace, *CUT, "--model", name, "--balancer", "static", "--json")[1])
-    assert facts["layers_of_model"] == {"simulated": 2, "of": layers}
-    whole = model_shape(name)
-    shared = 2 * whole.non_expert_parameters + 2 * 2 / layers * whole.head_parameters
-    masters = shared + 4 * 2 * 2 * whole.expert.parameters  # float32, shared ones spread over 4 ranks
-    assert facts["memory"]["weights"] < 1.01 * (2 * (shared + 2 * 2 * whole.expert.parameters) + masters)
 
 
 def test_recomputation_keeps_fewer_activations_and_takes_longer(run, trace):
@@ -358,15 +341,6 @@ def test_points_that_cannot_be_are_named_and_the_others_computed(run, trace):
     assert "layout EP 2 x PP 8" in out[out.index("left out:") :]
 
 
-def test_the_table_of_a_sweep_fits_a_terminal(run, trace, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    lists = ("--ranks", "2,4", "--micro-batch-tokens", "25,50", "--slots", "0,1", "--balancer", "eplb,relibra")
-    code, out, _ = run("sweep", trace, *lists)
-    assert code == 0
-    table = out[out.index("rows:") :]
-    assert max(map(len, table.splitlines())) <= 80
-
-
 def test_a_sweep_compares_steps_with_their_part_of_the_moves(run, trace):
     words = ("sweep", trace, *CUT, "--balancer", "static,eplb", "--steps", "2")
     static, eplb = json.loads(run(*words, "--json")[1])["rows"]
@@ -442,11 +416,8 @@ def test_a_missing_plot_package_names_what_to_install(run, trace, monkeypatch):
 def test_plots_are_written_over_numbers_and_over_names(run, trace, tmp_path):
     for words, file in (
         (("--ranks", "2,4", "--balancer", "static,eplb"), "a.png"),
-        (("--ranks", "2,4", "--balancer", "static,eplb"), "a.html"),
-        (("--ranks", "2", "--balancer", "static,eplb"), "b.png"),
         (("--ranks", "2", "--balancer", "static,eplb"), "b.html"),
     ):
         assert run("sweep", trace, *words, "--plot", tmp_path / file)[0] == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert "tokens per second and rank" in (tmp_path / "a.html").read_text()
     assert "eplb" in (tmp_path / "b.html").read_text()

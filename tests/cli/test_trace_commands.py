@@ -89,13 +89,6 @@ def test_stats(run, skewed):
     assert result["layouts"][1]["skew_mean"] == pytest.approx(2.0, rel=0.03)
 
 
-def test_stats_fit_into_80_columns(run, skewed, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    code, out, _ = run("trace", "stats", skewed, "--rows-per-micro-batch", "500")
-    assert code == 0
-    assert max(map(len, out.splitlines())) <= 80
-
-
 def test_verbs_call_the_same_thing_by_the_same_name(run, skewed):
     sizes = [json.loads(run("trace", verb, skewed, "--json")[1]) for verb in ("inspect", "stats")]
     for key in ("top_k", "samples", "rows", "layers", "experts"):
