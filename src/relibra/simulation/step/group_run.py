@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,9 +17,6 @@ from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.step.passes import TERMS, Note, PassSeconds, backward_pass, forward_pass
 from relibra.simulation.step.pipeline_schedule import BACKWARD, FORWARD, run_schedule
 from relibra.simulation.step.stage_costs import StageCosts
-
-NoteOf = Callable[[int, int], Note | None]
-"""Returns the recorder of the events of (stage, direction)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,16 +118,21 @@ class GroupRun:
     flops: float
 
 
-def run_group(costs_D: list[StageCosts], how: Execution, note_of: NoteOf | None = None) -> GroupRun:
-    """Return the passes of a group and when each starts."""
+def run_group(
+    costs_D: list[StageCosts], how: Execution, notes: Mapping[tuple[int, int], Note] | None = None
+) -> GroupRun:
+    """Return the passes of a group and when each starts.
+
+    notes    recorders of the events of (stage, direction)
+    """
     passes_2D: list[list[PassSeconds]] = [[], []]
     for stage, costs in enumerate(costs_D):
-        notes = [note_of(stage, direction) if note_of else None for direction in (FORWARD, BACKWARD)]
-        passes_2D[FORWARD].append(forward_pass(costs, overlap=how.overlap, note=notes[FORWARD]))
+        forward, backward = ((notes or {}).get((stage, direction)) for direction in (FORWARD, BACKWARD))
+        passes_2D[FORWARD].append(forward_pass(costs, overlap=how.overlap, note=forward))
         if not how.forward_only:
             passes_2D[BACKWARD].append(
                 backward_pass(
-                    costs, overlap=how.overlap, recompute_activations=how.recompute_activations, note=notes[BACKWARD]
+                    costs, overlap=how.overlap, recompute_activations=how.recompute_activations, note=backward
                 )
             )
     pairs_D = [list(pair) for pair in zip(*(item for item in passes_2D if item), strict=True)]

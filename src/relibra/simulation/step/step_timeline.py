@@ -6,6 +6,7 @@ Made on request only, for chosen ranks, micro-batches and layers: a large step h
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
@@ -78,6 +79,14 @@ class _Notes:
                 )
 
 
+class _Track(NamedTuple):
+    """The run of one group, its events by (stage, direction), and the plan's numbers of its micro-batches."""
+
+    run: GroupRun
+    notes: dict[tuple[int, int], _Notes]
+    number_M: Int64[ndarray, " M"]
+
+
 def simulated_timeline(
     plan: StepPlan,
     demand: ScheduledDemand,
@@ -113,12 +122,16 @@ def simulated_timeline(
     tracks: list[_Track] = []
     for group, (own_plan, own_demand) in enumerate(groups_of(plan, demand)):
         keep_X = np.flatnonzero(np.isin(numbers[group], kept[group]))
-        track = _Track(group, layout, numbers[group], keep_X, chosen, layers)
-        own = None if distinct is None else distinct.of_micro_batches(numbers[group])
-        track.run = run_group(costs_of(own_plan, own_demand, cluster, model, how, own), how, track.notes_of)
-        tracks.append(track)
+        notes = {}
+        for stage in range(layout.pipeline_stages):
+            own = [layout.rank_in_group(rank) for rank in chosen.tolist() if layout.place(rank) == (stage, group)]
+            for direction in (FORWARD, BACKWARD):
+                notes[stage, direction] = _Notes(keep_X, np.array(own, dtype=np.int64), layers)
+        rows = None if distinct is None else distinct.of_micro_batches(numbers[group])
+        run = run_group(costs_of(own_plan, own_demand, cluster, model, how, rows), how, notes)
+        tracks.append(_Track(run, notes, numbers[group]))
     ends = ends_of_mini_batches(plan, [track.run for track in tracks], cluster, model, how)
-    events = [event for rank in chosen.tolist() for event in tracks[layout.place(rank)[1]].events(rank, ends, how)]
+    events = [event for rank in chosen.tolist() for event in _events_of(rank, layout, tracks, ends, how)]
     return Timeline(
         events=tuple(event for event in events if layers is None or event.layer in layers),
         num_ranks=layout.num_ranks,
@@ -143,49 +156,27 @@ def _refuse_too_many(events: int) -> None:
         )
 
 
-class _Track:
-    """The run of one group and its recorded events."""
+def _events_of(
+    rank: int,
+    layout: ParallelLayout,
+    tracks: list[_Track],
+    ends: list[tuple[MiniBatchRun, float, float]],
+    how: Execution,
+) -> Iterator[Event]:
+    """Yield the events of one rank, mini-batch by mini-batch and pass by pass.
 
-    run: GroupRun
-
-    def __init__(
-        self,
-        group: int,
-        layout: ParallelLayout,
-        number_M: Int64[ndarray, " M"],
-        keep_X: Int64[ndarray, " X"],
-        chosen: Int64[ndarray, " Y"],
-        layers: Collection[int] | None,
-    ) -> None:
-        """Prepare the notes of all stages; `number_M`: the plan's numbers of the group's micro-batches."""
-        self._layout, self._number_M = layout, number_M
-        self._notes: dict[tuple[int, int], _Notes] = {}
-        for stage in range(layout.pipeline_stages):
-            own = [layout.rank_in_group(r) for r in chosen.tolist() if layout.place(r) == (stage, group)]
-            for direction in (FORWARD, BACKWARD):
-                self._notes[stage, direction] = _Notes(keep_X, np.array(own, dtype=np.int64), layers)
-
-    def notes_of(self, stage: int, direction: int) -> _Notes:
-        """Return the recorder of a pass."""
-        return self._notes[stage, direction]
-
-    def events(self, rank: int, ends: list[tuple[MiniBatchRun, float, float]], how: Execution) -> Iterator[Event]:
-        """Yield the events of one rank, mini-batch by mini-batch and pass by pass.
-
-        ends   of each mini-batch: the run of the slowest group, seconds of gradients and of the optimizer
-        """
-        stage, _ = self._layout.place(rank)
-        begin = 0.0
-        for own, (slowest, gradients, optimizer) in zip(self.run.mini_batches, ends, strict=True):
-            tasks = stage_tasks(stage, how.pipeline_stages, len(own.number_M), forward_only=how.forward_only)
-            for direction, m in tasks:
-                position = int(own.number_M[m])
-                start = begin + float(own.start_2DM[direction, stage, m])
-                yield from self._notes[stage, direction].events(
-                    rank, self._layout.rank_in_group(rank), int(self._number_M[position]), position, start
-                )
-            begin += slowest.seconds
-            for name, seconds in (("gradients", gradients), ("optimizer", optimizer)):
-                if seconds:
-                    yield Event(name, -1, -1, rank, begin, seconds, 0, "")
-                begin += seconds
+    ends   of each mini-batch: the run of the slowest group, seconds of gradients and of the optimizer
+    """
+    (stage, group), group_rank = layout.place(rank), layout.rank_in_group(rank)
+    track, begin = tracks[group], 0.0
+    for own, (slowest, gradients, optimizer) in zip(track.run.mini_batches, ends, strict=True):
+        for direction, m in stage_tasks(stage, how.pipeline_stages, len(own.number_M), forward_only=how.forward_only):
+            position = int(own.number_M[m])
+            start = begin + float(own.start_2DM[direction, stage, m])
+            number = int(track.number_M[position])
+            yield from track.notes[stage, direction].events(rank, group_rank, number, position, start)
+        begin += slowest.seconds
+        for name, seconds in (("gradients", gradients), ("optimizer", optimizer)):
+            if seconds:
+                yield Event(name, -1, -1, rank, begin, seconds, 0, "")
+            begin += seconds
