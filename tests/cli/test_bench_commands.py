@@ -31,12 +31,8 @@ def benchmarks(*arguments):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["planner", "--quick", "--json", "--data", "d", "--output", "o"],
-        ["streaming", "2.5", "--quick"],
         ["compare", "a.json", "b.json", "--tolerance", "0.5"],
-        ["rerun", "rl", "--row", "2"],
         ["planner", "--help"],
-        ["render", "--help", "--check"],
         [],
     ],
 )

@@ -10,7 +10,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("width", "shown"), [(24, 1), (36, 2), (45, 3), (60, 4), (None, 4)])
+@pytest.mark.parametrize(("width", "shown"), [(24, 1), (36, 2), (40, 3), (60, 4), (None, 4)])
 def test_a_narrow_terminal_leaves_out_the_last_columns(capsys, monkeypatch, width, shown):
     monkeypatch.delenv("COLUMNS", raising=False)
     if width:
