@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float64, Shaped
+from jaxtyping import Float64
 from numpy import ndarray
 
 from relibra.cluster import Cluster
@@ -101,40 +101,37 @@ def byte_ledger(
     send_once   a token is sent to a rank once, and with the plan's hierarchical dispatch to a node once, as in the
                 executor: no duplicates. False: each choice by itself, straight to its rank
     """
-    L, R = len(plan.layer_ids), plan.num_ranks
-    share_LR, share_LN = np.ones((L, R)), np.ones((L, plan.num_nodes))
+    L, R, N = len(plan.layer_ids), plan.num_ranks, plan.num_nodes
+    share_LR, share_LN = np.ones((L, R)), np.ones((L, N))
     if demand.pairs_LEE is not None:
         share_LR = send_once_share(demand.pairs_LEE, plan.home_LE, R)
-        share_LN = send_once_share(demand.pairs_LEE, plan.home_LE // plan.ranks_per_node, plan.num_nodes)
-    away_RR = ~np.eye(R, dtype=bool)
-    useful_L, received_L, forwarded_L, seconds_L = (np.zeros(L) for _ in range(4))
+        share_LN = send_once_share(demand.pairs_LEE, plan.home_LE // plan.ranks_per_node, N)
+    away_RR, in_stages = ~np.eye(R, dtype=bool), send_once and plan.dispatch == "hierarchical"
+    useful_L, received_L, sent_L, seconds_L = (np.zeros(L) for _ in range(4))
     for m, layers, traffic_LRR in iterate_traffic(plan, demand):
-        sent_LRR = traffic_LRR * away_RR
+        every_LRR = traffic_LRR * away_RR
         if distinct is None:
-            once_LRR = sent_LRR * share_LR[layers][:, None]
+            once_LRR = every_LRR * share_LR[layers][:, None]
         else:
             once_LRR = distinct.ranks_MLRR[m, layers] * away_RR
-        if send_once and plan.dispatch == "hierarchical":
-            if distinct is None:
-                nodes_LRN = rows_to_nodes(traffic_LRR, once_LRR, share_LN[layers])
-            else:
-                nodes_LRN = distinct.nodes_MLRN[m, layers]
-            received, forwarded, seconds = _dispatch_in_stages(once_LRR, nodes_LRN, cluster, row_bytes)
+        rows_LRR = once_LRR if send_once else every_LRR
+        if not in_stages:
+            nodes_LRN = rows_LRR.reshape(len(rows_LRR), R, N, -1).sum(axis=3)
+        elif distinct is None:
+            nodes_LRN = rows_to_nodes(traffic_LRR, once_LRR, share_LN[layers])
         else:
-            received, forwarded, seconds = _dispatch(once_LRR if send_once else sent_LRR, cluster, row_bytes)
+            nodes_LRN = distinct.nodes_MLRN[m, layers]
+        bytes_2L2R = stage_rows(rows_LRR, nodes_LRN)[0] * float(row_bytes)
         useful_L[layers] += once_LRR.sum(axis=(1, 2)) * float(row_bytes)
-        received_L[layers] += received
-        forwarded_L[layers] += forwarded
-        seconds_L[layers] += seconds
-    exact = distinct is not None or demand.top_k == 1
-    duplicate_L = received_L - useful_L
-    duplicate_L[np.abs(duplicate_L) <= ROUNDING * received_L] = 0.0  # sums of the same rows in another order
+        received_L[layers] += rows_LRR.sum(axis=(1, 2)) * float(row_bytes)
+        sent_L[layers] += bytes_2L2R[:, :, OUT].sum(axis=(0, 2))
+        seconds_L[layers] += _busiest_seconds(bytes_2L2R, cluster, in_stages=in_stages)
     return ByteLedger(
         useful_L=useful_L,
-        duplicate_L=duplicate_L,
-        forwarded_L=forwarded_L,
+        duplicate_L=_beyond(received_L, useful_L),
+        forwarded_L=_beyond(sent_L, received_L),
         capacity_L=seconds_L * port_bytes_per_second(cluster),
-        exact=exact,
+        exact=distinct is not None or demand.top_k == 1,
     )
 
 
@@ -144,51 +141,22 @@ def port_bytes_per_second(cluster: Cluster) -> float:
     return cluster.num_ranks * (cluster.intra.bytes_per_second + network)
 
 
-def _dispatch(
-    rows_LRR: Shaped[ndarray, "L R R2"], cluster: Cluster, row_bytes: int
-) -> tuple[Float64[ndarray, " L"], Float64[ndarray, " L"], Float64[ndarray, " L"]]:
-    """Return received and forwarded bytes of a dispatch, and the seconds of its busiest port."""
-    N, G = cluster.num_nodes, cluster.ranks_per_node
-    bytes_LNGNG = rows_LRR.reshape(-1, N, G, N, G) * float(row_bytes)
-    n = np.arange(N)
-    inside_LNGG = bytes_LNGNG[:, n, :, n, :].transpose(1, 0, 2, 3)
-    bytes_LNGNG[:, n, :, n, :] = 0  # the rest crosses the network
-    handed_LNGG = bytes_LNGNG.sum(axis=1).transpose(
-        0, 2, 1, 3
-    )  # node, number of the entry rank, number of the destination
-    handed_LNGG[:, :, np.arange(G), np.arange(G)] = 0
-    carried_LNGG = inside_LNGG + handed_LNGG
-    ports = (
-        (carried_LNGG.sum(axis=3), cluster.intra),
-        (carried_LNGG.sum(axis=2), cluster.intra),
-        (bytes_LNGNG.sum(axis=(3, 4)), cluster.inter_send),
-        (bytes_LNGNG.sum(axis=(1, 4)), cluster.inter_receive),
+def _busiest_seconds(
+    bytes_2L2R: Float64[ndarray, "2 L 2 R"], cluster: Cluster, *, in_stages: bool
+) -> Float64[ndarray, " L"]:
+    """Return the seconds of the busiest port: of both stages together, or one after the other."""
+    between_L2 = bytes_2L2R[BETWEEN].max(axis=2)
+    inside_L = bytes_2L2R[INSIDE].max(axis=(1, 2)) / cluster.intra.bytes_per_second
+    between_L = np.maximum(
+        between_L2[:, OUT] / cluster.inter_send.bytes_per_second,
+        between_L2[:, IN] / cluster.inter_receive.bytes_per_second,
     )
-    seconds_L = np.max([port_L.max(axis=(1, 2)) / link.bytes_per_second for port_L, link in ports], axis=0)
-    return (
-        inside_LNGG.sum(axis=(1, 2, 3)) + bytes_LNGNG.sum(axis=(1, 2, 3, 4)),
-        handed_LNGG.sum(axis=(1, 2, 3)),
-        seconds_L,
-    )
+    return between_L + inside_L if in_stages else np.maximum(between_L, inside_L)
 
 
-def _dispatch_in_stages(
-    once_LRR: Shaped[ndarray, "L R R2"], nodes_LRN: Shaped[ndarray, "L R N"], cluster: Cluster, row_bytes: int
-) -> tuple[Float64[ndarray, " L"], Float64[ndarray, " L"], Float64[ndarray, " L"]]:
-    """Do the same for hierarchical dispatch.
-
-    Forwarded rows are those that a relay gets and does not compute: what ports send beyond what is received.
-    """
-    bytes_2L2R = stage_rows(once_LRR, nodes_LRN)[0] * float(row_bytes)
-    received_L = once_LRR.sum(axis=(1, 2)) * float(row_bytes)
-    forwarded_L = np.maximum(0.0, bytes_2L2R[:, :, OUT].sum(axis=(0, 2)) - received_L)
-    between_L2R, inside_L2R = bytes_2L2R[BETWEEN], bytes_2L2R[INSIDE]
-    send, receive = (
-        between_L2R[:, way].max(axis=1) / link.bytes_per_second
-        for way, link in ((OUT, cluster.inter_send), (IN, cluster.inter_receive))
-    )
-    inside_L = inside_L2R.max(axis=(1, 2)) / cluster.intra.bytes_per_second
-    return received_L, forwarded_L, np.maximum(send, receive) + inside_L
+def _beyond(whole_L: Float64[ndarray, " L"], part_L: Float64[ndarray, " L"]) -> Float64[ndarray, " L"]:
+    """Return whole - part, without what is rounding of two sums of the same rows in another order."""
+    return np.where(whole_L - part_L > ROUNDING * whole_L, whole_L - part_L, 0.0)
 
 
 def _ratio(part_L: Float64[ndarray, " L"], whole_L: Float64[ndarray, " L"]) -> Float64[ndarray, " L"]:
