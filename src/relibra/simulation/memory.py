@@ -15,7 +15,6 @@ from numpy import ndarray
 
 from relibra.cluster import Cluster
 from relibra.planning.costs.copies import slot_bytes
-from relibra.planning.loads import home_rank_load
 from relibra.planning.plan import StepPlan
 from relibra.routing.demand import ScheduledDemand
 from relibra.simulation.cost_model import gathered_bytes, owned_parameters, rows_and_scores
@@ -81,7 +80,7 @@ def memory_use(
     groups = 1 if demand.group_M is None else int(demand.group_M.max(initial=0)) + 1
     layout = how.layout(plan.num_ranks, groups)
     rows_MR, _ = rows_and_scores(plan, demand, model)
-    load_MLR, static_MLR = plan.rank_load(demand), _static_load(demand, plan.num_ranks)
+    load_MLR, static_MLR = plan.rank_load(demand), StepPlan.static(demand, plan.topology).rank_load(demand)
     found = []
     for stage, layers in enumerate(layout.stage_layers(len(plan.layer_ids))):
         parts = _parts(model, layout, how, stage, rows_MR, load_MLR[:, layers])
@@ -121,7 +120,7 @@ def memory_for_slots(
     layout = how.layout(cluster.num_ranks, 1)
     static = StepPlan.static(demand, cluster.topology, dispatch=cluster.dispatch)
     rows_MR, _ = rows_and_scores(static, demand, model)
-    load_MLR = _static_load(demand, cluster.num_ranks)[:, np.arange(max(L, model.moe_layers)) % L]
+    load_MLR = static.rank_load(demand)[:, np.arange(max(L, model.moe_layers)) % L]
     room = (1 - _RESERVE) * cluster.memory_bytes - held_bytes
     of_layers = [
         (room - sum(_parts(model, layout, how, stage, rows_MR, load_MLR[:, layers]).values()))
@@ -129,13 +128,6 @@ def memory_for_slots(
         for stage, layers in enumerate(layout.stage_layers(load_MLR.shape[1]))
     ]
     return max(0.0, L * min(of_layers) / 2**30)
-
-
-def _static_load(demand: ScheduledDemand, num_ranks: int) -> Int64[ndarray, "M L R"]:
-    """Return the token-slots of each rank with every expert at its static home, without replicas."""
-    L, E = demand.counts_SLE.shape[1:]
-    home_E = np.repeat(np.arange(num_ranks), E // num_ranks)
-    return home_rank_load(demand.load_MLE, np.tile(home_E, (L, 1)), num_ranks)
 
 
 def _parts(
