@@ -51,7 +51,6 @@ class Link:
     bytes_per_second: Rate
 
     def __post_init__(self) -> None:
-        """Raise ClusterError for values out of range."""
         check_fields(Link, vars(self), "link", ClusterError)
 
     def seconds(self, num_bytes: Amount, messages: int | ndarray = 1) -> Amount:
@@ -116,7 +115,6 @@ class Cluster:
     label: Label
 
     def __post_init__(self) -> None:
-        """Raise ClusterError for values out of range."""
         check_fields(Cluster, vars(self), "cluster", ClusterError)
         if self.num_ranks > MAX_RANKS:
             raise ClusterError(f"cluster of {self.num_nodes} x {self.ranks_per_node} ranks: at most {MAX_RANKS} ranks")

@@ -43,14 +43,12 @@ class RelibraError(Exception):
     def __init__(
         self, what: str = "", *, got: object = None, where: str = "", allowed: str = "", next_step: str = ""
     ) -> None:
-        """Keep the parts, and make the sentence of them."""
         self.what, self.got, self.where, self.allowed, self.next_step = what, got, where, allowed, next_step
         subject = what + (f", got {excerpt(got, LONGEST_VALUE)}" if got is not None else "")
         subject += f" (in {where})" if where else ""
         super().__init__(": ".join(filter(None, (subject, "; ".join(filter(None, (allowed, next_step)))))))
 
     def __str__(self) -> str:
-        """Return the message."""
         text = super().__str__()
         if len(text) <= LONGEST_MESSAGE:
             return text

@@ -35,7 +35,6 @@ class ParallelLayout:
             raise ConfigError(f"layout {self} has {self.num_ranks} ranks: at most {MAX_RANKS}")
 
     def __str__(self) -> str:
-        """Return the three degrees, as "EP 8 x PP 1 x DP 1"."""
         return f"EP {self.expert_parallel} x PP {self.pipeline_stages} x DP {self.data_parallel}"
 
     @property

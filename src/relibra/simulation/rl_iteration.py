@@ -204,7 +204,6 @@ class Speedup:
     rollout_share: float
 
     def __str__(self) -> str:
-        """Return one sentence."""
         return (
             f"training {self.training:.2f}x, end to end {self.end_to_end:.2f}x with a rollout share of "
             f"{self.rollout_share:.0%}"

@@ -64,7 +64,6 @@ class Execution:
         return ParallelLayout(expert_parallel=num_ranks, pipeline_stages=self.pipeline_stages, data_parallel=groups)
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for numbers below 1."""
         sizes = (self.mini_batches,) if isinstance(self.mini_batches, int) else self.mini_batches
         if self.pipeline_stages < 1 or min(sizes, default=0) < 1:
             raise ConfigError(

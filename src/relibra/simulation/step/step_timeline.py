@@ -36,7 +36,6 @@ class _Notes:
     def __init__(
         self, keep_X: Int64[ndarray, " X"], keep_Y: Int64[ndarray, " Y"], layers: Collection[int] | None
     ) -> None:
-        """Choose micro-batches and ranks by their position in the group, and decoder layers."""
         self._keep_X, self._keep_Y, self._layers = keep_X, keep_Y, layers
         self._row_of = {m: row for row, m in enumerate(keep_X.tolist())}
         self._column_of = {r: column for column, r in enumerate(keep_Y.tolist())}
@@ -52,7 +51,6 @@ class _Notes:
         who_MR: ndarray | None,
         label: str,
     ) -> None:
-        """Record one kind of event."""
         if self._layers is not None and layer not in self._layers:
             return
         nothing_MR = np.zeros_like(start_MR)
