@@ -180,11 +180,7 @@ def import_(
     )
     counts = ImportCounts()
     samples = formats.import_samples(paths, format, rules)
-    source = (
-        f"{format.value}: {paths[0].name}"
-        if len(paths) == 1
-        else f"{format.value}: {paths[0].name} and {len(paths) - 1} more"
-    )
+    source = f"{format.value}: {paths[0].name}" + f" and {len(paths) - 1} more" * (len(paths) > 1)
     with progress(f"importing {paths[0]}") as shown, TraceWriter(to) as writer:
         for piece in iterate_pieces(samples, rules, counts, source=source):
             writer.append(piece)

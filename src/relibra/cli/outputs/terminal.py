@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from textwrap import fill
+from typing import Literal
 
 import typer
 from rich.console import Console
@@ -110,9 +111,10 @@ def _table(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> Table:
     for number, name in enumerate(names):
         is_text = any(_is_text(row.get(name)) for row in rows)
         title = fill(name.replace("_", " "), max([6, *map(len, cells[name])]), break_long_words=False)
-        table.add_column(
-            title, justify="left" if is_text else "right", no_wrap=number == 0 or not is_text, overflow="fold"
-        )
+        wraps, widest = is_text and number > 0, max(map(len, [*title.split("\n"), *cells[name]]))
+        least = None if wraps else widest
+        side: Literal["left", "right"] = "left" if is_text else "right"
+        table.add_column(title, justify=side, no_wrap=not wraps, min_width=least, overflow="fold")
     for row in zip(*cells.values(), strict=True):
         table.add_row(*map(Text, row))
     return table
