@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from relibra.planning.costs.step_bytes import StepBytes
 from relibra.reporting.data.comparison import ComparisonRow
+from relibra.reporting.data.number_format import gigabytes
 
 
 class Column(NamedTuple):
@@ -20,16 +21,6 @@ class Column(NamedTuple):
 def _bytes(row: ComparisonRow) -> StepBytes:
     assert row.bytes is not None, "measured"
     return row.bytes
-
-
-def billions(number: int | float | None) -> str:
-    """Write a number of bytes in GB, small ones with more digits.
-
-    >>> billions(12_345_678_901), billions(45_600_000), billions(0)
-    ('12.3', '0.046', '0')
-    """
-    gigabytes = (number or 0) / 1e9
-    return f"{gigabytes:.1f}" if gigabytes >= 1 else f"{gigabytes:.2g}"
 
 
 _SKEW = "busiest ranks / mean ranks in token-slots, summed over micro-batches and layers"
@@ -47,17 +38,17 @@ COLUMNS = (
     Column("skew", lambda row: f"{row.skew:.3f}", _SKEW),
     Column("step s model", lambda row: f"{row.predicted_seconds:.3g}", _SECONDS),
     Column("copies", lambda row: f"{row.copies_per_micro_batch_layer:.1f}", "per micro-batch and layer"),
-    Column("pushed GB", lambda row: billions(_bytes(row).weights.total), _PUSHED),
+    Column("pushed GB", lambda row: gigabytes(_bytes(row).weights.total), _PUSHED),
     Column("across nodes", lambda row: f"{row.cross_node_share:.1%}", _ACROSS),
     Column("open s model", lambda row: f"{row.exposed_seconds:.2g}", _OPEN),
-    Column("slots GB", lambda row: billions(row.slot_bytes), _SLOTS),
+    Column("slots GB", lambda row: gigabytes(row.slot_bytes or 0), _SLOTS),
     Column("plan s", lambda row: f"{row.plan_seconds:.2f}", "measured here"),
     Column("bound", lambda row: f"{row.bound:.3f}", _BOUND),
     Column("gap", lambda row: f"{row.gap:.1%}", "skew / bound - 1"),
-    Column("moved GB", lambda row: billions(_bytes(row).moves.total), "state of experts with a new home"),
+    Column("moved GB", lambda row: gigabytes(_bytes(row).moves.total), "state of experts with a new home"),
     Column("slots used", lambda row: f"{row.slots_used}/{row.slots}", "most filled on a rank / reserved"),
     Column("any homes", lambda row: f"{row.bound_any_homes:.3f}", _ANY_HOMES),
-    Column("between GB", lambda row: billions(sum(links.between for links in _bytes(row))), _BETWEEN),
+    Column("between GB", lambda row: gigabytes(sum(links.between for links in _bytes(row))), _BETWEEN),
     Column("moves s", lambda row: f"{row.relocation_seconds:.2g}", "part of step s for moves of experts"),
     Column("copies within", lambda row: row.scope or "-", _SCOPE),
 )

@@ -41,3 +41,12 @@ def count(value: int) -> str:
     '90\u202f145'
     """
     return f"{value:,}".replace(",", _THIN_SPACE)
+
+
+def gigabytes(size: int | float) -> str:
+    """Write a number of bytes in GB, to three digits.
+
+    >>> gigabytes(12_345_678_901), gigabytes(45_600_000), gigabytes(0)
+    ('12.3', '0.0456', '0')
+    """
+    return f"{size / 1e9:.3g}" if size < 1e12 else f"{size / 1e9:,.0f}"

@@ -12,7 +12,7 @@ from relibra.planning.costs.prediction import predict
 from relibra.reporting.data.byte_ledger import ByteLedger, byte_ledger
 from relibra.reporting.data.compared_plans import ComparedStep
 from relibra.reporting.data.fault_coverage import replica_cover, step_cover
-from relibra.reporting.data.number_format import count, exact_percent, percent
+from relibra.reporting.data.number_format import count, exact_percent, gigabytes, percent
 from relibra.reporting.data.step_simulation import simulate_plans, simulate_timelines
 from relibra.reporting.html.step_figures import load_figures, timeline_values
 from relibra.simulation import SimulatedStep, memory_use, with_mini_batches
@@ -187,11 +187,11 @@ def _ledgers(step: ComparedStep, found: Simulated | None) -> dict[str, Any] | No
     return {
         "names": [name for name, _ in ledgers],
         "kinds": [
-            [f"{kind}, {link} nodes", *map(_gigabytes, of_plans)] for kind, link, of_plans in kinds if any(of_plans)
+            [f"{kind}, {link} nodes", *map(gigabytes, of_plans)] for kind, link, of_plans in kinds if any(of_plans)
         ],
         "exact": all(total.exact for total in totals),
         "totals": [
-            *([name, *(_gigabytes(float(getattr(total, key)[0])) for total in totals)] for key, name in sizes),
+            *([name, *(gigabytes(float(getattr(total, key)[0])) for total in totals)] for key, name in sizes),
             *([name, *(percent(float(getattr(total, key)[0])) for total in totals)] for key, name in FACTORS),
         ],
         "layers": [
@@ -219,10 +219,6 @@ def named_ledgers(step: ComparedStep) -> list[tuple[str, ByteLedger]]:
 
 def _factors_of_layer(ledgers: Sequence[tuple[str, ByteLedger]], i: int) -> tuple[str, ...]:
     return tuple(" → ".join(f"{100 * getattr(item, key)[i]:.0f}" for _, item in ledgers) for key, _ in FACTORS)
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:.3g}" if size < 1e12 else count(round(size / 1e9))
 
 
 def _limits(step: ComparedStep, found: Simulated) -> dict[str, Any]:
