@@ -45,9 +45,12 @@ def setting_tables(config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     {'plan.slots': '1'}
     """
     settings, changed = list_settings(config), config.get("changed")
-    names = {"main": MAIN_SETTINGS, "changed": changed if isinstance(changed, list) else ()}
-    known = {part: [name for name in of if isinstance(name, str) and name in settings] for part, of in names.items()}
-    return {"all": settings, **{part: {name: settings[name] for name in of} for part, of in known.items()}}
+    names = [name for name in changed if isinstance(name, str)] if isinstance(changed, list) else []
+    return {
+        "all": settings,
+        "main": {name: settings[name] for name in MAIN_SETTINGS if name in settings},
+        "changed": {name: settings[name] for name in names if name in settings},
+    }
 
 
 def compare_settings(configs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[list[list[str]], str]:
