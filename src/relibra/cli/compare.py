@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from relibra.cli.inputs import options
-from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.requests import PlanningRequest, takes
-from relibra.cli.inputs.workload import budget_for, open_workload
-from relibra.cli.outputs.files import check_outputs, input_files, named
+from relibra.cli.inputs.workload import budget_for, open_request
+from relibra.cli.outputs.files import named
 from relibra.cli.outputs.plan_page import check_page, write_page
 from relibra.cli.outputs.terminal import print_note, print_result, print_table, print_text, progress
 from relibra.errors import PlanError
@@ -51,14 +50,11 @@ def compare(request: CompareRequest) -> None:
     from relibra.planning.registry import find_balancer
     from relibra.reporting.data.comparison import iterate_comparison
 
-    recording = find_recording(request.source)
-    check_outputs(named("--html", request.html), input_files(recording.trace, request.cluster, request.schedule))
     check_page(request.html)
     names = request.balancers()
     for name in names:
         find_balancer(name)  # an unknown name fails before the trace is read
-    with progress(f"cutting {recording.trace}"):
-        workload = open_workload(recording, request)
+    workload = open_request(request, named("--html", request.html))
     workload.note_problems(*names)
     machine, demand, budget = workload.machine, workload.demand, budget_for(request, workload)
     found = []

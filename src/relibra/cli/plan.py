@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from relibra.cli.inputs import options
-from relibra.cli.inputs.recordings import RecordedStep, find_recording
 from relibra.cli.inputs.requests import PlanningRequest, check_one_balancer, takes
-from relibra.cli.inputs.workload import Workload, budget_for, open_workload
-from relibra.cli.outputs.files import NamedPath, check_outputs, demand_path, input_files, named, writing
+from relibra.cli.inputs.workload import Workload, budget_for, open_request
+from relibra.cli.outputs.files import NamedPath, demand_path, named, writing
 from relibra.cli.outputs.plan_page import check_page, write_page
 from relibra.cli.outputs.terminal import print_note, print_result, progress
 from relibra.errors import ConfigError, PlanError
@@ -78,12 +77,16 @@ def plan(request: PlanRequest) -> None:
             "train with plan.balancer=live or relibra.parallel.balance_live, see what it would reach with "
             "relibra compare --balancer live, or plan with --balancer relibra"
         )
-    recording = find_recording(request.source)
-    _check_paths(request, recording)
+    outputs = [
+        ("--output", request.output),
+        ("the demand of --output", demand_path(request.output)),
+        *named("--html", request.html),
+        *((f"--export {form}", path) for form, path in request.exports()),
+    ]
+    check_page(request.html)
     entry = find_balancer(request.balancer)
     previous = None if request.previous is None else read_plan(request.previous)
-    with progress(f"cutting {recording.trace}"):
-        workload = open_workload(recording, request)
+    workload = open_request(request, outputs, named("--previous", request.previous))
     workload.note_problems(request.balancer)
     machine, demand, expert = workload.machine, workload.demand, workload.model.expert
     budget = budget_for(request, workload)
@@ -111,19 +114,6 @@ def plan(request: PlanRequest) -> None:
         write_page(request.html, made, workload)
     facts = _facts(request, workload, made, row, static)
     print_result({**facts, "overwritten": overwritten}, as_json=request.as_json)
-
-
-def _check_paths(request: PlanRequest, recording: RecordedStep) -> None:
-    """Raise a ConfigError when a file cannot be written or would overwrite another one."""
-    outputs = [
-        ("--output", request.output),
-        ("the demand of --output", demand_path(request.output)),
-        *named("--html", request.html),
-        *((f"--export {form}", path) for form, path in request.exports()),
-    ]
-    inputs = input_files(recording.trace, request.cluster, request.schedule)
-    check_outputs(outputs, [*inputs, *named("--previous", request.previous)])
-    check_page(request.html)
 
 
 def _write(made: StepPlan, demand: ScheduledDemand, request: PlanRequest) -> None:

@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from relibra.cli.inputs import options
-from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.requests import SimulationRequest, check_one_balancer, takes
-from relibra.cli.inputs.workload import Workload, open_workload
-from relibra.cli.outputs.files import check_outputs, input_files, named, writing
+from relibra.cli.inputs.workload import Workload, open_request
+from relibra.cli.outputs.files import named, writing
 from relibra.cli.outputs.simulated_step import SimulatedPlan, execution_of, simulate_balancer
 from relibra.cli.outputs.terminal import print_note, print_result, progress
 
@@ -41,11 +40,7 @@ def simulate(request: SimulateRequest) -> None:
 
     check_one_balancer("simulate", request.balancer)
     find_balancer(request.balancer)  # an unknown name fails before anything is read
-    recording = find_recording(request.source)
-    inputs = input_files(recording.trace, request.cluster, request.schedule)
-    check_outputs(named("--timeline", request.timeline), inputs)
-    with progress(f"cutting {recording.trace}"):
-        workload = open_workload(recording, request)
+    workload = open_request(request, named("--timeline", request.timeline))
     found = {}
     for name in dict.fromkeys(("static", request.balancer)):
         with progress(f"planning and simulating {name} (the first run compiles kernels)"):

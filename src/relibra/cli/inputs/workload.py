@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from relibra.cli.inputs.models import choose_model
 from relibra.cli.inputs.options import Take
-from relibra.cli.inputs.recordings import RecordedStep
+from relibra.cli.inputs.recordings import RecordedStep, find_recording
 from relibra.cli.inputs.requests import SimulationRequest, WorkloadRequest
 from relibra.cli.inputs.schedules import Cut, mini_batches_for, read_given_schedule, schedule_step
-from relibra.cli.outputs.terminal import print_note
+from relibra.cli.outputs.files import NamedPath, check_outputs, input_files
+from relibra.cli.outputs.terminal import print_note, progress
 from relibra.errors import ConfigError, TraceError
 
 if TYPE_CHECKING:
@@ -117,6 +119,18 @@ class Workload:
                 f"{idle:.0%} of ranks have no tokens in a mean micro-batch, samples are on {used} of "
                 f"{self.machine.num_ranks}: choose fewer --ranks, or a larger --micro-batch-tokens"
             )
+
+
+def open_request(request: WorkloadRequest, outputs: Sequence[NamedPath], inputs: Sequence[NamedPath] = ()) -> Workload:
+    """Return the workload of a request, after a check of its outputs.
+
+    inputs   besides the trace, the cluster and the schedule: outputs must not overwrite them
+    raises   as `check_outputs` and `open_workload`
+    """
+    recording = find_recording(request.source)
+    check_outputs(outputs, [*input_files(recording.trace, request.cluster, request.schedule), *inputs])
+    with progress(f"cutting {recording.trace}"):
+        return open_workload(recording, request)
 
 
 def open_workload(recording: RecordedStep, request: WorkloadRequest) -> Workload:
