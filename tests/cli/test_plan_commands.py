@@ -432,7 +432,6 @@ def test_reports_of_what_has_no_demand_or_is_no_plan(run, trace, plan, tmp_path)
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["compare", "TRACE", "--ranks", "3"], 1, "--ranks 3 does not divide 8 experts"),
         (["compare", "TRACE", "--ranks", "4", "--balancer", "magic"], 1, "balancer 'magic' is unknown"),
         (["compare", "TRACE", "--ranks", "4", "--cluster", "abacus"], 1, "cluster 'abacus' is unknown"),
         (["compare", "TRACE", "--ranks", "4", "--model", "abacus"], 1, "or HIDDENxWIDTH of one of its experts"),
@@ -443,11 +442,6 @@ def test_reports_of_what_has_no_demand_or_is_no_plan(run, trace, plan, tmp_path)
             1,
             "--ranks-per-node 3 does not divide --ranks 8: choose it from 1, 2, 4, 8",
         ),
-        (
-            ["plan", "TRACE", "--ranks", "2", "--ranks-per-node", "3"],
-            1,
-            "--ranks-per-node 3 does not divide --ranks 2: choose it from 1, 2",
-        ),
         (["plan", "TRACE", "--ranks", "3", "--ranks-per-node", "4"], 1, "allowed are 4, 8, in nodes of 4"),
         (["plan", "TRACE", "--ranks", "4", "--objective", "tokens"], 2, "--objective"),
         (["plan", "TRACE", "--ranks", "4", "--balancer", "relibra+seconds"], 1, "relibra+seconds' is unknown"),
@@ -457,9 +451,7 @@ def test_reports_of_what_has_no_demand_or_is_no_plan(run, trace, plan, tmp_path)
         (["compare", "TRACE", "--ranks", "4", "--num-experts", "64"], 1, "was recorded with 8 experts"),
         (["compare", "nowhere", "--ranks", "4"], 1, "nowhere does not exist"),
         (["compare", "TRACE", "--ranks", "4", "--html", "."], 1, "is a folder"),
-        (["compare", "TRACE", "--ranks", "4", "--order", "sorted"], 2, "--order"),
         (["compare", "TRACE"], 2, "--ranks"),
-        (["plan", "TRACE", "--ranks", "4", "--output", "."], 1, "is a folder"),
         (["plan", "TRACE", "--ranks", "4", "--slots", "65"], 2, "64"),
         (["plan", "TRACE", "--ranks", "4", "--export", "onnx=x"], 1, "is not FORMAT=PATH"),
         (["plan", "TRACE", "--ranks", "4", "--previous", "nowhere"], 1, "nowhere"),
@@ -481,8 +473,6 @@ def test_mistakes_get_a_sentence_and_a_code(run, trace, plan, tmp_path, argument
 
 def test_fewer_ranks_make_a_smaller_node_unless_size_is_given():
     assert fit_cluster(cluster_preset("h100x8"), 8, 2, None).topology == Topology(num_nodes=1, ranks_per_node=2)
-    with pytest.raises(ConfigError, match="8 does not divide --ranks 2: choose it from 1, 2"):
-        fit_cluster(cluster_preset("h100x8"), 8, 2, 8)
     with pytest.raises(ConfigError, match="4 does not fill nodes of 3 ranks: choose --ranks from 1, 2, or"):
         fit_cluster(cluster_preset("h100x8", 3, 3), 8, 4, None)
 
