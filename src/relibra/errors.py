@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from relibra.printable import excerpt
+from relibra.printable import cut_middle, excerpt
 
 INSTALL_TRAINING = "install torch (choose its build), then, in the checkout, pip install -e '.[train]'"
 """What to do where a package is missing that only training needs."""
@@ -49,11 +49,7 @@ class RelibraError(Exception):
         super().__init__(": ".join(filter(None, (subject, "; ".join(filter(None, (allowed, next_step)))))))
 
     def __str__(self) -> str:
-        text = super().__str__()
-        if len(text) <= LONGEST_MESSAGE:
-            return text
-        head, tail = 2 * LONGEST_MESSAGE // 3, LONGEST_MESSAGE // 4
-        return f"{text[:head]} [... {len(text) - head - tail:,} characters left out ...] {text[-tail:]}"
+        return cut_middle(super().__str__(), LONGEST_MESSAGE)
 
 
 class TraceError(RelibraError, ValueError):

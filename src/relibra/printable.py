@@ -52,6 +52,18 @@ def excerpt(value: object, longest: int = 80) -> str:
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
+def cut_middle(text: str, longest: int) -> str:
+    """Leave out the middle of a text that is too long, and write how much that is.
+
+    >>> cut_middle("a" * 5000 + "z", 40)
+    'aaaaaaaaaaaaaaaaaaaaaaaaaa [... 4,965 characters left out ...] aaaaaaaaaz'
+    """
+    if len(text) <= longest:
+        return text
+    head, tail = 2 * longest // 3, longest // 4
+    return f"{text[:head]} [... {len(text) - head - tail:,} characters left out ...] {text[-tail:]}"
+
+
 class PrintableFormatter(logging.Formatter):
     """Formats log records, with what others wrote into them, for a terminal."""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relibra.printable import cut_middle
 from relibra.reporting.data.metrics import finite_number, iterate_rows, whole_number
 from relibra.reporting.data.summary import evenly_chosen
 
@@ -20,7 +21,7 @@ MAX_STEPS = 40
 
 MAX_OF_A_STEP = 24
 MAX_CHARACTERS = 6_000
-"""Longest text; of a longer one two thirds are kept from its start, one third from its end."""
+"""Longest text; of a longer one the middle is left out."""
 
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 
@@ -66,7 +67,8 @@ def read_samples(path: Path) -> Samples:
             unreadable += 1
         else:
             steps.add(row["step"])
-    chosen = [sorted(steps)[i] for i in evenly_chosen(len(steps), MAX_STEPS)] if steps else []
+    ordered = sorted(steps)
+    chosen = [ordered[i] for i in evenly_chosen(len(ordered), MAX_STEPS)] if ordered else []
     last: dict[int, deque[Sample]] = {step: deque(maxlen=MAX_OF_A_STEP) for step in chosen}
     for row in iterate_rows(path):
         if row is not None and row["step"] in last:
@@ -75,25 +77,13 @@ def read_samples(path: Path) -> Samples:
     return Samples(of_steps=of_steps, num_steps=len(steps), unreadable=unreadable)
 
 
-def shorten(text: str) -> str:
-    """Cut the middle out of a text that is too long for a page, and write how much is left out.
-
-    >>> shorten("a" * 7000)[3998:4039]
-    'aa\\n[... 1,000 characters left out ...]\\naa'
-    """
-    if len(text) > MAX_CHARACTERS:
-        head, tail = 2 * MAX_CHARACTERS // 3, MAX_CHARACTERS // 3
-        text = f"{text[:head]}\n[... {len(text) - head - tail:,} characters left out ...]\n{text[-tail:]}"
-    return text.translate(_PICTURES)
-
-
 def _sample(row: Mapping[str, Any]) -> Sample:
     finish = row.get("finish")
     return Sample(
         step=row["step"],
         number=whole_number(row.get("sample")),
-        prompt=shorten(_text(row.get("prompt"))),
-        response=shorten(_text(row.get("response"))),
+        prompt=_shown(row.get("prompt")),
+        response=_shown(row.get("response")),
         reward=finite_number(row.get("reward")),
         tokens=whole_number(row.get("tokens")),
         finish=finish[:40] if isinstance(finish, str) else "",
@@ -101,9 +91,9 @@ def _sample(row: Mapping[str, Any]) -> Sample:
     )
 
 
-def _text(value: object) -> str:
-    """Return a text; of chat messages their roles and contents."""
+def _shown(value: object) -> str:
+    """Return a text, cut to what a page can hold; of chat messages their roles and contents."""
     if isinstance(value, list):
         messages = [message for message in value if isinstance(message, dict)]
-        return "\n\n".join(f"[{message.get('role', '')}]\n{message.get('content', '')}" for message in messages)
-    return value if isinstance(value, str) else ""
+        value = "\n\n".join(f"[{message.get('role', '')}]\n{message.get('content', '')}" for message in messages)
+    return cut_middle(value, MAX_CHARACTERS).translate(_PICTURES) if isinstance(value, str) else ""
