@@ -25,6 +25,7 @@ from relibra.reporting.data.metrics import Metrics, read_metrics
 from relibra.reporting.data.number_format import percent
 from relibra.reporting.data.recording import open_recording
 from relibra.reporting.data.samples import Samples
+from relibra.reporting.html.page import write_page
 from relibra.reporting.html.route_figures import MAX_HEATMAP_STEPS, plotly_script
 from relibra.reporting.html.run_figures import stage_seconds
 from relibra.reporting.pages.plan_page import render_plan_page
@@ -268,7 +269,7 @@ def test_page_and_command_print_the_same_figures(run_folder: Path, tokens: int) 
 @pytest.mark.parametrize("name", ["config.json/page.html", "n" * 300 + ".html", ""])
 def test_output_in_an_impossible_place_is_refused(run_folder: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="--output"):
-        write_report(run_folder, run_folder / name)
+        write_page(run_folder / name, "a page")
 
 
 def test_default_place_in_a_read_only_folder_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def load_figures(step: ComparedStep) -> dict[str, Any]:
     for rows, pair in cubes.items():
         end = 100 * max(2.0, *(float(np.quantile(cube.max(axis=-1), 0.99)) for cube in pair))
         kept = [cube[own] for cube, own in zip(pair, shown, strict=True)]
-        views = [[cube[:, i] for cube in kept] for i in range(len(layer_ids))]
+        views: list[list[Any]] = [[cube[:, i] for cube in kept] for i in range(len(layer_ids))]
         of_layers.append((rows, _heatmaps(views, shown, names, ("micro-batch", rows[:-1]), end)))
         views = [
             [cube[own.index(number)] if number in own else None for cube, own in zip(kept, shown, strict=True)]
