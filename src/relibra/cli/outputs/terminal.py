@@ -96,7 +96,8 @@ def print_table(rows: Sequence[Mapping[str, object]], columns: Sequence[str] | N
     """
     names = list(columns or dict.fromkeys(name for row in rows for name in row))
     shown, console = names.copy(), stdout_console()
-    while len(shown) > 1 and _needed_width(console, _table(rows, shown)) > console.width:
+    unlimited = console.options.update(width=UNLIMITED)
+    while len(shown) > 1 and console.measure(_table(rows, shown), options=unlimited).minimum > console.width:
         shown.pop()
     console.print(_table(rows, shown))
     if missing := names[len(shown) :]:
@@ -122,10 +123,6 @@ def _table(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> Table:
 
 def _is_text(value: object) -> bool:
     return isinstance(value, Mapping) or (isinstance(value, str) and not value[:1].isdigit())
-
-
-def _needed_width(console: Console, table: Table) -> int:
-    return console.measure(table, options=console.options.update(width=UNLIMITED)).minimum
 
 
 def print_text(text: str) -> None:

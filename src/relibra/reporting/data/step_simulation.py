@@ -21,9 +21,9 @@ def simulate_plans(step: ComparedStep) -> tuple[SimulatedStep, SimulatedStep]:
     raises     as `simulate_step`
     """
     before, after = (
-        simulate_step(one.plan, demand, step.cluster, step.model, how, distinct=one.rows)
-        for one in step.plans
-        for demand, how in (with_mini_batches(one.demand),)
+        simulate_step(plan.plan, demand, step.cluster, step.model, how, distinct=plan.rows)
+        for plan in step.plans
+        for demand, how in (with_mini_batches(plan.demand),)
     )
     return before, after
 
@@ -33,9 +33,9 @@ def simulate_timelines(step: ComparedStep, micro_batch: int) -> tuple[list[tuple
     ranks = choose_ranks(step.before.rank_load_MLR[micro_batch].sum(axis=0).tolist())
     some = {"ranks": ranks, "micro_batches": [micro_batch]}
     timelines = [
-        (one.name, simulated_timeline(one.plan, demand, step.cluster, step.model, how, distinct=one.rows, **some))
-        for one in step.plans
-        for demand, how in (with_mini_batches(one.demand),)
+        (plan.name, simulated_timeline(plan.plan, demand, step.cluster, step.model, how, distinct=plan.rows, **some))
+        for plan in step.plans
+        for demand, how in (with_mini_batches(plan.demand),)
     ]
     return timelines, ranks
 

@@ -124,7 +124,7 @@ def timeline_values(timelines: Sequence[tuple[str, Timeline]], first_layer: int)
     if not kept:
         return None
     names = [f"{name} ({item.label})" for name, item, _ in kept]
-    drawn = [_from_zero(part.events) for _, _, part in kept]
+    drawn = [[event._replace(start=event.start - part.events[0].start) for event in part.events] for _, _, part in kept]
     layers = sorted({event.layer for events in drawn for event in events if event.layer >= 0})
     return {
         "figure": _timelines_figure(names, drawn),
@@ -153,10 +153,6 @@ def select_events(timeline: Timeline) -> Timeline:
     kept = {ranks[i] for i in choose_ranks(list(busy.values()))} if len(ranks) > MAX_RANKS else set(ranks)
     events = sorted((event for event in timeline.events if event.rank in kept), key=lambda event: event.start)
     return replace(timeline, events=tuple(events[:MAX_EVENTS]))
-
-
-def _from_zero(events: Sequence[Event]) -> list[Event]:
-    return [event._replace(start=event.start - events[0].start) for event in events]
 
 
 def _timelines_figure(names: Sequence[str], drawn: Sequence[Sequence[Event]]) -> Any:

@@ -134,8 +134,8 @@ def key_figures(step: ComparedStep, found: Simulated | None) -> list[list[str]]:
     ]
     moe: list[list[str]] = []
     if found:
-        seconds = [sum(one.terms[name] for name in MOE_TERMS) for one in found]
-        moe = duration_rows("expert layers, simulated", seconds, [one.terms["relocation"] for one in found])
+        seconds = [sum(result.terms[name] for name in MOE_TERMS) for result in found]
+        moe = duration_rows("expert layers, simulated", seconds, [result.terms["relocation"] for result in found])
     return [*([*row, ""] for row in rows), *moe]
 
 
@@ -210,10 +210,10 @@ def named_ledgers(step: ComparedStep) -> list[tuple[str, ByteLedger]]:
     known, row_bytes = step.shared_choices_known, step.model.expert.row_bytes
     return [
         (
-            f"{one.name}, per choice" if known and not once else one.name,
-            byte_ledger(one.plan, one.demand, step.cluster, row_bytes, distinct=one.rows, send_once=once),
+            f"{plan.name}, per choice" if known and not once else plan.name,
+            byte_ledger(plan.plan, plan.demand, step.cluster, row_bytes, distinct=plan.rows, send_once=once),
         )
-        for one, once in [(step.before, known), (step.after, known)] + [(step.after, False)] * known
+        for plan, once in [(step.before, known), (step.after, known)] + [(step.after, False)] * known
     ]
 
 
@@ -225,7 +225,7 @@ def _limits(step: ComparedStep, found: Simulated) -> dict[str, Any]:
     """Return the overlap ratio, what limits the step, and its seconds part by part, the longest first."""
     after = step.after
     sustained = sustained_overlap_ratios(step.cluster, step.model.expert)
-    seconds = [one.seconds for one in found]
+    seconds = [result.seconds for result in found]
     before_parts, after_parts = map(step_parts, found)
     parts = {name: (before_parts[name], value) for name, value in after_parts.items() if before_parts[name] or value}
     demand, how = with_mini_batches(after.demand)
@@ -238,7 +238,7 @@ def _limits(step: ComparedStep, found: Simulated) -> dict[str, Any]:
             for where, ratio in overlap_ratios(step.cluster, step.model.expert).items()
         ],
         "durations": [
-            *duration_rows("step", seconds, [one.terms["relocation"] for one in found]),
+            *duration_rows("step", seconds, [result.terms["relocation"] for result in found]),
             ["share of the peak flops used", *(percent(item.model_flops_utilisation) for item in found), ""],
         ],
         "memory": [[name, format_bytes(size)] for name, size in memory.items() if size],

@@ -156,7 +156,9 @@ def run_group(
             )
             for costs in costs_D
         ),
-        host_DR=np.stack([_from_host(costs) for costs in costs_D]),
+        host_DR=np.stack(
+            [costs.push.from_host_MLR.sum(axis=(0, 1)) * float(costs.push.bytes_each) for costs in costs_D]
+        ),
         token_slots_DR=np.stack([costs.load_MLR.sum(axis=(0, 1)) for costs in costs_D]),
         uneven={name: _uneven(costs_D, name) for name in ("attention", "experts")},
         flops=sum(costs.flops for costs in costs_D) / (3 if how.forward_only else 1),
@@ -203,10 +205,6 @@ def _mini_batch(
         last_backward_D=seconds_2DM[BACKWARD, :, -1] if len(number_M) else np.zeros(D),
         start_2DM=start_2DM,
     )
-
-
-def _from_host(costs: StageCosts) -> Float64[ndarray, " R"]:
-    return costs.push.from_host_MLR.sum(axis=(0, 1)) * float(costs.push.bytes_each)
 
 
 def _sent(costs: StageCosts, how: Execution, before: int, after: int) -> dict[str, Float64[ndarray, " R"]]:

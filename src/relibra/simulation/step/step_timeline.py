@@ -116,7 +116,12 @@ def simulated_timeline(
     kept = [[m for m in number_M.tolist() if micro_batches is None or m in micro_batches] for number_M in numbers]
     per_stage = len(plan.layer_ids) // how.pipeline_stages + 2 if layers is None else len(layers)
     per_layer = _EVENTS_PER_LAYER + (_FURTHER_STAGES if plan.dispatch == "hierarchical" else 0)
-    _refuse_too_many(len(chosen) * max(map(len, kept)) * per_stage * per_layer)
+    most = len(chosen) * max(map(len, kept)) * per_stage * per_layer
+    if most > MAX_EVENTS:
+        raise ConfigError(
+            f"a timeline of up to {most:,} events, where {MAX_EVENTS:,} are allowed: choose fewer ranks, "
+            "micro-batches or layers"
+        )
     tracks: list[_Track] = []
     for group, (own_plan, own_demand) in enumerate(groups_of(plan, demand)):
         keep_X = np.flatnonzero(np.isin(numbers[group], kept[group]))
@@ -144,14 +149,6 @@ def _checked(ranks: Collection[int] | None, layout: ParallelLayout) -> Int64[nda
             f"a timeline of ranks {chosen[0]} to {chosen[-1]}: the step has ranks 0 to {layout.num_ranks - 1}"
         )
     return chosen
-
-
-def _refuse_too_many(events: int) -> None:
-    if events > MAX_EVENTS:
-        raise ConfigError(
-            f"a timeline of up to {events:,} events, where {MAX_EVENTS:,} are allowed: choose fewer ranks, "
-            "micro-batches or layers"
-        )
 
 
 def _events_of(
