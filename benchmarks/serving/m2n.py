@@ -23,12 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from relibra.serving.exchange.addresses import listen, worker_address
+from relibra.serving.channel import listen, worker_address
 from relibra.serving.exchange.attention_side import ExchangeShape, SlotExchange
 from relibra.serving.exchange.counters import ExchangeCounters
-from relibra.serving.exchange.expert_channel import ExpertShape
-from relibra.serving.exchange.expert_side import ExpertInbox
-from relibra.serving.exchange.messages import SECRET_BYTES
+from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
 from relibra.serving.layout import Transport
 
 HIDDEN = 1024
@@ -37,7 +35,7 @@ GROUP = 8
 """Point-to-point operations that the baseline begins together."""
 WARM_UP, BLOCK = 30, 50
 """Calls before measuring, and calls of one transport before the other takes its turn."""
-SECRET = b"m2n".ljust(SECRET_BYTES, b".")
+SECRET = b"m2n"
 WAIT_SECONDS = 60.0
 
 

@@ -17,17 +17,15 @@ import torch
 from torch.multiprocessing.spawn import spawn
 
 from relibra.planning.deployment.pipeline_time import StageSeconds
-from relibra.serving.exchange.addresses import listen, worker_address
+from relibra.serving.channel import listen, worker_address
 from relibra.serving.exchange.attention_side import ExchangeShape, SlotExchange
 from relibra.serving.exchange.counters import ExchangeCounters
-from relibra.serving.exchange.expert_channel import ExpertShape
-from relibra.serving.exchange.expert_side import ExpertInbox
-from relibra.serving.exchange.messages import SECRET_BYTES
+from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
 from relibra.serving.roles.compute_token import ComputeToken
 from relibra.simulation.serving.ping_pong import Work, new_clocks, run_layers, sending_order
 
 HIDDEN, ROWS, WAIT_SECONDS = 64, 4, 60.0
-SECRET = b"sleeping".ljust(SECRET_BYTES, b".")
+SECRET = b"sleeping"
 WARM_UP = 2
 """Steps of each micro-batch that do not count."""
 

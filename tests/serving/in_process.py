@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from relibra.engine.sequence import Sequence
-from relibra.serving.exchange.addresses import listen, worker_address
+from relibra.serving.channel import listen, worker_address
 from relibra.serving.exchange.counters import ExchangeCounters
-from relibra.serving.exchange.expert_channel import ExpertShape
-from relibra.serving.exchange.expert_side import ExpertInbox
-from relibra.serving.exchange.messages import SECRET_BYTES
+from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
 from relibra.serving.expert_placement import place_experts
 from relibra.serving.layout import WorkerLayout
 from relibra.serving.roles.attention_worker import AttentionWorker
@@ -84,7 +82,7 @@ def expert_threads(folder: Path, layout: WorkerLayout, secret: bytes) -> Iterato
 @contextmanager
 def served_in_process(folder: Path, layout: WorkerLayout) -> Iterator[Served]:
     """Run a whole deployment as threads of this process."""
-    secret = secrets.token_bytes(SECRET_BYTES)
+    secret = secrets.token_bytes(16)
     with ExitStack() as stack:
         experts, addresses = stack.enter_context(expert_threads(folder, layout, secret))
         attention = [AttentionWorker(folder, layout, number) for number in range(layout.attention)]

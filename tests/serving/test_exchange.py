@@ -7,6 +7,7 @@ import socket
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -17,43 +18,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.errors import EngineError
+from relibra.serving.channel import connect, listen, worker_address
 from relibra.serving.exchange import expert_side
-from relibra.serving.exchange.addresses import connect, listen, worker_address
 from relibra.serving.exchange.attention_side import ExchangeShape, SlotExchange, WorkerLostError
 from relibra.serving.exchange.counters import ExchangeCounters
-from relibra.serving.exchange.expert_channel import ExpertShape
-from relibra.serving.exchange.expert_side import ExpertInbox
-from relibra.serving.exchange.messages import (
-    GREETING_BYTES,
-    HEADER_BYTES,
-    SECRET_BYTES,
-    Greeting,
-    Header,
-    Kind,
-    read_header,
-    receive_into,
-)
+from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
+from relibra.serving.exchange.messages import ANSWER, Done, Hello, Rows
 from relibra.serving.expert_placement import place_experts, place_table
 
-SECRET = b"s" * SECRET_BYTES
+SECRET = b"secret"
 HIDDEN, MAX_TOKENS, TOP_K = 4, 16, 2
 TRANSPORTS = ("shared", "tcp")
+ATTENTION = ExchangeShape(
+    experts_of=((0, 1),), max_tokens=MAX_TOKENS, top_k=TOP_K, hidden=HIDDEN, dtype=torch.float32, num_layers=3
+)
+EXPERTS = ExpertShape(
+    worker=0, num_experts=2, num_layers=3, hidden=HIDDEN, dtype=torch.float32, max_rows=64, timeout=10.0
+)
+HELLO = Hello(secret=SECRET, attention=0, slot=0, sizes=EXPERTS.sizes, capacity=32, shared_rows=0)
 
 
-def greeting():
-    """Greet expert worker 0, which has two experts, without shared memory."""
-    return Greeting(
-        secret=SECRET,
-        attention=0,
-        expert=0,
-        slot=0,
-        capacity=32,
-        shared_rows=0,
-        hidden=HIDDEN,
-        dtype="torch.float32",
-        num_experts=2,
-        num_layers=3,
-    )
+@contextlib.contextmanager
+def greeted(address, hello=HELLO):
+    """Yield a channel without shared memory that an expert worker has welcomed."""
+    with contextlib.closing(connect(address, 5.0)) as channel:
+        channel.send(hello)
+        assert channel.receive(ANSWER) == Done()
+        yield channel
 
 
 def expert_output(expert, rows):
@@ -68,15 +59,7 @@ class Workers:
         self.experts_of, self.addresses, self.inboxes = experts_of, [], []
         for number, experts in enumerate(experts_of):
             listener, address = listen(worker_address(transport, folder, str(number)))
-            shape = ExpertShape(
-                worker=number,
-                num_experts=len(experts),
-                num_layers=3,
-                hidden=HIDDEN,
-                dtype=torch.float32,
-                max_rows=64,
-                timeout=10.0,
-            )
+            shape = replace(EXPERTS, worker=number, num_experts=len(experts))
             inbox = ExpertInbox(listener, shape, SECRET, ExchangeCounters())
             thread = threading.Thread(target=self.run, args=(inbox, experts, number in silent))
             thread.start()
@@ -99,14 +82,7 @@ class Workers:
             message.answer(message.result_YH, inbox.counters)
 
     def exchange(self, stack, attention=0, slot=0, timeout=10.0):
-        shape = ExchangeShape(
-            experts_of=self.experts_of,
-            max_tokens=MAX_TOKENS,
-            top_k=TOP_K,
-            hidden=HIDDEN,
-            dtype=torch.float32,
-            num_layers=3,
-        )
+        shape = replace(ATTENTION, experts_of=self.experts_of)
         exchange = SlotExchange(self.addresses, shape, attention=attention, slot=slot, secret=SECRET, timeout=timeout)
         stack.callback(exchange.close)
         return exchange
@@ -212,39 +188,31 @@ def test_copies_take_over_and_a_worker_can_rejoin(transport):
         assert again.inboxes[1].counters.rows > 0
 
 
-def test_strangers_are_refused():
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("secret", "changes", "named"),
+    [
+        (b"another", {}, "the secret is that of another deployment"),
+        (SECRET, {"hidden": 8}, "different models"),
+        (SECRET, {"max_tokens": 1000}, "more than the 64 allowed"),
+    ],
+)
+def test_strangers_are_refused(transport, secret, changes, named):
     with contextlib.ExitStack() as stack:
-        workers = Workers(stack, "tcp", ((0, 1),))
-        shape = ExchangeShape(
-            experts_of=((0, 1),), max_tokens=MAX_TOKENS, top_k=1, hidden=HIDDEN, dtype=torch.float32, num_layers=3
-        )
-        common = {"attention": 0, "slot": 0, "timeout": 5.0}
-        with pytest.raises(EngineError, match="the secret is that of another deployment"):
-            SlotExchange(workers.addresses, shape, secret=b"x" * SECRET_BYTES, **common)
-        other = ExchangeShape(
-            experts_of=((0, 1),), max_tokens=MAX_TOKENS, top_k=1, hidden=8, dtype=torch.float32, num_layers=3
-        )
-        with pytest.raises(EngineError, match="different models"):
-            SlotExchange(workers.addresses, other, secret=SECRET, **common)
-        larger = ExchangeShape(
-            experts_of=((0, 1),), max_tokens=1000, top_k=1, hidden=HIDDEN, dtype=torch.float32, num_layers=3
-        )
-        with pytest.raises(EngineError, match="more than the 64 allowed"):
-            SlotExchange(workers.addresses, larger, secret=SECRET, **common)
+        addresses, shape = Workers(stack, transport, ((0, 1),)).addresses, replace(ATTENTION, **changes)
+        with pytest.raises(EngineError, match=named):
+            SlotExchange(addresses, shape, secret=secret, attention=0, slot=0, timeout=5.0)
 
 
-@pytest.mark.parametrize("count", [40, 1 << 31])
-def test_a_message_larger_than_its_channel_ends_the_channel(count):
+@pytest.mark.parametrize(
+    ("layer", "counts"), [(0, [40, 0]), (0, [1 << 31, 0]), (0, [1]), (3, [1, 0])], ids=["40", "2^31", "counts", "layer"]
+)
+def test_a_message_that_does_not_fit_its_channel_ends_it(layer, counts):
     with contextlib.ExitStack() as stack:
-        workers = Workers(stack, "tcp", ((0, 1),))
-        raw = stack.enter_context(contextlib.closing(connect(workers.addresses[0], 5.0)))
-        raw.sendall(greeting().packed())
-        welcome = bytearray(HEADER_BYTES)
-        receive_into(raw, memoryview(welcome))
-        assert read_header(welcome).kind is Kind.WELCOME
-        raw.sendall(Header(Kind.ROWS, 0, 0, count, 1).packed() + np.array([count, 0], "<u4").tobytes())
+        channel = stack.enter_context(greeted(Workers(stack, "tcp", ((0, 1),)).addresses[0]))
+        channel.send(Rows(layer=layer, first_row=0, counts=np.array(counts, "<u4").tobytes()))
         with pytest.raises(ConnectionError):
-            receive_into(raw, memoryview(bytearray(1)))
+            channel.receive(ANSWER)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -288,62 +256,45 @@ def test_channel_without_memory_is_refused_and_others_are_served(monkeypatch):
             def no_memory(*_size):
                 raise RuntimeError("out of memory")
 
-            full.setattr(expert_side, "private_buffer", no_memory)
+            full.setattr(expert_side, "make_buffers", no_memory)
             with pytest.raises(EngineError, match="out of memory"):
                 workers.exchange(stack)
         there_and_back(workers.exchange(stack), [0, 1, 1])
-
-
-def test_error_of_the_reading_thread_reaches_the_computing_one(monkeypatch):
-    with contextlib.ExitStack() as stack:
-        listener, address = listen("127.0.0.1:0")
-        shape = ExpertShape(
-            worker=0, num_experts=2, num_layers=3, hidden=HIDDEN, dtype=torch.float32, max_rows=64, timeout=1.0
-        )
-        inbox = ExpertInbox(listener, shape, SECRET, ExchangeCounters())
-        stack.callback(inbox.release)
-        monkeypatch.setattr(inbox, "_accept", lambda: 1 / 0)
-        stack.enter_context(contextlib.closing(connect(address, 5.0)))
-        with pytest.raises(ZeroDivisionError):
-            inbox.next(5.0)
 
 
 def test_sender_that_reads_nothing_delays_no_longer_than_timeout():
     rows, hidden = 4096, 1024  # 16 MB of results: more than sockets hold
     with contextlib.ExitStack() as stack:
         listener, address = listen("127.0.0.1:0")
-        shape = ExpertShape(
-            worker=0, num_experts=2, num_layers=3, hidden=hidden, dtype=torch.float32, max_rows=rows, timeout=0.5
-        )
+        shape = replace(EXPERTS, hidden=hidden, max_rows=rows, timeout=0.5)
         inbox = ExpertInbox(listener, shape, SECRET, ExchangeCounters())
         stack.callback(inbox.release)
-        raw = stack.enter_context(contextlib.closing(connect(address, 5.0)))
-        raw.sendall(msgspec.structs.replace(greeting(), capacity=rows, hidden=hidden).packed())
-        receive_into(raw, memoryview(bytearray(HEADER_BYTES)))
-        raw.sendall(Header(Kind.ROWS, 0, 0, rows, 1).packed() + np.array([rows, 0], "<u4").tobytes())
-        raw.sendall(bytes(4 * rows * hidden))
+        welcoming = threading.Thread(target=inbox.next, args=(0.5,))
+        welcoming.start()
+        hello = msgspec.structs.replace(HELLO, capacity=rows, sizes=shape.sizes)
+        channel = stack.enter_context(greeted(address, hello))
+        welcoming.join()
+        counts = np.array([rows, 0], "<u4").tobytes()
+        channel.send(Rows(layer=0, first_row=0, counts=counts), memoryview(bytes(4 * rows * hidden)))
         message = inbox.next(10.0)
         assert message is not None
         began = time.monotonic()
         message.answer(message.result_YH, inbox.counters)
         assert time.monotonic() - began < 5.0
+        assert channel.receive(ANSWER) == Done()
         with pytest.raises(ConnectionError):  # half of a message is not waited for
-            receive_into(raw, memoryview(bytearray(HEADER_BYTES + 4 * rows * hidden)))
+            channel.fill(memoryview(bytearray(4 * rows * hidden)))
 
 
 def test_random_bytes_do_not_stop_a_worker():
     rng = np.random.default_rng(0)
     with contextlib.ExitStack() as stack:
         workers = Workers(stack, "tcp", ((0, 1),))
-        for size in (1, 40, 76, 200, GREETING_BYTES):
-            with contextlib.closing(connect(workers.addresses[0], 5.0)) as raw:
-                raw.sendall(rng.bytes(size))
+        host, _, port = workers.addresses[0].rpartition(":")
+        for size in (1, 40, 76, 200, 512):
+            with socket.create_connection((host, int(port))) as stranger:
+                stranger.sendall(rng.bytes(size))
         there_and_back(workers.exchange(stack), [0, 1, 1])
-
-
-def test_unknown_kinds_are_refused():
-    with pytest.raises(EngineError, match="kind 77"):
-        read_header(Header(77, 0, 0, 0, 0).packed())
 
 
 def test_no_worker_at_an_address_is_an_error():

@@ -6,23 +6,21 @@ import contextlib
 import logging
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from multiprocessing import Pipe
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from relibra.environment import worker_environment
 from relibra.errors import EngineError
-from relibra.serving.exchange.addresses import worker_address
-from relibra.serving.exchange.messages import SECRET_BYTES
+from relibra.serving.channel import Channel, worker_address
 from relibra.serving.expert_placement import place_experts
 from relibra.serving.layout import WorkerLayout
-from relibra.serving.messages import ControlChannel
 from relibra.serving.roles.checkpoint import read_structure
 
 FolderStamp = tuple[tuple[str, int, int], ...]
@@ -45,7 +43,7 @@ class Worker:
 
     name: str
     process: subprocess.Popen[bytes]
-    control: ControlChannel
+    control: Channel
 
 
 class RunningWorkers:
@@ -71,7 +69,7 @@ class RunningWorkers:
         self.addresses: dict[int, str] = {}
         self._starts = 0
         self._sockets = Path(tempfile.mkdtemp(prefix="relibra-"))
-        secret = secrets.token_bytes(SECRET_BYTES).hex()
+        secret = secrets.token_bytes(16).hex()
         self._spec: dict[str, Any] = {
             "folder": str(folder),
             "layout": asdict(layout),
@@ -89,10 +87,7 @@ class RunningWorkers:
             end = time.monotonic() + LOADING_SECONDS
             for number in range(layout.experts):
                 self._await_experts(number, end)
-            for worker in self.attention_workers:
-                self._answer(worker, "ready", end)
-                worker.control.send({"connect": self.expert_addresses()})
-            facts = [self._answer(worker, "connected", end) for worker in self.attention_workers]
+            facts = [self._connect(worker, end) for worker in self.attention_workers]
             self.dtype: str = facts[0]["dtype"]
             self.most_cache_bytes: int = facts[0]["most_cache_bytes"]
         except BaseException:
@@ -157,7 +152,6 @@ class RunningWorkers:
         self._end(self.workers[number])
         self.workers[number] = self._start("experts", number)
         self._await_experts(number, time.monotonic() + LOADING_SECONDS)
-        self._check_stamp()
         _log.warning("%s is back", self.workers[number].name)
 
     def restart_attention(self, number: int) -> list[tuple[str, list[int]]]:
@@ -165,14 +159,10 @@ class RunningWorkers:
 
         raises   EngineError as `restart_experts` does
         """
-        index, end = self.layout.experts + number, time.monotonic() + LOADING_SECONDS
+        index = self.layout.experts + number
         self._end(self.workers[index])
         worker = self.workers[index] = self._start("attention", number)
-        self._answer(worker, "ready", end)
-        self._check_stamp()
-        met = self.expert_addresses()
-        worker.control.send({"connect": met})
-        self._answer(worker, "connected", end)
+        met = self._connect(worker, time.monotonic() + LOADING_SECONDS)["met"]
         _log.warning("%s is back", worker.name)
         return met
 
@@ -183,18 +173,26 @@ class RunningWorkers:
         worker.process.wait()
         worker.control.close()
 
-    def _check_stamp(self) -> None:
-        """Raise EngineError where a worker may have loaded other weights than those that were started before it."""
-        folder = self._spec["folder"]
+    def _await_ready(self, worker: Worker, end: float) -> Any:
+        """Return the answer of a worker that has loaded; raises EngineError where others may have other weights."""
+        answer, folder = self._answer(worker, "ready", end), self._spec["folder"]
         if weights_stamp(Path(folder)) != self._stamp:
             raise EngineError(
                 f"the files in {folder} have changed since the other workers read them: keep a folder of weights as it "
                 "is until the next update"
             )
+        return answer
 
     def _await_experts(self, number: int, end: float) -> None:
         """Wait until an expert worker has loaded; note its address and its experts."""
-        self.addresses[number], self.experts_of[number] = self._answer(self.workers[number], "ready", end)
+        self.addresses[number], self.experts_of[number] = self._await_ready(self.workers[number], end)
+
+    def _connect(self, worker: Worker, end: float) -> dict[str, Any]:
+        """Connect an attention worker that has loaded to the experts; return what it says, and where they were met."""
+        self._await_ready(worker, end)
+        met = self.expert_addresses()
+        worker.control.send({"connect": met})
+        return {**self._answer(worker, "connect", end), "met": met}
 
     def new_address(self, number: int) -> str:
         """Return a new address for an expert worker: a used one could reach the former worker."""
@@ -205,7 +203,7 @@ class RunningWorkers:
         spec = {**self._spec, "role": role, "number": number}
         if role == "experts":
             spec |= {"address": self.new_address(number), "experts": self.experts_of.get(number)}
-        ours, theirs = Pipe()
+        ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", "relibra.serving.worker_process", str(theirs.fileno()), role, str(number)],
@@ -214,18 +212,18 @@ class RunningWorkers:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C reaches the API server, which then ends the workers
             )
-        control = ControlChannel(ours)
+        control = Channel(ours)
         control.send(spec)
         return Worker(f"{role} worker {number}", process, control)
 
     def _answer(self, worker: Worker, key: str, end: float) -> Any:
         """Wait for a frame of a worker with this key, and return what it holds."""
         try:
-            frame = worker.control.receive(max(0.1, end - time.monotonic()))
+            frame = worker.control.receive(seconds=max(0.1, end - time.monotonic()))
         except TimeoutError as error:
-            raise EngineError(f"{worker.name} was not {key} in time: look at what it printed") from error
-        if frame is None:
-            raise EngineError(f"{worker.name} is gone while it was starting ({_ending(worker.process)})")
+            raise EngineError(f"{worker.name} did not answer ({key}) in time: look at what it printed") from error
+        except ConnectionError as error:
+            raise EngineError(f"{worker.name} is gone while it was starting ({_ending(worker.process)})") from error
         if key not in frame:
             raise EngineError(f"{worker.name}: {frame.get('failed', f'unexpected answer {sorted(frame)}')}")
         return frame[key]

@@ -1,4 +1,4 @@
-"""Messages between the API server and its workers: MessagePack frames over connections of `multiprocessing`.
+"""Messages between the API server and its workers, which receive and send them through a `Channel`.
 
 A frame is a dictionary with one key, which says what is asked or answered. Requests travel as `Generate`, what a step
 adds to them as `Progress`.
@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
-import socket
 import struct
-import threading
-from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
@@ -22,9 +18,8 @@ from numpy import ndarray
 
 from relibra.engine.sequence import FinishReason, SamplingParameters, Sequence
 from relibra.errors import EngineError
+from relibra.serving.channel import MOST_BYTES
 
-MAX_FRAME = 256 << 20
-"""Bytes of the largest frame that is read: routes of a long answer are tens of MiB."""
 _LENGTH = struct.Struct("!i")  # as connections of `multiprocessing` send it before each message
 
 
@@ -83,44 +78,12 @@ def _npy_file(array: ndarray) -> bytes:
     return file.getvalue()
 
 
-class ControlChannel:
-    """An end of a connection, for threads."""
-
-    def __init__(self, connection: Connection) -> None:
-        """Use an open connection."""
-        self._connection, self._sending = connection, threading.Lock()
-
-    def send(self, frame: dict[str, Any]) -> None:
-        """Send a frame; may be called by several threads."""
-        with self._sending:
-            self._connection.send_bytes(msgpack.encode(frame))
-
-    def receive(self, seconds: float | None = None) -> dict[str, Any] | None:
-        """Wait for a frame; None: the other end is gone. Raises TimeoutError after so many seconds."""
-        try:
-            if not self._connection.poll(seconds):
-                raise TimeoutError
-            return msgpack.decode(self._connection.recv_bytes(MAX_FRAME), type=dict[str, Any])
-        except (EOFError, ConnectionResetError):
-            return None
-
-    def take_socket(self) -> socket.socket:
-        """Close this end, and return a socket that takes over its connection."""
-        taken = socket.socket(fileno=os.dup(self._connection.fileno()))
-        self.close()
-        return taken
-
-    def close(self) -> None:
-        """Close this end; again has no effect."""
-        self._connection.close()
-
-
 async def read_frame(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """Wait for a frame; None: the worker is gone. Raises EngineError for one above MAX_FRAME."""
+    """Wait for a frame; None: the worker is gone. Raises EngineError for one above MOST_BYTES."""
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        if not 0 <= length <= MAX_FRAME:
-            raise EngineError(f"a control frame of {length} bytes is larger than {MAX_FRAME}")
+        if not 0 <= length <= MOST_BYTES:
+            raise EngineError(f"a control frame of {length} bytes is larger than {MOST_BYTES}")
         return msgpack.decode(await reader.readexactly(length), type=dict[str, Any])
     except (asyncio.IncompleteReadError, ConnectionError):
         return None

@@ -7,13 +7,13 @@ are for lists of processes.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,12 @@ import torch
 from relibra.engine.sequence import Sequence
 from relibra.environment import keep_hub_offline
 from relibra.errors import RelibraError, in_a_line
-from relibra.serving.exchange.addresses import listen
+from relibra.serving.channel import Channel, listen
 from relibra.serving.exchange.counters import ExchangeCounters
-from relibra.serving.exchange.expert_channel import ExpertShape
-from relibra.serving.exchange.expert_side import ExpertInbox
+from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
 from relibra.serving.expert_placement import place_experts
 from relibra.serving.layout import WorkerLayout
-from relibra.serving.messages import ControlChannel, Generate, progress_of
+from relibra.serving.messages import Generate, progress_of
 from relibra.serving.roles.attention_worker import AttentionWorker
 from relibra.serving.roles.checkpoint import load_experts, open_checkpoint, read_structure
 from relibra.serving.roles.expert_worker import ExpertWorker
@@ -40,9 +39,10 @@ from relibra.timeline import TimelineRecorder
 
 def main(arguments: Several[str]) -> None:
     """Read what to do, load, report readiness or the error, and work until the API server is gone."""
-    control = ControlChannel(Connection(int(arguments[0])))
-    spec = control.receive()
-    if spec is None:
+    control = Channel(socket.socket(fileno=int(arguments[0])))
+    try:
+        spec = control.receive()
+    except ConnectionError:  # the API server has gone
         return
     keep_hub_offline()
     torch.set_num_threads(spec["threads"])
@@ -50,7 +50,7 @@ def main(arguments: Several[str]) -> None:
         run_expert_worker(control, spec) if spec["role"] == "experts" else run_attention_worker(control, spec)
     except Exception as error:  # noqa: BLE001 - the boundary of the process: the API server prints the sentence
         sentence = str(error) if isinstance(error, RelibraError) else in_a_line(error)
-        with suppress(BrokenPipeError):  # the API server has gone
+        with suppress(ConnectionError):
             control.send({"failed": sentence})
 
 
@@ -61,9 +61,9 @@ class ExpertProcess:
     ends when the last of them has left.
     """
 
-    def __init__(self, control: ControlChannel, spec: dict[str, Any]) -> None:
+    def __init__(self, spec: dict[str, Any]) -> None:
         """Load nothing yet."""
-        self._control, self._spec = control, spec
+        self._spec = spec
         self._layout = WorkerLayout(**spec["layout"])
         self._workers: list[tuple[ExpertWorker, threading.Thread]] = []
         self.recorder = _recorder(spec, self._layout)
@@ -124,62 +124,63 @@ class ExpertProcess:
         return {**worker.inbox.counters.as_dict(), "busy_seconds": worker.busy_seconds}
 
 
-def run_expert_worker(control: ControlChannel, spec: dict[str, Any]) -> None:
+def run_expert_worker(control: Channel, spec: dict[str, Any]) -> None:
     """Load the experts of this worker and answer until the API server is gone."""
-    process = ExpertProcess(control, spec)
+    process = ExpertProcess(spec)
     control.send({"ready": process.hold(spec["experts"], spec["address"])})
     _answer_frames(
         control,
         {
-            "hold": lambda frame: control.send({"ready": process.hold(*frame)}),
-            "weights": lambda frame: control.send({"weights": process.change_weights(frame)}),
-            "counters": lambda _: control.send({"counters": process.counters()}),
-            "timeline": lambda _: control.send({"timeline": timeline_frame(process.recorder)}),
+            "hold": lambda place: process.hold(*place),
+            "weights": process.change_weights,
+            "counters": lambda _: process.counters(),
+            "timeline": lambda _: timeline_frame(process.recorder),
         },
     )
 
 
-def run_attention_worker(control: ControlChannel, spec: dict[str, Any]) -> None:
+def run_attention_worker(control: Channel, spec: dict[str, Any]) -> None:
     """Load the model without experts, connect to them where the API server says, and generate until it is gone."""
     layout = WorkerLayout(**spec["layout"])
     recorder = _recorder(spec, layout)
     worker = AttentionWorker(Path(spec["folder"]), layout, spec["number"], spec["dtype"], recorder)
+    weights = NewWeights(worker, spec["dtype"])
     control.send({"ready": ""})
-    frame = control.receive()
-    if frame is None:
-        return
 
     def report(sequences: list[Sequence]) -> None:
-        with suppress(BrokenPipeError):  # the API server has gone, and with it this process in a moment
+        with suppress(ConnectionError):  # the API server has gone, and with it this process in a moment
             control.send({"progress": [progress_of(sequence) for sequence in sequences]})
 
-    addresses, experts_of = zip(*frame["connect"], strict=True)
-    worker.connect(addresses, bytes.fromhex(spec["secret"]), report, experts_of)
-    control.send({"connected": {"dtype": str(worker.shape.dtype), "most_cache_bytes": worker.most_cache_bytes}})
-    weights = NewWeights(worker, spec["dtype"])
+    def connect(experts: Several[Any]) -> dict[str, Any]:
+        addresses, experts_of = zip(*experts, strict=True)
+        worker.connect(addresses, bytes.fromhex(spec["secret"]), report, experts_of)
+        return {"dtype": str(worker.shape.dtype), "most_cache_bytes": worker.most_cache_bytes}
+
     _answer_frames(
         control,
         {
-            "generate": lambda frame: worker.submit(msgspec.convert(frame, Generate).sequence()),
+            "connect": connect,
+            "generate": lambda request: worker.submit(msgspec.convert(request, Generate).sequence()),
             "cancel": worker.cancel,
-            "rejoin": lambda frame: worker.rejoin(*frame),
-            "load": lambda _: control.send({"load": worker.load()}),
-            "weights": lambda frame: control.send({"weights": weights.change(frame)}),
-            "counters": lambda _: control.send({"counters": worker.counters()}),
-            "timeline": lambda _: control.send({"timeline": timeline_frame(recorder)}),
+            "rejoin": lambda place: worker.rejoin(*place),
+            "load": lambda _: worker.load(),
+            "weights": weights.change,
+            "counters": lambda _: worker.counters(),
+            "timeline": lambda _: timeline_frame(recorder),
         },
     )
     worker.close()
 
 
-def _answer_frames(control: ControlChannel, actions: dict[str, Callable[[Any], None]]) -> None:
-    """Do what frames ask, by their key, until the other end is gone; a health check is answered at once."""
-    while (frame := control.receive()) is not None:
-        for key, value in frame.items():
-            if key == "health":
-                control.send({"health": True})
-            else:
-                actions[key](value)
+def _answer_frames(control: Channel, actions: dict[str, Callable[[Any], Any]]) -> None:
+    """Do what frames ask, by their key, and send back under it what is returned, until the other end is gone."""
+    actions = {"health": lambda _: True, **actions}
+    with suppress(ConnectionError):
+        while True:
+            for key, value in control.receive().items():
+                answer = actions[key](value)
+                if answer is not None:
+                    control.send({key: answer})
 
 
 def _recorder(spec: dict[str, Any], layout: WorkerLayout) -> TimelineRecorder | None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,19 +14,10 @@ from numpy import ndarray
 from torch import Tensor
 
 from relibra.errors import EngineError
-from relibra.serving.exchange.addresses import UNIX, connect
-from relibra.serving.exchange.buffers import RowBuffer, mapped_buffers, private_buffer, shared_file
+from relibra.serving.channel import UNIX, Channel, connect
+from relibra.serving.exchange.buffers import bytes_of, make_buffers, shared_file
 from relibra.serving.exchange.counters import ExchangeCounters
-from relibra.serving.exchange.messages import (
-    HEADER_BYTES,
-    SECRET_BYTES,
-    Greeting,
-    Header,
-    Kind,
-    read_error,
-    read_header,
-    receive_into,
-)
+from relibra.serving.exchange.messages import ANSWER, MOST_BYTES, Failure, Hello, Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,15 +45,6 @@ class ExchangeShape:
     def capacity(self, worker: int) -> int:
         """Return the most rows of one message to a worker: a token goes to each expert once."""
         return self.max_tokens * min(self.top_k, len(self.experts_of[worker]))
-
-
-@dataclass(eq=False)
-class _Channel:
-    """A connection to one expert worker, for one slot."""
-
-    worker: int
-    socket: socket.socket
-    header: bytearray = field(default_factory=lambda: bytearray(HEADER_BYTES))
 
 
 class WorkerLostError(EngineError):
@@ -95,28 +76,24 @@ class SlotExchange:
         timeout           seconds to wait for a worker, in each exchange
         raises            EngineError if a worker does not answer, or refuses
         """
-        assert len(secret) == SECRET_BYTES
-        self._secret = secret
-        self.shape, self.attention, self.slot, self.timeout = shape, attention, slot, timeout
+        self.shape, self.attention, self.slot = shape, attention, slot
+        self._addresses, self._secret, self._timeout = list(addresses), secret, timeout
         self.counters = ExchangeCounters()
-        self._addresses, self._shared = list(addresses), addresses[0].startswith(UNIX)
-        self._file: int | None = None  # of shared memory, for channels that are opened later
-        self._rows, self._results = self._make_buffers()
         self.lost: dict[int, EngineError] = {}
-        self._channels: list[_Channel] = []
-        self._sequence, self._sent_N = 0, [0] * len(addresses)
+        self._channels: dict[int, Channel] = {}
+        self._sent_N = [0] * len(addresses)
+        self._shared, self._file = addresses[0].startswith(UNIX), -1
+        self._make_buffers()
         try:
-            for worker, address in enumerate(addresses):
-                self._channels.append(_Channel(worker, connect(address, timeout)))
-                self._greet(self._channels[-1], secret)
-                self.counters.open_channel(buffers=2 * (worker == 0))
+            for worker in range(len(addresses)):
+                self._open(worker)
         except BaseException:
             self.close()
             raise
 
     def rows(self, count: int) -> Float[Tensor, "Y H"]:
         """Return the place of the next exchange's rows; write them there."""
-        return self._rows.rows_XH[:count]
+        return self._rows_XH[:count]
 
     def dispatch(self, layer: int, rows_YH: Float[Tensor, "Y H"], counts_P: Int64[ndarray, " P"]) -> None:
         """Send each worker its rows, or a notice that there are none. Returns before anyone has computed.
@@ -124,26 +101,22 @@ class SlotExchange:
         rows_YH    ordered by place; where they lie in `rows`, they are not copied
         counts_P   rows of each place: the experts of worker 0, then those of worker 1, and so on
         """
-        self._sequence += 1
-        counters, row_bytes = self.counters, self._rows.row_bytes
-        counters.calls += 1
-        if len(rows_YH) and not self._rows.holds(rows_YH, 0):
-            counters.staging_copies += 1
-            self._rows.rows_XH[: len(rows_YH)].copy_(rows_YH)
+        self.counters.calls += 1
+        if len(rows_YH) and rows_YH.data_ptr() != self._rows_XH.data_ptr():
+            self.counters.staging_copies += 1
+            self._rows_XH[: len(rows_YH)].copy_(rows_YH)
         first, place = 0, 0
         counts = np.ascontiguousarray(counts_P, dtype="<u4")
-        for channel in self._channels:
-            own = counts[place : place + len(self.shape.experts_of[channel.worker])]
-            count = int(own.sum())
-            header = Header(Kind.ROWS, layer, first, count, self._sequence).packed() + own.tobytes()
-            self._sent_N[channel.worker] = count
-            if channel.worker not in self.lost:
-                with self._noting_loss(channel), self._waiting_for(channel, self._at(layer)):
-                    channel.socket.sendall(header)
-                    if not self._shared and count:
-                        channel.socket.sendall(self._rows.bytes_of(first, count))
-                counters.send(count, row_bytes)
-            first, place = first + count, place + len(own)
+        for worker, experts in enumerate(self.shape.experts_of):
+            own = counts[place : place + len(experts)]
+            count = self._sent_N[worker] = int(own.sum())
+            sent_YH = self._rows_XH[first : first + count]
+            if worker not in self.lost:
+                rows = Rows(layer=layer, first_row=first, counts=own.tobytes())
+                with self._noting_loss(worker, layer):
+                    self._channels[worker].send(rows, None if self._shared else bytes_of(sent_YH))
+                self.counters.send(count, sent_YH.nbytes)
+            first, place = first + count, place + len(experts)
 
     def collect(self, layer: int) -> Float[Tensor, "Y H"]:
         """Wait for all workers; return the results in the order of the rows. The next `dispatch` overwrites them.
@@ -152,32 +125,20 @@ class SlotExchange:
                  answers of all others have been taken in, so that the exchange can be repeated without it
         """
         first, missing = 0, []
-        for channel in self._channels:
-            count = self._sent_N[channel.worker]
-            if channel.worker not in self.lost:
-                with self._noting_loss(channel), self._waiting_for(channel, self._at(layer)):
-                    self._receive(channel, Header(Kind.RESULTS, layer, first, count, self._sequence))
-            if channel.worker in self.lost and count:
-                missing.append(self.lost[channel.worker])
+        for worker, count in enumerate(self._sent_N):
+            if worker not in self.lost:
+                with self._noting_loss(worker, layer):
+                    self._await_answer(worker)
+                    if not self._shared:
+                        self._channels[worker].fill(bytes_of(self._results_XH[first : first + count]))
+            if worker in self.lost and count:
+                missing.append(self.lost[worker])
             first += count
-        if any(isinstance(error.__cause__, TimeoutError) for error in missing):
+        if self._shared and any(isinstance(error.__cause__, TimeoutError) for error in missing):
             self._renew_buffers()
         if missing:
             raise WorkerLostError(str(missing[0]))
-        return self._results.rows_XH[:first]
-
-    def _receive(self, channel: _Channel, expected: Header) -> None:
-        """Take in an answer."""
-        receive_into(channel.socket, memoryview(channel.header))
-        header = read_header(channel.header)
-        if header.kind is Kind.ERROR:
-            raise EngineError(f"expert worker {channel.worker}: {read_error(channel.socket, header)}")
-        if header != expected:
-            raise EngineError(
-                f"expert worker {channel.worker} answered {header} instead of {expected}: the two ends disagree"
-            )
-        if not self._shared and expected.num_rows:
-            receive_into(channel.socket, self._results.bytes_of(expected.first_row, expected.num_rows))
+        return self._results_XH[:first]
 
     def rejoin(self, worker: int, address: str, experts: Sequence[int]) -> None:
         """Open a channel to a worker that was started again, or holds other experts; not during an exchange.
@@ -188,99 +149,82 @@ class SlotExchange:
         experts_of[worker] = tuple(experts)
         self.shape = replace(self.shape, experts_of=tuple(experts_of))
         self._addresses[worker] = address
-        self._reopen(worker)
-        self.lost.pop(worker, None)
-
-    def _reopen(self, worker: int) -> None:
-        """Open a channel in the place of another; where that fails the worker is lost, and the error is raised."""
-        self._channels[worker].socket.close()
-        try:
-            self._channels[worker] = _Channel(worker, connect(self._addresses[worker], self.timeout))
-            self._greet(self._channels[worker], self._secret)
-        except EngineError as error:
-            self._channels[worker].socket.close()
-            self.lost[worker] = error
-            raise
-        self.counters.open_channel(buffers=0)
-
-    def _renew_buffers(self) -> None:
-        """Replace shared buffers, with new channels: a worker that only hangs may still write into the old ones."""
-        if not self._shared:
-            return
-        self._rows, self._results = self._make_buffers()
-        self.counters.buffers += 2
-        for channel in list(self._channels):
-            if channel.worker not in self.lost:
-                with self._noting_loss(channel):
-                    self._reopen(channel.worker)
-
-    @contextmanager
-    def _noting_loss(self, channel: _Channel) -> Iterator[None]:
-        """Note a worker as lost where its channel fails."""
-        try:
-            yield
-        except EngineError as error:
-            channel.socket.close()
-            self.lost[channel.worker] = error
+        self._open(worker)
 
     def close(self) -> None:
         """Close all channels; again has no effect."""
-        for channel in self._channels:
-            channel.socket.close()
+        for channel in self._channels.values():
+            channel.close()
         self._close_file()
 
     def _close_file(self) -> None:
-        if self._file is not None:
+        if self._file >= 0:
             os.close(self._file)
-            self._file = None
+        self._file = -1
 
-    def _make_buffers(self) -> tuple[RowBuffer, RowBuffer]:
-        shape = self.shape
+    def _make_buffers(self) -> None:
+        size = (self.shape.rows, self.shape.hidden, self.shape.dtype)
+        self._close_file()
         if self._shared:
-            self._close_file()
-            self._file = shared_file(shape.rows, shape.hidden, shape.dtype)
-            return mapped_buffers(self._file, shape.rows, shape.hidden, shape.dtype)
-        size = (shape.rows, shape.hidden, shape.dtype)
-        return tuple(private_buffer(*size) for _ in range(2))  # type: ignore[return-value]
+            self._file = shared_file(*size)  # open as long as the buffers: for channels that are opened later
+        self._rows_XH, self._results_XH = make_buffers(*size, self._file if self._shared else None)
+        self.counters.buffers += 2
 
-    def _greet(self, channel: _Channel, secret: bytes) -> None:
-        """Tell a worker the sizes, and hand it the shared memory; wait for its welcome."""
+    def _renew_buffers(self) -> None:
+        """Replace shared buffers, with new channels: a worker that only hangs may still write into the old ones."""
+        self._make_buffers()
+        for worker in self._channels.keys() - self.lost.keys():
+            with suppress(EngineError):
+                self._open(worker)
+
+    def _open(self, worker: int) -> None:
+        """Open a channel to a worker, in the place of a former one, and hand over the shared memory.
+
+        raises   EngineError, and the worker is lost
+        """
         shape = self.shape
-        greeting = Greeting(
-            secret=secret,
+        hello = Hello(
+            secret=self._secret,
             attention=self.attention,
-            expert=channel.worker,
             slot=self.slot,
-            capacity=shape.capacity(channel.worker),
+            sizes=(worker, len(shape.experts_of[worker]), shape.num_layers, shape.hidden, str(shape.dtype)),
+            capacity=shape.capacity(worker),
             shared_rows=shape.rows if self._shared else 0,
-            hidden=shape.hidden,
-            dtype=str(shape.dtype),
-            num_experts=len(shape.experts_of[channel.worker]),
-            num_layers=shape.num_layers,
         )
-        with self._waiting_for(channel, "its welcome"):
-            if self._file is not None:
-                socket.send_fds(channel.socket, [greeting.packed()], [self._file])
-            else:
-                channel.socket.sendall(greeting.packed())
-            receive_into(channel.socket, memoryview(channel.header))
-            header = read_header(channel.header)
-            if header.kind is Kind.ERROR:
-                raise EngineError(f"expert worker {channel.worker}: {read_error(channel.socket, header)}")
+        if worker in self._channels:
+            self._channels[worker].close()
+        self.lost.pop(worker, None)
+        with self._noting_loss(worker):
+            channel = self._channels[worker] = connect(self._addresses[worker], self._timeout)
+            channel.send(hello)
+            if self._shared:
+                channel.send_file(self._file)
+            self._await_answer(worker)
+        if worker in self.lost:
+            raise self.lost[worker]
+        self.counters.open_channel()
 
-    def _at(self, layer: int) -> str:
-        return f"layer {layer} of micro-batch {self.slot}"
+    def _await_answer(self, worker: int) -> None:
+        answer = self._channels[worker].receive(ANSWER, most_bytes=MOST_BYTES)
+        if isinstance(answer, Failure):
+            raise EngineError(f"expert worker {worker}: {answer.sentence}")
 
     @contextmanager
-    def _waiting_for(self, channel: _Channel, where: str) -> Iterator[None]:
-        """Name both ends in errors of a channel."""
+    def _noting_loss(self, worker: int, layer: int | None = None) -> Iterator[None]:
+        """Note a worker as lost where its channel fails inside, with a sentence that names both ends."""
         try:
             yield
+            return
+        except EngineError as error:
+            self.lost[worker] = error
         except OSError as error:
-            reason = f"it is gone ({error.strerror or error})"
-            if isinstance(error, TimeoutError):
-                reason = f"it did not answer within {self.timeout:g} s"
-            raise EngineError(
-                f"attention worker {self.attention} waited for expert worker {channel.worker} at {where}: {reason}; "
+            where = "its welcome" if layer is None else f"layer {layer} of micro-batch {self.slot}"
+            late = isinstance(error, TimeoutError)
+            reason = f"did not answer within {self._timeout:g} s" if late else f"is gone ({error.strerror or error})"
+            self.lost[worker] = EngineError(
+                f"attention worker {self.attention} waited for expert worker {worker} at {where}: it {reason}; "
                 "look at what that worker printed; relibra serve restarts workers that end or stay silent"
-            ) from error
+            )
+            self.lost[worker].__cause__ = error
+        if worker in self._channels:
+            self._channels[worker].close()

@@ -27,16 +27,16 @@ class ExchangeCounters:
     staging_copies: int = 0
     group_creations: int = 0
 
-    def open_channel(self, buffers: int) -> None:
+    def open_channel(self, buffers: int = 0) -> None:
         """Count a channel with its buffers; after the first call it is a set-up that a call has waited for."""
         self.channels += 1
         self.buffers += buffers
         self.group_creations += self.calls > 0
 
-    def send(self, rows: int, row_bytes: int) -> None:
+    def send(self, rows: int, num_bytes: int) -> None:
         """Count a message."""
         self.rows += rows
-        self.bytes += rows * row_bytes
+        self.bytes += num_bytes
         self.empty_messages += rows == 0
 
     def as_dict(self) -> dict[str, int]:

@@ -6,201 +6,238 @@ import contextlib
 import os
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt32
+from numpy import ndarray
+from torch import Tensor
 
 from relibra.errors import EngineError
-from relibra.serving.exchange.buffers import RowBuffer, mapped_buffers, private_buffer
+from relibra.serving.channel import Channel
+from relibra.serving.exchange.buffers import bytes_of, make_buffers
 from relibra.serving.exchange.counters import ExchangeCounters
-from relibra.serving.exchange.expert_channel import ExpertChannel, ExpertShape, Message
-from relibra.serving.exchange.messages import (
-    GREETING_BYTES,
-    Greeting,
-    Header,
-    Kind,
-    read_greeting,
-    send_error,
-)
+from relibra.serving.exchange.messages import HELLO, MOST_BYTES, ROWS, Done, Failure, Hello
 
 GREETING_SECONDS = 5.0
 """How long a connection may take to say who it is."""
+LONGEST_SENTENCE = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertShape:
+    """What an expert worker holds.
+
+    num_experts   experts of each layer in this worker
+    max_rows      most rows that a channel may ask memory for
+    timeout       seconds that a send may take
+    """
+
+    worker: int
+    num_experts: int
+    num_layers: int
+    hidden: int
+    dtype: torch.dtype
+    max_rows: int
+    timeout: float = 60.0
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, str]:
+        """Return what the two ends of a channel have to agree on: worker, experts, layers, hidden size, dtype."""
+        return self.worker, self.num_experts, self.num_layers, self.hidden, str(self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class SlotChannel:
+    """Connection of one micro-batch of one attention worker, and its buffers."""
+
+    channel: Channel
+    hello: Hello
+    rows_XH: Tensor
+    results_XH: Tensor
+
+    def receive(self) -> Message:
+        """Wait for the next message.
+
+        raises   OSError when the other end is gone, EngineError for a message that does not fit
+        """
+        found, hello = self.channel.receive(ROWS, most_bytes=MOST_BYTES), self.hello
+        _, num_experts, num_layers, *_ = hello.sizes
+        if len(found.counts) != 4 * num_experts or found.layer >= num_layers:
+            raise EngineError(f"layer {found.layer} with {len(found.counts)} bytes of counts does not fit its channel")
+        counts_E = np.frombuffer(found.counts, "<u4")
+        count, first = int(counts_E.sum(dtype=np.uint64)), found.first_row if hello.shared_rows else 0
+        if count > hello.capacity or first + count > len(self.rows_XH):
+            raise EngineError(f"{count} rows from {first} do not fit a channel of at most {hello.capacity} rows")
+        place = slice(first, first + count)
+        if not hello.shared_rows:
+            self.channel.fill(bytes_of(self.rows_XH[place]))
+        return Message(self, found.layer, counts_E, self.rows_XH[place], self.results_XH[place])
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """Rows of one layer of one micro-batch.
+
+    layer      MoE layer
+    counts_E   rows of each expert of this worker
+    rows_YH    ordered by expert, in the memory in which they arrived
+    result_YH  where the results belong
+    """
+
+    slot: SlotChannel
+    layer: int
+    counts_E: UInt32[ndarray, " E"]
+    rows_YH: Float[Tensor, "Y H"]
+    result_YH: Float[Tensor, "Y H"]
+
+    @property
+    def micro_batch(self) -> int:
+        """Its number at the attention worker."""
+        return self.slot.hello.slot
+
+    @property
+    def sender(self) -> str:
+        """Who sent it."""
+        return f"attention worker {self.slot.hello.attention}, micro-batch {self.micro_batch}"
+
+    def answer(self, result_YH: Float[Tensor, "Y H"], counters: ExchangeCounters) -> None:
+        """Send results; where they lie in `result_YH` of this message, they are not copied."""
+        counters.calls += 1
+        if len(result_YH) and result_YH.data_ptr() != self.result_YH.data_ptr():
+            counters.staging_copies += 1
+            self.result_YH.copy_(result_YH)
+        counters.send(len(result_YH), result_YH.nbytes)
+        self._reply(Done(), None if self.slot.hello.shared_rows else bytes_of(self.result_YH))
+
+    def fail(self, sentence: str) -> None:
+        """Send an error instead of results."""
+        self._reply(Failure(sentence[:LONGEST_SENTENCE]))
+
+    def _reply(self, answer: Done | Failure, rows: memoryview | None = None) -> None:
+        try:
+            self.slot.channel.send(answer, rows)
+        except OSError:  # the sender is gone, or does not read; who receives from it closes the channel
+            self.slot.channel.shut_down()
 
 
 class ExpertInbox:
     """Messages of all attention workers.
 
-    With shared memory the computing thread reads headers itself. Otherwise a reader thread takes rows in, so that full
-    sockets cannot wait for one another in a circle.
+    With shared memory the computing thread reads messages itself. Otherwise each channel has a thread that takes rows
+    in, so that full sockets cannot wait for one another in a circle.
+
+    counters   since the start
     """
 
     def __init__(self, listener: socket.socket, shape: ExpertShape, secret: bytes, counters: ExchangeCounters) -> None:
         """Accept channels at a listening socket, from those who know the secret."""
-        self._listener, self._shape, self._secret, self._counters = listener, shape, secret, counters
+        self._listener, self._shape, self._secret, self.counters = listener, shape, secret, counters
         self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
         self._wake, self._woken = socket.socketpair()
-        self._woken.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._woken, selectors.EVENT_READ, partial(self._woken.recv, 1 << 10))
         self._ready: deque[Message] = deque()
-        self._arrived = threading.Condition()
-        self._closed, self._ending, self._open = False, False, 0
-        self._failure: Exception | None = None
-        self._reader: threading.Thread | None = None
-        if listener.family != socket.AF_UNIX:
-            self._reader = threading.Thread(target=self._read_forever, name="reader", daemon=True)
-            self._reader.start()
-
-    @property
-    def counters(self) -> ExchangeCounters:
-        """Counts since the start."""
-        return self._counters
+        self._slots: set[SlotChannel] = set()
+        self._closed = self._ending = False
 
     def next(self, timeout: float | None = None) -> Message | None:
-        """Return the message that was complete first; None: none within `timeout` seconds, or the inbox is closed.
-
-        raises   what has ended the thread that reads
-        """
+        """Return the message that was complete first; None: none within `timeout` seconds, or the inbox is closed."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self._ready and not self._closed:
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
                 return None
-            if self._reader is None:
-                self._poll(left)
-            else:
-                with self._arrived:
-                    self._arrived.wait_for(lambda: self._ready or self._closed, left)
-        if self._failure is not None:
-            raise self._failure
+            for key, _ in self._selector.select(left):
+                key.data()
+            if self._ending and not self._slots:
+                self._closed = True
         return self._ready.popleft() if self._ready else None
 
     def close(self) -> None:
-        """Close all channels; `next` returns None. May be called by any thread."""
+        """Let `next` return None. May be called by any thread."""
         self._closed = True
-        with contextlib.suppress(OSError):
-            self._wake.send(b"x")
-        with self._arrived:
-            self._arrived.notify_all()
+        self._wake_up()
 
     def close_when_left(self) -> None:
         """Close once no channel is open; at once if none ever was."""
         self._ending = True
-        with contextlib.suppress(OSError):
-            self._wake.send(b"x")
+        self._wake_up()
 
     def release(self) -> None:
         """Give back all sockets, when no thread uses the inbox any more; again has no effect."""
-        if self._selector.get_map() is None:
-            return
-        self.close()
-        if self._reader is not None:
-            self._reader.join()
-        for key in list(self._selector.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]
+        for slot in list(self._slots):
+            slot.channel.shut_down()
+            if slot.hello.shared_rows:
+                slot.channel.close()  # others are closed by their threads
         self._selector.close()
-        self._wake.close()
+        for end in (self._listener, self._wake, self._woken):
+            end.close()
 
-    def _read_forever(self) -> None:
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake.send(b"x")
+
+    def _take(self, slot: SlotChannel) -> bool:
+        """Queue the next message of a channel; return False where there is none any more, and close the channel."""
         try:
-            while not self._closed:
-                self._poll(None)
-        except Exception as error:  # noqa: BLE001 - the boundary of the thread: `next` raises it
-            self._failure = error
-            self.close()
-
-    def _poll(self, timeout: float | None) -> None:
-        for key, _ in self._selector.select(timeout):
-            if key.fileobj is self._listener:
-                self._accept()
-            elif key.fileobj is self._woken:
-                self._woken.recv(1)
-            else:
-                self._receive(key.data)
-        if self._ending and not self._open:
-            self.close()
-
-    def _receive(self, channel: ExpertChannel) -> None:
-        try:
-            if not channel.receive():
-                return
+            self._ready.append(slot.receive())
+            return True
         except (OSError, EngineError):
-            self._selector.unregister(channel.connection)
-            channel.connection.close()
-            self._open -= 1
-            return
-        with self._arrived:
-            self._ready.append(channel.take())
-            self._arrived.notify()
+            if slot.hello.shared_rows:
+                self._selector.unregister(slot.channel)
+            slot.channel.close()
+            self._slots.discard(slot)
+            return False
+
+    def _take_all(self, slot: SlotChannel) -> None:
+        """Queue the messages of a channel until it ends: the thread of a channel without shared memory."""
+        while self._take(slot):
+            self._wake_up()
+        self._wake_up()
 
     def _accept(self) -> None:
-        """Welcome a connection that knows the secret and has our sizes; close any other."""
-        connection, _ = self._listener.accept()
+        """Welcome a connection that knows the secret and has our sizes; refuse any other."""
+        channel = Channel(self._listener.accept()[0])
         try:
-            connection.settimeout(GREETING_SECONDS)
-            greeting, buffers = self._greeted(connection)
+            channel.limit(receive=GREETING_SECONDS, send=GREETING_SECONDS)
+            slot = self._greeted(channel)
+            channel.send(Done())
         except (OSError, EngineError, ValueError, RuntimeError, MemoryError) as error:
             with contextlib.suppress(OSError):
-                send_error(connection, Header(Kind.ERROR, 0, 0, 0, 0), f"refused: {error}")
-            connection.close()
+                channel.send(Failure(f"refused: {error}"[:LONGEST_SENTENCE]))
+            channel.close()
             return
-        try:
-            connection.sendall(Header(Kind.WELCOME, 0, 0, 0, 0).packed())
-            connection.settimeout(None)
-            seconds, rest = divmod(self._shape.timeout, 1)  # a limit for sends only: reads here never wait
-            connection.setsockopt(
-                socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(seconds), int(rest * 1e6))
-            )
-            if connection.family != socket.AF_UNIX:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError:  # it has left
-            connection.close()
-            return
-        self._counters.open_channel(buffers=2)
-        self._open += 1
-        self._selector.register(connection, selectors.EVENT_READ, ExpertChannel(connection, greeting, buffers))
-
-    def _greeted(self, connection: socket.socket) -> tuple[Greeting, tuple[RowBuffer, RowBuffer]]:
-        """Read and check a greeting, and make the buffers of the channel."""
-        files: list[int] = []
-        try:
-            greeting = read_greeting(_receive_greeting(connection, files))
-            return greeting, self._buffers_for(greeting, files)
-        finally:
-            for file in files:
-                os.close(file)
-
-    def _buffers_for(self, greeting: Greeting, files: list[int]) -> tuple[RowBuffer, RowBuffer]:
-        """Check a greeting and the files that came with it, and make the buffers of the channel."""
-        shape = self._shape
-        if greeting.secret != self._secret:
-            raise EngineError("the secret is that of another deployment")
-        own = (shape.worker, shape.num_experts, shape.num_layers, shape.hidden, str(shape.dtype))
-        theirs = (greeting.expert, greeting.num_experts, greeting.num_layers, greeting.hidden, greeting.dtype)
-        if own != theirs:
-            names = "worker, experts, layers, hidden size, dtype"
-            raise EngineError(f"the two ends were started for different models ({names}: {theirs} instead of {own})")
-        if max(greeting.capacity, greeting.shared_rows) > shape.max_rows or greeting.capacity < 1:
-            raise EngineError(f"a channel of {greeting.capacity} rows is more than the {shape.max_rows} allowed")
-        if greeting.shared_rows:
-            if len(files) != 1:
-                raise EngineError("the shared memory was not sent")
-            return mapped_buffers(files[0], greeting.shared_rows, shape.hidden, shape.dtype)
-        size = (greeting.capacity, shape.hidden, shape.dtype)
-        return private_buffer(*size), private_buffer(*size)
-
-
-def _receive_greeting(connection: socket.socket, files: list[int]) -> bytes:
-    """Return the bytes of a greeting; descriptors that come with it are added to `files`, whatever happens."""
-    data = bytearray()
-    while len(data) < GREETING_BYTES:
-        if connection.family == socket.AF_UNIX:
-            piece, received, _, _ = socket.recv_fds(connection, GREETING_BYTES - len(data), 1)
-            files += received
+        shared, timeout = slot.hello.shared_rows > 0, self._shape.timeout
+        channel.limit(receive=timeout if shared else 0.0, send=timeout)
+        self.counters.open_channel(buffers=2)
+        self._slots.add(slot)
+        if shared:
+            self._selector.register(channel, selectors.EVENT_READ, partial(self._take, slot))
         else:
-            piece = connection.recv(GREETING_BYTES - len(data))
-        if not piece:
-            raise ConnectionResetError("closed")
-        data += piece
-    return bytes(data)
+            threading.Thread(target=self._take_all, args=(slot,), name="reader", daemon=True).start()
+
+    def _greeted(self, channel: Channel) -> SlotChannel:
+        """Read and check a greeting, and make the buffers of the channel."""
+        hello, shape = channel.receive(HELLO, most_bytes=MOST_BYTES), self._shape
+        file = channel.receive_file() if hello.shared_rows else None
+        try:
+            if hello.secret != self._secret:
+                raise EngineError("the secret is that of another deployment")
+            if hello.sizes != shape.sizes:
+                names = "worker, experts, layers, hidden size, dtype"
+                raise EngineError(
+                    f"the two ends were started for different models ({names}: {hello.sizes} instead of {shape.sizes})"
+                )
+            if max(hello.capacity, hello.shared_rows) > shape.max_rows:
+                raise EngineError(f"a channel of {hello.capacity} rows is more than the {shape.max_rows} allowed")
+            rows = hello.shared_rows or hello.capacity
+            return SlotChannel(channel, hello, *make_buffers(rows, shape.hidden, shape.dtype, file))
+        finally:
+            if file is not None:
+                os.close(file)

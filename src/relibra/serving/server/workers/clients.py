@@ -190,7 +190,7 @@ class WorkerClients:
             if experts == current[number] or worker.lost:
                 continue
             worker.send({"hold": [experts, model.new_address(number)]})
-            answer = await asyncio.wait_for(worker.answers["ready"].get(), LOADING_SECONDS)
+            answer = await asyncio.wait_for(worker.answers["hold"].get(), LOADING_SECONDS)
             if answer is None:
                 return False  # it has failed, and is started again with what it held
             model.addresses[number], model.experts_of[number] = answer

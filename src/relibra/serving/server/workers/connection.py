@@ -14,7 +14,7 @@ from relibra.serving.messages import read_frame, write_frame
 from relibra.serving.server.choice import Choice
 
 _log = logging.getLogger(__name__)
-_ANSWERS = ("weights", "ready", "load", "counters", "timeline")
+_ANSWERS = ("weights", "hold", "load", "counters", "timeline")
 HEALTH_SECONDS = 1.0
 """Time after which a worker is asked whether it is there."""
 SHOWN_SECONDS = 3.0

@@ -1,0 +1,172 @@
+"""`Channel`: one end of a connection between two processes, for messages of msgspec and rows as they lie in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import msgpack
+
+from relibra.errors import EngineError
+
+Received = TypeVar("Received")
+MOST_BYTES = 256 << 20
+"""Of the largest message: routes of a long answer are tens of MiB."""
+ANYTHING: msgpack.Decoder[Any] = msgpack.Decoder()
+UNIX = "unix:"
+BACKLOG = 1024
+
+
+class Channel:
+    """An end of a connection: any thread sends, one thread receives.
+
+    Its methods raise ConnectionError where the other end is gone, and TimeoutError where it takes longer than `limit`;
+    both are OSErrors, after which a message may be cut: close the channel.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        """Take over a connected socket."""
+        if end.family != socket.AF_UNIX:
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end.setblocking(True)
+        self._connection, self._sending = Connection(end.detach()), threading.Lock()
+
+    def fileno(self) -> int:
+        """Return the descriptor, to wait for several channels."""
+        return self._connection.fileno()
+
+    def limit(self, *, receive: float, send: float) -> None:
+        """Set how many seconds a transfer may stand still; 0: any time."""
+        with self._socket() as end:
+            for option, seconds in ((socket.SO_RCVTIMEO, receive), (socket.SO_SNDTIMEO, send)):
+                whole, rest = divmod(seconds, 1)
+                end.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(whole), int(1e6 * rest)))
+
+    def send(self, message: object, rows: memoryview | None = None) -> None:
+        """Send a message, and the rows that it announces."""
+        with self._sending, _connection_errors():
+            self._connection.send_bytes(msgpack.encode(message))
+            while rows:
+                rows = rows[os.write(self.fileno(), rows) :]
+
+    def receive(
+        self,
+        decoder: msgpack.Decoder[Received] = ANYTHING,
+        *,
+        most_bytes: int = MOST_BYTES,
+        seconds: float | None = None,
+    ) -> Received:
+        """Wait for a message; a larger one is an OSError, and is not read.
+
+        seconds   until it begins; None: as `limit` says
+        raises    EngineError for anything that the decoder does not know
+        """
+        with _connection_errors():
+            if seconds is not None and not self._connection.poll(seconds):
+                raise TimeoutError
+            data = self._connection.recv_bytes(most_bytes)
+        try:
+            return decoder.decode(data)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"a message arrived that is not of a relibra worker of this version: {error}") from error
+
+    def fill(self, rows: memoryview) -> None:
+        """Receive the rows that a message has announced."""
+        with _connection_errors():
+            while rows:
+                count = os.readv(self.fileno(), [rows])
+                if count == 0:
+                    raise EOFError
+                rows = rows[count:]
+
+    def send_file(self, file: int) -> None:
+        """Hand a descriptor to the other process, which has to call `receive_file`."""
+        send_handle(self._connection, file, 0)
+
+    def receive_file(self) -> int:
+        """Return a descriptor of the other process, to be closed here; raises RuntimeError where none was sent."""
+        with _connection_errors():
+            return recv_handle(self._connection)
+
+    def shut_down(self) -> None:
+        """End the connection, from any thread; both ends then receive its end."""
+        with contextlib.suppress(OSError), self._socket() as end:
+            end.shutdown(socket.SHUT_RDWR)
+
+    def take_socket(self) -> socket.socket:
+        """Close this end, and return a socket that takes over its connection."""
+        taken = self._socket()
+        self.close()
+        return taken
+
+    def close(self) -> None:
+        """Close this end, once no message is being sent; again has no effect."""
+        with self._sending:
+            self._connection.close()
+
+    def _socket(self) -> socket.socket:
+        return socket.socket(fileno=os.dup(self.fileno()))
+
+
+@contextmanager
+def _connection_errors() -> Iterator[None]:
+    """Give the two ways in which a transfer fails the names that Python has for them."""
+    try:
+        yield
+    except EOFError as error:
+        raise ConnectionResetError("the other end has closed the channel") from error
+    except BlockingIOError as error:
+        raise TimeoutError("timed out") from error
+
+
+def listen(address: str) -> tuple[socket.socket, str]:
+    """Return a listening socket and the address that others connect to.
+
+    address   unix:PATH, or HOST:PORT, where port 0 lets the system choose
+    """
+    family, place = _family_and_place(address)
+    listener = socket.socket(family)
+    listener.bind(place)
+    listener.listen(BACKLOG)
+    if family != socket.AF_UNIX:
+        address = "{}:{}".format(*listener.getsockname())
+    return listener, address
+
+
+def connect(address: str, timeout: float) -> Channel:
+    """Return a channel to an expert worker, with a limit of `timeout` seconds; raises EngineError."""
+    family, place = _family_and_place(address)
+    end = socket.socket(family)
+    end.settimeout(timeout)
+    try:
+        end.connect(place)
+    except OSError as error:
+        end.close()
+        raise EngineError(
+            f"no expert worker answers at {address}: {error.strerror or error}; look whether it is running"
+        ) from error
+    channel = Channel(end)
+    channel.limit(receive=timeout, send=timeout)
+    return channel
+
+
+def worker_address(transport: str, folder: Path, name: str) -> str:
+    """Return the address at which an expert worker of this machine listens."""
+    return f"{UNIX}{folder}/experts-{name}" if transport != "tcp" else "127.0.0.1:0"
+
+
+def _family_and_place(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
+    if address.startswith(UNIX):
+        return socket.AF_UNIX, address.removeprefix(UNIX)
+    host, _, port = address.rpartition(":")
+    return socket.AF_INET, (host, int(port))
