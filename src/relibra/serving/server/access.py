@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-from fastapi import Request
+from fastapi import HTTPException, Request
 
 from relibra.errors import ConfigError
 from relibra.rl.rollout.served.api_key import is_key, place_of_key, read_key_text
-from relibra.serving.server.errors import WrongKey
+
+_ASK = {"WWW-Authenticate": "Bearer"}
 
 
 def read_api_keys(source: str) -> tuple[str, ...]:
@@ -39,13 +40,15 @@ class AccessList:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     def check(self, request: Request) -> None:
-        """Raise WrongKey for a request without one of the keys."""
+        """Raise HTTPException (401) for a request without one of the keys."""
         if not self._digests:
             return
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
         found = [known for known in self._digests if hmac.compare_digest(known, digest)]
         if kind.lower() != "bearer":
-            raise WrongKey("this server asks for a key: send the header Authorization: Bearer KEY")
+            raise HTTPException(401, "this server asks for a key: send the header Authorization: Bearer KEY", _ASK)
         if not found:
-            raise WrongKey("the key of the header Authorization is none of this server's: ask its operator for one")
+            raise HTTPException(
+                401, "the key of the header Authorization is none of this server's: ask its operator for one", _ASK
+            )

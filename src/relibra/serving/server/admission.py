@@ -7,10 +7,13 @@ from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
+from fastapi import HTTPException
+
 from relibra.serving.server.choice import Choice
-from relibra.serving.server.errors import BadRequest, Overloaded, Unavailable
 from relibra.serving.server.metrics import ServerMetrics
 from relibra.serving.server.workers.clients import WorkerClients
+
+_SOON = {"Retry-After": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +45,8 @@ class Admission:
     async def run(self, choices: Sequence[Choice]) -> AsyncGenerator[list[Choice], None]:
         """Yield the choices that grew, until all have ended; closing the generator cancels those that have not.
 
-        raises   BadRequest where they never fit the queue, Overloaded where they do not now, Unavailable where workers
-                 are lost, the time is over, or the server stops
+        raises   HTTPException: 400 where they never fit the queue, 429 where they do not now, 503 where workers are
+                 lost, the time is over, or the server stops
         """
         self._check(len(choices))
         self._metrics.count_prompts([choice.prompt for choice in choices if choice.sampling.sample == 0])
@@ -71,34 +74,37 @@ class Admission:
                 self.clients.cancel(choice)
 
     async def _wait(self, arrived: asyncio.Event, until: float) -> None:
-        """Wait for progress; raises Unavailable when the time of a request is over."""
+        """Wait for progress; raises HTTPException (503) when the time of a request is over."""
         try:
             async with asyncio.timeout_at(until):
                 await arrived.wait()
         except TimeoutError as error:
-            raise Unavailable(
+            raise HTTPException(
+                503,
                 f"the answer did not end within {self.limits.deadline:g} s (--deadline): send fewer requests at once, "
                 "or ask for fewer tokens",
-                retry_after=1,
+                _SOON,
             ) from error
         arrived.clear()
 
     def _check(self, samples: int) -> None:
         """Raise an error where so many more choices cannot be taken."""
         if why := self._stopping or self.clients.failure:
-            raise Unavailable(why)
+            raise HTTPException(503, why)
         limits = self.limits
         if samples > limits.waiting:
-            raise BadRequest(
+            raise HTTPException(
+                400,
                 f"this request asks for {samples} answers, and the queue of this server holds {limits.waiting}: ask "
                 "for fewer at once, or start relibra serve with a larger --max-waiting"
             )
         if len(self.queue) + samples > limits.waiting or self._open + samples > limits.open:
-            raise Overloaded(
+            raise HTTPException(
+                429,
                 f"the server is busy: its queue has {len(self.queue)} of {limits.waiting} answers, and it has "
                 f"{self._open} of {limits.open} in all; this request adds {samples}: send it again later, or start "
                 "relibra serve with a larger --max-waiting",
-                retry_after=1,
+                _SOON,
             )
 
     def hold(self, held: bool) -> None:

@@ -11,24 +11,15 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 
-from relibra.errors import RelibraError
 from relibra.serving.server.access import AccessList
 from relibra.serving.server.admission import Admission
 from relibra.serving.server.bodies import ChatBody, CompletionBody, TokenBody
 from relibra.serving.server.choice import Choice
-from relibra.serving.server.errors import (
-    BadRequest,
-    NotJson,
-    TooLarge,
-    UnknownPath,
-    add_error_handlers,
-    error_body,
-    validation_message,
-)
+from relibra.serving.server.errors import add_error_handlers, error_body, validation_message
 from relibra.serving.server.metrics import CONTENT_TYPE, CountAnswers, ServerMetrics
 from relibra.serving.server.streams import EventStream, unless_left
 from relibra.serving.server.text import TextCodec
@@ -117,7 +108,7 @@ def make_app(
     async def generate(request: Request) -> Response:
         body = await _read(request, TokenBody, model.name)
         if body.stream:
-            raise BadRequest("stream is not offered here: leave it out, or use /v1/completions")
+            raise HTTPException(400, "stream is not offered here: leave it out, or use /v1/completions")
         choices = body.choices(codec, model.max_length)
         await unless_left(_run(app.state.admission, choices), request.receive)
         return JSONResponse(body.answer(choices, app.state.weights.version))
@@ -184,10 +175,10 @@ class _OpenAiAnswer:
             if self._body.include_usage:
                 yield _event({**head, "choices": [], "usage": self._usage()})
             yield LAST_EVENT
-        except RelibraError as error:
+        except HTTPException as error:
             if not begun:
                 raise  # the status shows it
-            yield _event(error_body(error))
+            yield _event(error_body(error.detail, error.status_code))
 
     def _usage(self) -> dict[str, int]:
         asked = sum(len(choice.prompt) for choice in self._choices if choice.sampling.sample == 0)
@@ -208,22 +199,22 @@ async def _run(admission: Admission, choices: list[Choice]) -> None:
 
 
 async def _read(request: Request, kind: type[Body], model: str = "") -> Body:
-    """Return the body of a request; raises NotJson, TooLarge, BadRequest, UnknownPath for another model."""
+    """Return the body of a request; raises HTTPException where it is none, or of another model."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise NotJson("send the header Content-Type: application/json")
+        raise HTTPException(415, "send the header Content-Type: application/json")
     data = bytearray()
     async for piece in request.stream():
         data += piece
         if len(data) > MOST_BODY_BYTES:
-            raise TooLarge(f"the body is longer than {MOST_BODY_BYTES:,} bytes: send less at once")
+            raise HTTPException(413, f"the body is longer than {MOST_BODY_BYTES:,} bytes: send less at once")
     try:
         body = kind.model_validate_json(bytes(data))
     except ValidationError as error:
-        raise BadRequest(validation_message(error, bytes(data))) from error
+        raise HTTPException(400, validation_message(error, bytes(data))) from error
     _check_model(getattr(body, "model", ""), model)
     return body
 
 
 def _check_model(asked: str, name: str) -> None:
     if asked not in ("", name):
-        raise UnknownPath(f"the model {asked[:200]!r} is not served here: it is {name!r}")
+        raise HTTPException(404, f"the model {asked[:200]!r} is not served here: it is {name!r}")

@@ -7,11 +7,11 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
+from fastapi import HTTPException
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from relibra.engine.sequence import SamplingParameters
 from relibra.serving.server.choice import Choice, make_choices
-from relibra.serving.server.errors import BadRequest
 from relibra.serving.server.text import TextCodec
 
 DEFAULT_LIMIT = 16
@@ -108,7 +108,7 @@ class SamplingBody(BaseModel):
         routes: bool | None = None,
         prompt_log_probs: bool = False,
     ) -> list[Choice]:
-        """Return the choices of prompts; raises BadRequest."""
+        """Return the choices of prompts; raises HTTPException as `make_choices` does."""
         own = () if self.ignore_eos else codec.stop_ids
         temperature = 1.0 if self.temperature is None else self.temperature
         sampling = SamplingParameters(
@@ -237,7 +237,7 @@ class ChatBody(SamplingBody):
         max_length   without a limit, an answer may take what the prompt leaves of it
         """
         if self.top_logprobs and not self.logprobs:
-            raise BadRequest("top_logprobs needs logprobs: true")
+            raise HTTPException(400, "top_logprobs needs logprobs: true")
         arguments = {
             name: value
             for name, value in (self.chat_template_kwargs or {}).items()

@@ -7,9 +7,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from fastapi import HTTPException
+
 from relibra.engine.sequence import SamplingParameters
 from relibra.serving.messages import Generate, Progress
-from relibra.serving.server.errors import BadRequest, RequestError, Unavailable
 from relibra.serving.server.text import AnswerText, TextCodec
 
 MOST_CHOICES = 256
@@ -62,13 +63,13 @@ class Choice:
     def read(self) -> bool:
         """Take in the progress that has come; return whether there was some.
 
-        raises   Unavailable, RequestError where it ends in an error
+        raises   HTTPException where it ends in an error: 503 where workers are lost
         """
         unread, self._unread = self._unread, []
         if not unread or self.finish is not None:
             return False
         if unread[-1].error:
-            raise (Unavailable if unread[-1].finish == "lost" else RequestError)(unread[-1].error)
+            raise HTTPException(503 if unread[-1].finish == "lost" else 500, unread[-1].error)
         for progress in unread:
             shown = [] if progress.token is None or progress.finish == "stop" else [progress.token]
             self.new_text += self.answer.add(shown, last=progress.finish is not None)
@@ -123,18 +124,19 @@ def make_choices(
     samples      answers per prompt
     stops        texts that end an answer
     max_length   most tokens of prompt and answer
-    raises       BadRequest for too many, an empty prompt, unknown tokens, or more tokens than fit
+    raises       HTTPException (400) for too many, an empty prompt, unknown tokens, or more tokens than fit
     """
     if len(prompts) * samples > MOST_CHOICES:
-        raise BadRequest(f"{len(prompts)} prompts with n {samples} are more than {MOST_CHOICES}")
+        raise HTTPException(400, f"{len(prompts)} prompts with n {samples} are more than {MOST_CHOICES}")
     if not prompts or not all(map(len, prompts)):
-        raise BadRequest("the prompt is empty: send at least one token")
+        raise HTTPException(400, "the prompt is empty: send at least one token")
     for tokens in (*prompts, sampling.stop_ids):
         if tokens and not 0 <= min(tokens) <= max(tokens) < codec.vocab_size:
-            raise BadRequest(f"there is a token that is not 0 to {codec.vocab_size - 1}, which the model knows")
+            raise HTTPException(400, f"there is a token that is not 0 to {codec.vocab_size - 1}, which the model knows")
     longest = max(map(len, prompts))
     if longest + sampling.limit > max_length:
-        raise BadRequest(
+        raise HTTPException(
+            400,
             f"prompt of {longest} tokens and max_tokens {sampling.limit} are more than {max_length}, the longest "
             "request of this server: shorten them"
         )

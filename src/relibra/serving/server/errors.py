@@ -1,9 +1,10 @@
-"""Errors of requests: each a status and one sentence, in the form that OpenAI's clients read."""
+"""Errors of requests: an `HTTPException` with one sentence becomes what OpenAI's clients read."""
 
 from __future__ import annotations
 
 import json
 import logging
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -12,69 +13,12 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
-from relibra.errors import RelibraError, in_a_line
+from relibra.errors import in_a_line
 
 _log = logging.getLogger(__name__)
 LONGEST_VALUE = 80
 """Characters of a value in a message."""
 _MISSING = object()
-
-
-class RequestError(RelibraError):
-    """A request that gets no answer.
-
-    status        of HTTP
-    retry_after   seconds after which the client may try again; 0: no hint
-    """
-
-    status = 500
-
-    def __init__(self, message: str, *, retry_after: int = 0) -> None:
-        """Keep the sentence."""
-        super().__init__(message)
-        self.retry_after = retry_after
-
-
-class BadRequest(RequestError, ValueError):
-    """A request that cannot be answered: the client's to change."""
-
-    status = 400
-
-
-class WrongKey(RequestError):
-    """A request without the key of this server."""
-
-    status = 401
-
-
-class UnknownPath(RequestError):
-    """A path or a model that this server does not have."""
-
-    status = 404
-
-
-class TooLarge(RequestError):
-    """A body that is not read."""
-
-    status = 413
-
-
-class NotJson(RequestError):
-    """A body that does not say that it is JSON."""
-
-    status = 415
-
-
-class Overloaded(RequestError):
-    """A queue that is full."""
-
-    status = 429
-
-
-class Unavailable(RequestError):
-    """Workers that are gone, or did not answer in time."""
-
-    status = 503
 
 
 class Disconnected(Exception):
@@ -83,41 +27,26 @@ class Disconnected(Exception):
 
 def add_error_handlers(app: FastAPI) -> None:
     """Let an application answer each error by one sentence."""
-    app.add_exception_handler(RelibraError, _answer_error)
-    app.add_exception_handler(HTTPException, _answer_path)
+    app.add_exception_handler(HTTPException, _answer_error)
     app.add_exception_handler(Disconnected, _answer_nobody)
     app.add_exception_handler(Exception, _log_failure)
 
 
-def error_body(error: Exception) -> dict[str, Any]:
+def error_body(message: str, status: int) -> dict[str, Any]:
     """Return an error as OpenAI's clients read it."""
-    return _body(str(error), error.status if isinstance(error, RequestError) else 500)
-
-
-def _body(message: str, status: int) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 429 else "overloaded_error" if status == 429 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
-async def _answer_error(_request: Request, error: Exception) -> Response:
-    status = error.status if isinstance(error, RequestError) else 500
-    after = error.retry_after if isinstance(error, RequestError) else 0
-    headers = {"Retry-After": str(after)} if after else {}
-    if status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error_body(error), status_code=status, headers=headers)
-
-
-async def _answer_path(request: Request, error: Exception) -> Response:
+async def _answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status, path, headers = error.status_code, request.url.path[:200], dict(error.headers or {})
-    if status == 404:
+    message = error.detail
+    if message == HTTPStatus.NOT_FOUND.phrase:
         message = f"{request.method} {path} is no path of this server"
-    elif status == 405:
+    elif message == HTTPStatus.METHOD_NOT_ALLOWED.phrase:
         message = f"{path} does not answer {request.method}: send {headers.get('Allow', 'another method')}"
-    else:
-        message = str(error.detail)
-    return JSONResponse(_body(message, status), status, headers)
+    return JSONResponse(error_body(message, status), status, headers)
 
 
 async def _answer_nobody(_request: Request, _error: Exception) -> Response:
@@ -126,7 +55,7 @@ async def _answer_nobody(_request: Request, _error: Exception) -> Response:
 
 async def _log_failure(_request: Request, error: Exception) -> Response:
     _log.error("a request failed", exc_info=error)
-    return JSONResponse(error_body(RelibraError(f"the server failed: {in_a_line(error)}")), status_code=500)
+    return JSONResponse(error_body(f"the server failed: {in_a_line(error)}", 500), status_code=500)
 
 
 def validation_message(error: ValidationError, data: bytes) -> str:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fastapi import HTTPException
+
 from relibra.errors import ConfigError, in_a_line
 from relibra.rl.model.tokenizer import ModelTokenizer
-from relibra.serving.server.errors import BadRequest
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 """What the beginning of a character decodes to."""
@@ -32,23 +33,24 @@ class TextCodec:
     vocab_size: int
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a prompt; raises BadRequest where the model has no tokenizer, or it refuses."""
+        """Return the tokens of a prompt; raises HTTPException (400) where there is no tokenizer, or it refuses."""
         if self.tokenizer is None:
-            raise BadRequest("this model has no tokenizer: send the prompt as a list of token ids")
+            raise HTTPException(400, "this model has no tokenizer: send the prompt as a list of token ids")
         try:
             return [int(one) for one in self.tokenizer.encode(text)]
         except Exception as error:  # each tokenizer raises others
-            raise BadRequest(f"the tokenizer of the model refuses the prompt ({in_a_line(error)})") from error
+            raise HTTPException(400, f"the tokenizer of the model refuses the prompt ({in_a_line(error)})") from error
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], *, answers: bool, arguments: dict[str, Any]) -> list[int]:
         """Return the tokens of messages in the chat template of the model.
 
         answers     the prompt ends where an answer of the model begins
         arguments   for the template
-        raises      BadRequest where the model has no template, or it rejects the messages
+        raises      HTTPException (400) where the model has no template, or it rejects the messages
         """
         if self.tokenizer is None or self.tokenizer.chat_template is None:
-            raise BadRequest(
+            raise HTTPException(
+                400,
                 "this model has no chat template: send a prompt to /v1/completions, or start the server from a folder "
                 "with a chat_template.jinja"
             )
@@ -57,7 +59,7 @@ class TextCodec:
                 list(messages), add_generation_prompt=answers, return_dict=False, **arguments
             )
         except Exception as error:  # a template is a program
-            raise BadRequest(f"the chat template of the model rejects the messages ({in_a_line(error)})") from error
+            raise HTTPException(400, f"the chat template of the model rejects the messages ({in_a_line(error)})") from error
         return [int(one) for one in tokens]
 
     def decode(self, tokens: Sequence[int]) -> str:

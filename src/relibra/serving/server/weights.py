@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from fastapi import HTTPException
 from pydantic import BaseModel, Field
 
 from relibra.serving.launch import FolderStamp, weights_stamp
 from relibra.serving.server.admission import Admission
-from relibra.serving.server.errors import BadRequest, UnknownPath
 
 FIRST_VERSION = "start"
 """Of the weights that a server was started with; and of new ones until they are given a name."""
@@ -54,29 +54,29 @@ class ServedWeights:
         self._admission, self._one_at_a_time = admission, asyncio.Lock()
 
     def check_offered(self) -> None:
-        """Raise UnknownPath where clients may not load weights."""
+        """Raise HTTPException (404) where clients may not load weights."""
         if not self.offered:
-            raise UnknownPath("this server keeps its weights: start it with --updates to let clients load others")
+            raise HTTPException(404, "this server keeps its weights: start it with --updates to let clients load others")
 
     async def load(self, call: WorkerCall) -> None:
         """Load a folder into all workers, between answers: those under way end before, those that wait begin after.
 
         All workers read it before the first one uses it, so that an error leaves all of them as they were.
 
-        raises   BadRequest where a worker cannot load it, Unavailable where one is gone
+        raises   HTTPException: 400 where a worker cannot load it, 503 where one is gone
         """
         self.check_offered()
         if call.method != "reload_weights":
-            raise BadRequest(f"method {call.method[:80]!r} is not offered: it is reload_weights")
+            raise HTTPException(400, f"method {call.method[:80]!r} is not offered: it is reload_weights")
         if not Path(call.arguments.weights_path).is_dir():
-            raise BadRequest(f"{call.arguments.weights_path[:300]} is no folder that this server sees")
+            raise HTTPException(400, f"{call.arguments.weights_path[:300]} is no folder that this server sees")
         clients = self._admission.clients
         async with self._one_at_a_time, clients.changing, self._no_answers():
             folder = call.arguments.weights_path
             stamp = weights_stamp(Path(folder))
             failed = await clients.change_weights(folder, lambda: self._start_from(Path(folder), stamp))
             if failed:
-                raise BadRequest(f"the weights stay as they were: {failed[0]}")
+                raise HTTPException(400, f"the weights stay as they were: {failed[0]}")
             self.version = FIRST_VERSION
 
     @asynccontextmanager

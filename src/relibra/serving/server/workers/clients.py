@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from fastapi import HTTPException
 from numpy import ndarray
 
 from relibra.errors import EngineError
@@ -19,7 +20,6 @@ from relibra.serving.expert_placement import place_experts, worker_imbalance
 from relibra.serving.launch import LOADING_SECONDS, RunningWorkers
 from relibra.serving.messages import Progress
 from relibra.serving.server.choice import Choice
-from relibra.serving.server.errors import Unavailable
 from relibra.serving.server.metrics import WorkerCounters
 from relibra.serving.server.workers.connection import (
     HEALTH_SECONDS,
@@ -159,7 +159,7 @@ class WorkerClients:
         Whoever calls holds `changing`.
 
         start_from   is called just before they are used: a worker that ends from then on comes back with them
-        raises       Unavailable where a worker is gone before
+        raises       HTTPException (503) where a worker is gone before
         """
         everyone = [*self._experts, *self._attention]
         read = [] if any(worker.lost for worker in everyone) else await change_weights(everyone, {"read": folder})
@@ -168,7 +168,7 @@ class WorkerClients:
         if failed or lost:
             await change_weights([worker for worker in everyone if not worker.lost], {"use": ""})
             if lost:
-                raise Unavailable(lost)
+                raise HTTPException(503, lost)
             return failed
         start_from()
         await change_weights(everyone, {"use": folder})
