@@ -75,7 +75,10 @@ def make_app(
 
     @anybody.get("/metrics")
     async def read_metrics() -> Response:
-        return Response(metrics.text(await app.state.admission.clients.counters()), media_type=CONTENT_TYPE)
+        admission = app.state.admission
+        counters, workers = await admission.clients.counters(), admission.clients
+        gauges = {"waiting": len(admission.queue), "running": workers.running, "lost_workers": len(workers.lost)}
+        return Response(metrics.text(counters, gauges), media_type=CONTENT_TYPE)
 
     @clients.get("/v1/models")
     async def list_models() -> dict[str, Any]:

@@ -1,25 +1,37 @@
-"""`ServerMetrics`: what the API server counts, in the text format of Prometheus."""
+"""`ServerMetrics`: what the API server and its workers count, in the text format of Prometheus."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from relibra.serving.server.choice import Choice
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_CACHE_FIGURES = {
-    "kv_cache_usage": "Share of the KV cache that requests under way may need; at 1 others wait.",
-    "kv_cache_bytes": "Bytes of the KV cache now.",
-    "kv_cache_most_bytes": "Bytes of the KV cache when it is full.",
-}
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0)
+_Histogram = partial(Histogram, buckets=_SECONDS)
+METRICS: dict[str, tuple[Callable[..., Any], str, tuple[str, ...]]] = {
+    "requests": (Counter, "Answers over HTTP, by path and status.", ("path", "status")),
+    "prompt_tokens": (Counter, "Tokens of prompts.", ()),
+    "generated_tokens": (Counter, "Tokens of answers.", ()),
+    "finished": (Counter, "Answers that ended, by reason.", ("reason",)),
+    "time_to_first_token_seconds": (_Histogram, "Until the first token of an answer.", ()),
+    "answer_seconds": (_Histogram, "Until the end of an answer.", ()),
+    "waiting": (Gauge, "Answers in the queue.", ()),
+    "running": (Gauge, "Answers at the workers.", ()),
+    "lost_workers": (Gauge, "Workers that are gone.", ()),
+    "busy_seconds": (Counter, "Seconds in which a worker computed.", ("role", "worker")),
+    "busy_share": (Gauge, "Share of time in which workers of a role computed, since the reading before.", ("role",)),
+    "kv_cache_usage": (Gauge, "Share of the KV cache that requests under way may need; at 1 others wait.", ("worker",)),
+    "kv_cache_bytes": (Gauge, "Bytes of the KV cache now.", ("worker",)),
+    "kv_cache_most_bytes": (Gauge, "Bytes of the KV cache when it is full.", ("worker",)),
+}
+"""Kind, meaning and labels of each metric, whose name begins with relibra_."""
 
 
 class CountAnswers:
@@ -52,94 +64,60 @@ class WorkerCounters(NamedTuple):
     counts: Mapping[str, float]
 
 
-class WorkerFigures(Collector):
-    """Figures of workers at the last reading."""
-
-    def __init__(self) -> None:
-        """Begin without workers."""
-        self._counters: Sequence[WorkerCounters] = ()
-        self._busy: dict[tuple[str, int], tuple[float, float]] = {}
-        self._share: dict[str, float] = {}
-
-    def update(self, counters: Sequence[WorkerCounters], now: float) -> None:
-        """Take over the counters of all workers.
-
-        now   seconds of a clock that does not go back: shares of time count from the update before
-        """
-        busy = {(one.role, one.number): (now, one.counts["busy_seconds"]) for one in counters}
-        for role in {one.role for one in counters}:
-            spans = [(busy[who], self._busy[who]) for who in busy if who[0] == role and who in self._busy]
-            shares = [max(0.0, (b - b0) / (t - t0)) for (t, b), (t0, b0) in spans if t > t0]
-            self._share[role] = sum(shares) / len(shares) if shares else 0.0
-        self._counters, self._busy = counters, busy
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the figures."""
-        seconds = CounterMetricFamily(
-            "relibra_busy_seconds", "Seconds in which a worker computed.", labels=("role", "worker")
-        )
-        share = GaugeMetricFamily(
-            "relibra_busy_share", "Share of time in which workers of a role computed, since the reading before.",
-            labels=("role",),
-        )  # fmt: skip
-        cache = {
-            name: GaugeMetricFamily(f"relibra_{name}", about, labels=("worker",))
-            for name, about in _CACHE_FIGURES.items()
-        }
-        for role, number, counts in self._counters:
-            seconds.add_metric((role, str(number)), counts["busy_seconds"])
-            for name in cache.keys() & counts.keys():
-                cache[name].add_metric((str(number),), counts[name])
-        for role, value in sorted(self._share.items()):
-            share.add_metric((role,), value)
-        yield from (seconds, share, *cache.values())
-
-
 class ServerMetrics:
-    """Counters and histograms."""
+    """The metrics of a server and its workers."""
 
     def __init__(self) -> None:
         """Begin at zero."""
         self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "relibra_requests", "Answers over HTTP, by path and status.", ["path", "status"], registry=self._registry
-        )
-        self._prompt = Counter("relibra_prompt_tokens", "Tokens of prompts.", registry=self._registry)
-        self._tokens = Counter("relibra_generated_tokens", "Tokens of answers.", registry=self._registry)
-        self._finished = Counter(
-            "relibra_finished", "Answers that ended, by reason.", ["reason"], registry=self._registry
-        )
-        self._workers = WorkerFigures()
-        self._registry.register(self._workers)
-        self._first = self._histogram("relibra_time_to_first_token_seconds", "Until the first token of an answer.")
-        self._whole = self._histogram("relibra_answer_seconds", "Until the end of an answer.")
-
-    def _histogram(self, name: str, about: str) -> Histogram:
-        return Histogram(name, about, buckets=_SECONDS, registry=self._registry)
-
-    def watch(self, name: str, about: str, read: Callable[[], float]) -> None:
-        """Add a gauge that is read when it is asked for."""
-        Gauge(name, about, registry=self._registry).set_function(read)
+        self._metrics: dict[str, Any] = {
+            name: kind(f"relibra_{name}", about, labels, registry=self._registry)
+            for name, (kind, about, labels) in METRICS.items()
+        }
+        self._busy: dict[tuple[str, int], tuple[float, float]] = {}  # time of the reading before, and seconds then
 
     def answered(self, path: str, status: int) -> None:
         """Count an answer over HTTP."""
-        self._requests.labels(path, str(status)).inc()
+        self._metrics["requests"].labels(path, str(status)).inc()
 
     def count_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
         """Count the tokens of a request that was admitted."""
-        self._prompt.inc(sum(map(len, prompts)))
+        self._metrics["prompt_tokens"].inc(sum(map(len, prompts)))
 
     def count(self, choice: Choice, before: int) -> None:
         """Count what has been added to a choice that had so many tokens."""
-        self._tokens.inc(choice.num_tokens - before)
+        self._metrics["generated_tokens"].inc(choice.num_tokens - before)
         elapsed = time.monotonic() - choice.began
         if not before:
-            self._first.observe(elapsed)
+            self._metrics["time_to_first_token_seconds"].observe(elapsed)
         if choice.finish is not None:
-            self._finished.labels(choice.finish).inc()
-            self._whole.observe(elapsed)
+            self._metrics["finished"].labels(choice.finish).inc()
+            self._metrics["answer_seconds"].observe(elapsed)
 
-    def text(self, workers: Sequence[WorkerCounters]) -> bytes:
-        """Return all figures."""
-        self._workers.update(workers, time.monotonic())
+    def text(self, workers: Sequence[WorkerCounters], gauges: Mapping[str, int | float]) -> bytes:
+        """Return all metrics.
+
+        gauges   values of metrics without labels
+        """
+        for name, value in gauges.items():
+            self._metrics[name].set(value)
+        self._update(workers, time.monotonic())
         return generate_latest(self._registry)
+
+    def _update(self, workers: Sequence[WorkerCounters], now: float) -> None:
+        """Take over the counters of workers, which begin at 0 again where a worker was started again."""
+        caches = [name for name, (_, _, labels) in METRICS.items() if labels == ("worker",)]
+        for name in ("busy_share", *caches):
+            self._metrics[name].clear()
+        shares: dict[str, list[float]] = {role: [] for role, _, _ in workers}
+        for role, number, counts in workers:
+            busy, (then, before) = counts["busy_seconds"], self._busy.get((role, number), (now, 0.0))
+            self._busy[role, number] = now, busy
+            more = busy - before if busy >= before else busy
+            self._metrics["busy_seconds"].labels(role, number).inc(more)
+            if now > then:
+                shares[role].append(more / (now - then))
+            for name in counts.keys() & set(caches):
+                self._metrics[name].labels(number).set(counts[name])
+        for role, found in shares.items():
+            self._metrics["busy_share"].labels(role).set(sum(found) / len(found) if found else 0.0)

@@ -157,9 +157,6 @@ def make_server(
         clients = await WorkerClients.open(model, settings.rebalance_seconds)
         admission = Admission(clients, limits, metrics)
         stopping.append(admission.stop)
-        metrics.watch("relibra_waiting", "Answers in the queue.", lambda: len(admission.queue))
-        metrics.watch("relibra_running", "Answers at the workers.", lambda: clients.running)
-        metrics.watch("relibra_lost_workers", "Workers that are gone.", lambda: len(clients.lost))
 
         async def close() -> None:
             if settings.timeline is not None:
