@@ -97,8 +97,9 @@ def test_what_holds_no_key_is_refused(source):
     ("changes", "named"),
     [
         ({"host": "0.0.0.0", "updates": True}, "--updates"),
-        ({"max_waiting": 0}, "--max-waiting"),
-        ({"deadline": 0.0}, "--deadline"),
+        ({"max_waiting": 0}, "max_waiting is 0"),
+        ({"deadline": 0.0}, "deadline is 0.0"),
+        ({"rebalance_seconds": -1.0}, "rebalance_seconds is -1.0"),
     ],
 )
 def test_settings_out_of_range_are_refused(changes, named):

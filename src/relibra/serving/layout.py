@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from relibra.errors import ConfigError
+from relibra.field_checks import check_fields
 
 Transport = Literal["shared", "tcp"]
 """How rows travel: through memory that both processes map, or over TCP."""
-MOST_MICRO_BATCHES = 4
-MOST_WORKERS = 64
+Workers = Annotated[int, Field(ge=1, le=64)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,36 +33,20 @@ class WorkerLayout:
     timeout         seconds that one side waits for the other before it gives up
     """
 
-    attention: int = 1
-    experts: int = 1
-    micro_batches: int = 2
-    spare_experts: int = 0
+    attention: Workers = 1
+    experts: Workers = 1
+    micro_batches: Annotated[int, Field(ge=1, le=4)] = 2
+    spare_experts: Annotated[int, Field(ge=0)] = 0
     transport: Transport = "shared"
-    max_tokens: int = 512
-    max_batch: int = 64
-    max_length: int = 4096
-    kv_tokens: int = 65536
-    timeout: float = 60.0
+    max_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 512
+    max_batch: Annotated[int, Field(ge=1, le=1 << 16)] = 64
+    max_length: Annotated[int, Field(ge=1, le=1 << 24)] = 4096
+    kv_tokens: Annotated[int, Field(ge=1, le=1 << 40)] = 65536
+    timeout: Annotated[float, Field(gt=0)] = 60.0
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a number out of range."""
-        limits = {
-            "attention": (self.attention, MOST_WORKERS),
-            "experts": (self.experts, MOST_WORKERS),
-            "micro-batches": (self.micro_batches, MOST_MICRO_BATCHES),
-            "max-tokens": (self.max_tokens, 1 << 20),
-            "max-batch": (self.max_batch, 1 << 16),
-            "max-length": (self.max_length, 1 << 24),
-            "kv-tokens": (self.kv_tokens, 1 << 40),
-        }
-        for name, (got, most) in limits.items():
-            if not 1 <= got <= most:
-                more = ", and at most the experts of a layer" if name == "experts" else ""
-                raise ConfigError(f"--{name} {got} is out of range: it is 1 to {most}{more}")
-        if self.transport not in get_args(Transport):
-            raise ConfigError(f"--transport {self.transport!r} is unknown: use {', '.join(get_args(Transport))}")
-        if self.timeout <= 0:
-            raise ConfigError(f"--timeout {self.timeout:g} is out of range: it is above 0 seconds")
+        """Raise ConfigError for values out of range."""
+        check_fields(WorkerLayout, vars(self), "relibra serve", ConfigError)
         if self.max_length * self.micro_batches > self.kv_tokens:
             raise ConfigError(
                 f"--kv-tokens {self.kv_tokens} leaves {self.kv_tokens // self.micro_batches} tokens to each of "

@@ -12,9 +12,12 @@ import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from relibra.errors import ConfigError, missing_packages
+from relibra.field_checks import check_fields
 from relibra.serving.launch import RunningWorkers
 from relibra.serving.layout import WorkerLayout
 from relibra.serving.worker_timeline import write_timeline
@@ -26,7 +29,6 @@ INSTALL = "in the checkout, pip install -e '.[train,serve]'"
 BACKLOG = 2048
 IDLE_SECONDS = 75
 """How long a connection without requests stays open: longer than clients keep one that they may use again."""
-MOST_WAITING, MOST_SECONDS = 1 << 20, 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,24 +48,19 @@ class ServerSettings:
     """
 
     host: str
-    port: int
+    port: Annotated[int, Field(ge=0, lt=1 << 16)]
     name: str
     api_key_from: str = ""
-    max_waiting: int = 1024
-    deadline: float = 600.0
+    max_waiting: Annotated[int, Field(ge=1, le=1 << 20)] = 1024
+    deadline: Annotated[float, Field(gt=0, le=1e6)] = 600.0
     updates: bool = False
-    rebalance_seconds: float = 0.0
+    rebalance_seconds: Annotated[float, Field(ge=0)] = 0.0
     until_eof: bool = False
     timeline: Path | None = None
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range, and for weights that anybody on the network could replace."""
-        if not 1 <= self.max_waiting <= MOST_WAITING:
-            raise ConfigError(f"--max-waiting {self.max_waiting} is out of range: it is 1 to {MOST_WAITING}")
-        if not 0 < self.deadline <= MOST_SECONDS:
-            raise ConfigError(
-                f"--deadline {self.deadline:g} is out of range: it is above 0, to {MOST_SECONDS:g} seconds"
-            )
+        check_fields(ServerSettings, vars(self), "relibra serve", ConfigError)
         if self.updates and not self.api_key_from and not _is_loopback(self.host):
             raise ConfigError(
                 f"--updates at --host {self.host} lets anybody who reaches it load weights: add --api-key-from, or "
