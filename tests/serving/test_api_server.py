@@ -111,7 +111,7 @@ def test_a_worker_that_hangs_while_weights_change_is_given_up():
     async def changed():
         ours, theirs = socket.socketpair()
         with theirs:
-            connection = Connection("attention worker 0", *await asyncio.open_connection(sock=ours))
+            connection = Connection("attention", 0, 1, *await asyncio.open_connection(sock=ours))
             answers = await change_weights([connection], {"read": "folder"}, seconds=0.05)
             return answers, connection.writer.is_closing(), await read_frame(connection.reader)
 

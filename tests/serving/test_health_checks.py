@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import socket
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,10 +15,10 @@ from relibra.serving.server.workers.connection import HEALTH_SECONDS, Connection
 
 
 @contextlib.asynccontextmanager
-async def connected(name):
+async def connected(role, pid):
     """Yield the connection of an API server to a worker, and the worker's end."""
     ours, theirs = socket.socketpair()
-    connection = Connection(name, *await asyncio.open_connection(sock=ours))
+    connection = Connection(role, 0, pid, *await asyncio.open_connection(sock=ours))
     reader, writer = await asyncio.open_connection(sock=theirs)
     try:
         yield connection, reader, writer
@@ -32,7 +31,7 @@ async def connected(name):
 
 def test_answer_ends_a_silence_and_silent_worker_is_asked_once():
     async def watch():
-        async with connected("experts worker 0") as (connection, reader, writer):
+        async with connected("experts", 12) as (connection, reader, writer):
             for _ in range(3):
                 connection.check_health()
             silence = connection.silence
@@ -50,8 +49,6 @@ class TwoWorkers(RunningWorkers):
     """A deployment whose expert worker does not start again."""
 
     layout = WorkerLayout(timeout=20.0)
-    attention_workers = (SimpleNamespace(process=SimpleNamespace(pid=11)),)
-    expert_workers = (SimpleNamespace(process=SimpleNamespace(pid=12)),)
 
     def __init__(self):
         """Start nothing."""
@@ -62,7 +59,7 @@ class TwoWorkers(RunningWorkers):
 
 async def with_clients(watch):
     """Return what is seen of workers that do not answer."""
-    async with connected("attention worker 0") as (attention, *_), connected("experts worker 0") as (experts, *_):
+    async with connected("attention", 11) as (attention, *_), connected("experts", 12) as (experts, *_):
         server = clients.WorkerClients(TwoWorkers(), [attention], [experts])
         try:
             return await watch(server)

@@ -35,15 +35,17 @@ STOPPING_SECONDS = 5.0
 
 @dataclass(frozen=True, eq=False)
 class Worker:
-    """A worker process.
+    """A worker process; `control` is the API server's end of its connection."""
 
-    name      role and number, for messages
-    control   the API server's end of its connection
-    """
-
-    name: str
+    role: str
+    number: int
     process: subprocess.Popen[bytes]
     control: Channel
+
+    @property
+    def name(self) -> str:
+        """Role and number."""
+        return f"{self.role} worker {self.number}"
 
 
 class RunningWorkers:
@@ -214,7 +216,7 @@ class RunningWorkers:
             )
         control = Channel(ours)
         control.send(spec)
-        return Worker(f"{role} worker {number}", process, control)
+        return Worker(role, number, process, control)
 
     def _answer(self, worker: Worker, key: str, end: float) -> Any:
         """Wait for a frame of a worker with this key, and return what it holds."""

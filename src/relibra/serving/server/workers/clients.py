@@ -62,9 +62,8 @@ class WorkerClients:
         self.lost_records: list[LostRecord] = []
         self._model, self._patience = model, max(LEAST_PATIENCE, model.layout.timeout)
         self._attention, self._experts, self._numbers = attention, experts, itertools.count()
-        self._returning = len(attention)  # attention workers that are there, or will be again
-        self._tasks = [asyncio.create_task(self._keep_attention(number)) for number in range(len(attention))]
-        self._tasks += [asyncio.create_task(self._keep_experts(number)) for number in range(len(experts))]
+        workers = [(connections, number) for connections in (attention, experts) for number in range(len(connections))]
+        self._tasks = [asyncio.create_task(self._keep(*worker)) for worker in workers]
         self._tasks.append(asyncio.create_task(self._check_health()))
 
     @classmethod
@@ -101,15 +100,7 @@ class WorkerClients:
     @property
     def states(self) -> list[WorkerState]:
         """Each worker, attention first."""
-        roles = (
-            ("attention", self._model.attention_workers, self._attention),
-            ("experts", self._model.expert_workers, self._experts),
-        )
-        return [
-            connection.state(role, number, worker.process.pid)
-            for role, workers, connections in roles
-            for number, (worker, connection) in enumerate(zip(workers, connections, strict=True))
-        ]
+        return [worker.state() for worker in self._everyone]
 
     @property
     def running(self) -> int:
@@ -119,7 +110,9 @@ class WorkerClients:
     def has_room(self, most: int) -> bool:
         """Return whether to call `begin`: a worker runs fewer than `most`, or all are gone for good, which ends it."""
         alive = [worker for worker in self._attention if not worker.lost]
-        return min(len(worker.running) for worker in alive) < most if alive else not self._returning
+        if not alive:
+            return all(worker.for_good for worker in self._attention)
+        return min(len(worker.running) for worker in alive) < most
 
     def begin(self, choice: Choice, most: int) -> None:
         """Send a choice to the worker with the fewest, or to that of an earlier sample of its prompt if that has room.
@@ -219,9 +212,10 @@ class WorkerClients:
     async def counters(self) -> list[WorkerCounters]:
         """Return the counts of each worker that is there and answers soon."""
         async with self._counting:
-            counts = await asyncio.gather(*(worker.ask("counters", COUNTING_SECONDS) for worker in self._everyone))
-        states = zip(self.states, counts, strict=True)
-        return [WorkerCounters(state.role, state.number, found) for state, found in states if found is not None]
+            everyone = self._everyone
+            counts = await asyncio.gather(*(worker.ask("counters", COUNTING_SECONDS) for worker in everyone))
+        found = zip(everyone, counts, strict=True)
+        return [WorkerCounters(worker.role, worker.number, count) for worker, count in found if count is not None]
 
     async def timelines(self) -> list[dict[str, Any]]:
         """Return what each worker has recorded, of those that are there and answer; others are then lost records."""
@@ -261,58 +255,47 @@ class WorkerClients:
             with contextlib.suppress(OSError):
                 await worker.writer.wait_closed()
 
-    async def _keep_experts(self, number: int) -> None:
-        """Read from an expert worker; start it again when it ends, a few times, and announce where it is."""
+    async def _keep(self, connections: list[Connection], number: int) -> None:
+        """Read from a worker; start it again when it ends, a few times."""
         for restarts in range(RESTARTS + 1):
-            connection = self._experts[number]
-            while await connection.read() is not None:
-                pass
-            connection.end(f"{connection.name} {'hangs' if connection.silence > self._patience else 'ended'}")
-            self._lose(connection)
-            if restarts == RESTARTS:
-                break
-            try:
-                await asyncio.to_thread(self._model.restart_experts, number)
-            except EngineError as error:
-                connection.give_up(f"{connection.name} ended, and does not start again: {error}")
-                return
-            self._experts[number] = await connection_to(self._model.expert_workers[number])
-            self._announce(number)
-        connection.give_up(f"{connection.name} ended {RESTARTS + 1} times: look at what it printed")
-
-    async def _keep_attention(self, number: int) -> None:
-        """Read from an attention worker; start it again when it ends, a few times, once all experts are there."""
-        for restarts in range(RESTARTS + 1):
-            connection = self._attention[number]
+            connection = connections[number]
             while (frame := await connection.read()) is not None:
                 for progress in msgspec.convert(frame.get("progress", ()), tuple[Progress, ...]):
                     self._hand_over(connection, progress)
-            connection.end(f"{connection.name} is gone, and what it worked on is lost: it is being started again")
+            state = "hangs" if connection.silence > self._patience else "is gone"
+            connection.end(f"{connection.name} {state}, and what it worked on is lost: it is being started again")
             for running in list(connection.running):
                 self._hand_over(connection, Progress(number=running, finish="lost", error=connection.lost))
+            connection.writer.close()
+            self.lost_records.append(LostRecord(connection.name, time.time()))
             self.on_free()
-            self._lose(connection)
+            why = f"ended {RESTARTS + 1} times: look at what it printed"
             if restarts == RESTARTS:
-                connection.give_up(f"{connection.name} ended {RESTARTS + 1} times: look at what it printed")
                 break
-            while any(worker.lost for worker in self._experts):
-                await asyncio.sleep(_POLL_SECONDS)
             try:
-                known = await asyncio.to_thread(self._model.restart_attention, number)
+                await (self._restart_experts if connection in self._experts else self._restart_attention)(number)
             except EngineError as error:
-                connection.give_up(f"{connection.name} ended, and does not start again: {error}")
+                why = f"ended, and does not start again: {error}"
                 break
-            self._attention[number] = await connection_to(self._model.attention_workers[number])
-            for expert_worker, (before, now) in enumerate(zip(known, self._model.expert_addresses(), strict=True)):
-                if before != now:
-                    self._attention[number].send({"rejoin": [expert_worker, *now]})
             self.on_free()
-        self._returning -= 1
+        connection.give_up(why)
         self.on_free()
 
-    def _lose(self, connection: Connection) -> None:
-        connection.writer.close()
-        self.lost_records.append(LostRecord(connection.name, time.time()))
+    async def _restart_experts(self, number: int) -> None:
+        """Start an expert worker again, and announce where it is; raises EngineError."""
+        await asyncio.to_thread(self._model.restart_experts, number)
+        self._experts[number] = await connection_to(self._model.expert_workers[number])
+        self._announce(number)
+
+    async def _restart_attention(self, number: int) -> None:
+        """Start an attention worker again, once all experts are there; raises EngineError."""
+        while any(worker.lost for worker in self._experts):
+            await asyncio.sleep(_POLL_SECONDS)
+        known = await asyncio.to_thread(self._model.restart_attention, number)
+        self._attention[number] = await connection_to(self._model.attention_workers[number])
+        for expert_worker, (before, now) in enumerate(zip(known, self._model.expert_addresses(), strict=True)):
+            if before != now:
+                self._attention[number].send({"rejoin": [expert_worker, *now]})
 
     def _hand_over(self, connection: Connection, progress: Progress) -> None:
         choice = connection.running.get(progress.number)

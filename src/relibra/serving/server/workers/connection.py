@@ -48,27 +48,37 @@ class LostRecord(NamedTuple):
 
 @dataclass(eq=False)
 class Connection:
-    """A worker; `lost` is why it is gone.
+    """A worker.
 
+    lost      why it is gone; empty: it is not
+    for_good  it does not come back
     running   choices by their numbers
     answers   to what was asked, by their keys; None: it has ended
     silence   seconds since it was asked something that it did not answer, as `check_health` counts them; 0: it has
               answered
     """
 
-    name: str
+    role: str
+    number: int
+    pid: int
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     running: dict[int, Choice] = field(default_factory=dict)
     answers: defaultdict[str, asyncio.Queue[Any]] = field(default_factory=lambda: defaultdict(asyncio.Queue))
     lost: str = ""
+    for_good: bool = False
     silence: float = 0.0
 
-    def state(self, role: str, number: int, pid: int) -> WorkerState:
+    @property
+    def name(self) -> str:
+        """Role and number."""
+        return f"{self.role} worker {self.number}"
+
+    def state(self) -> WorkerState:
         """Return what `/health` shows of it."""
         silence = self.silence if not self.lost and self.silence >= SHOWN_SECONDS else 0.0
         state = "lost" if self.lost else "silent" if silence else "ready"
-        return WorkerState(role=role, number=number, pid=pid, state=state, silent_seconds=silence)
+        return WorkerState(role=self.role, number=self.number, pid=self.pid, state=state, silent_seconds=silence)
 
     def send(self, frame: dict[str, Any]) -> None:
         """Queue a frame to the worker, unless it is gone."""
@@ -114,7 +124,7 @@ class Connection:
 
     def give_up(self, why: str) -> None:
         """Note that the worker does not come back, and log why."""
-        self.lost = f"{why}; stop this server and start it again"
+        self.lost, self.for_good = f"{self.name} {why}; stop this server and start it again", True
         _log.error("%s", self.lost)
 
 
@@ -140,4 +150,5 @@ async def change_weights(
 
 async def connection_to(worker: Worker) -> Connection:
     """Take over the connection of a worker."""
-    return Connection(worker.name, *await asyncio.open_connection(sock=worker.control.take_socket()))
+    streams = await asyncio.open_connection(sock=worker.control.take_socket())
+    return Connection(worker.role, worker.number, worker.process.pid, *streams)
