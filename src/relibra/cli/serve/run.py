@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 
+from relibra.cli.inputs.requests import takes
 from relibra.cli.outputs.files import check_outputs, named
 from relibra.cli.outputs.terminal import print_note
 from relibra.cli.serve.plan import open_served_model
-from relibra.errors import ConfigError
+from relibra.errors import ConfigError, missing_packages
+
+INSTALL = "in the checkout, pip install -e '.[train,serve]'"
 
 
 class Workers(NamedTuple):
@@ -47,96 +51,83 @@ def planned_workers(path: Path | None, model: Path) -> Workers:
     return Workers(plan.attention.nodes, plan.experts.nodes, plan.micro_batches)
 
 
-def run(
-    model: Annotated[Path, typer.Argument(help="Folder of a transformers MoE model, written by save_pretrained.")],
+@dataclass(frozen=True, kw_only=True)
+class ServeRequest:
+    """A model, its workers, and the server before them."""
+
+    model: Annotated[Path, typer.Argument(help="Folder of a transformers MoE model, written by save_pretrained.")]
     plan: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE", help="Plan of relibra serve plan --output: a worker for each node, its micro-batches."
         ),
-    ] = None,
+    ] = None
     attention: Annotated[
         int | None, typer.Option(min=1, help="Attention workers; default: those of --plan, else 1.")
-    ] = None,
+    ] = None
     experts: Annotated[
         int | None,
         typer.Option(
             min=1, help="Expert workers; each holds some experts of every layer. Default: those of --plan, else 1."
         ),
-    ] = None,
+    ] = None
     spare_experts: Annotated[
         int, typer.Option(help="Experts that a worker holds beyond its share: copies, which answer where one is lost.")
-    ] = 0,
+    ] = 0
     rebalance_seconds: Annotated[
         float, typer.Option(help="Time after which copies go to the experts with the most rows since; 0: never.")
-    ] = 0.0,
+    ] = 0.0
     micro_batches: Annotated[
         int | None,
         typer.Option(min=1, help="Micro-batches of each attention worker, 1 to 4; default: those of --plan, else 2."),
-    ] = None,
+    ] = None
     transport: Annotated[
         str, typer.Option(help="Rows between workers: shared (memory that both map) or tcp.")
-    ] = "shared",
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free.")] = 8100,
-    name: Annotated[str, typer.Option(help="Name of the model for clients; default: that of its folder.")] = "",
-    dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")] = "auto",
-    max_batch: Annotated[int, typer.Option(help="Requests that an attention worker decodes at once.")] = 64,
-    max_length: Annotated[int, typer.Option(help="Most tokens of a request, prompt and answer.")] = 4096,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of one forward pass.")] = 512,
-    kv_tokens: Annotated[int, typer.Option(help="Tokens of the KV cache of an attention worker.")] = 65536,
-    threads: Annotated[int, typer.Option(min=0, help="Threads of torch per worker; 0: cores / workers.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds that attention and experts wait for one another.")] = 60.0,
+    ] = "shared"
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free.")] = 8100
+    name: Annotated[str, typer.Option(help="Name of the model for clients; default: that of its folder.")] = ""
+    dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")] = "auto"
+    max_batch: Annotated[int, typer.Option(help="Requests that an attention worker decodes at once.")] = 64
+    max_length: Annotated[int, typer.Option(help="Most tokens of a request, prompt and answer.")] = 4096
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of one forward pass.")] = 512
+    kv_tokens: Annotated[int, typer.Option(help="Tokens of the KV cache of an attention worker.")] = 65536
+    threads: Annotated[int, typer.Option(min=0, help="Threads of torch per worker; 0: cores / workers.")] = 0
+    timeout: Annotated[float, typer.Option(help="Seconds that attention and experts wait for one another.")] = 60.0
     api_key_from: Annotated[
         str, typer.Option(help="Where keys of clients are: env:NAME, or file:PATH with one per line.")
-    ] = "",
-    max_waiting: Annotated[int, typer.Option(help="Most answers in the queue; more get status 429.")] = 1024,
-    deadline: Annotated[float, typer.Option(help="Seconds that a request may take, waiting included.")] = 600.0,
-    updates: Annotated[bool, typer.Option("--updates", help="Let clients load other weights, as vLLM's do.")] = False,
+    ] = ""
+    max_waiting: Annotated[int, typer.Option(help="Most answers in the queue; more get status 429.")] = 1024
+    deadline: Annotated[float, typer.Option(help="Seconds that a request may take, waiting included.")] = 600.0
+    updates: Annotated[bool, typer.Option("--updates", help="Let clients load other weights, as vLLM's do.")] = False
     timeline: Annotated[
         Path | None, typer.Option(help="Write what each worker did, and when, for Perfetto in the end.")
-    ] = None,
-    until_eof: Annotated[bool, typer.Option("--until-eof", help="Stop when the standard input ends.")] = False,
-) -> None:
+    ] = None
+    until_eof: Annotated[bool, typer.Option("--until-eof", help="Stop when the standard input ends.")] = False
+
+
+@takes(ServeRequest)
+def run(request: ServeRequest) -> None:
     """Serve a mixture-of-experts model with attention on some processes and experts on others.
 
     Answers /v1/completions, /v1/chat/completions, /v1/models, vLLM's /inference/v1/generate, /health and /metrics.
 
     Example: relibra serve runs/demo/policy --attention 1 --experts 1 --micro-batches 2 --port 8100
     """
-    from relibra.serving.layout import WorkerLayout
-    from relibra.serving.server.serve import ServerSettings, serve
+    with missing_packages("relibra serve", INSTALL):
+        from relibra.serving.layout import WorkerLayout
+        from relibra.serving.server.serve import ServerSettings, serve
 
-    check_outputs(named("--timeline", timeline), named("--plan", plan))
-    planned = planned_workers(plan, model)
-    layout = WorkerLayout(
-        attention=attention or planned.attention,
-        experts=experts or planned.experts,
-        micro_batches=micro_batches or planned.micro_batches,
-        spare_experts=spare_experts,
-        transport=transport,  # type: ignore[arg-type]
-        max_tokens=max_tokens,
-        max_batch=max_batch,
-        max_length=max_length,
-        kv_tokens=kv_tokens,
-        timeout=timeout,
-    )
+    check_outputs(named("--timeline", request.timeline), named("--plan", request.plan))
+    planned = planned_workers(request.plan, request.model)._asdict()
+    values = vars(request) | {name: vars(request)[name] or workers for name, workers in planned.items()}
+    values["name"] = request.name or request.model.resolve().name
+    layout = WorkerLayout(**{field.name: values[field.name] for field in fields(WorkerLayout)})
     serve(
-        model,
+        request.model,
         layout,
-        ServerSettings(
-            host=host,
-            port=port,
-            name=name or model.resolve().name,
-            api_key_from=api_key_from,
-            max_waiting=max_waiting,
-            deadline=deadline,
-            updates=updates,
-            until_eof=until_eof,
-            timeline=timeline,
-            rebalance_seconds=rebalance_seconds,
-        ),
-        dtype=dtype,
-        threads=threads or max(1, len(os.sched_getaffinity(0)) // (layout.attention + layout.experts)),
+        ServerSettings(**{field.name: values[field.name] for field in fields(ServerSettings)}),
+        dtype=request.dtype,
+        threads=request.threads or max(1, len(os.sched_getaffinity(0)) // (layout.attention + layout.experts)),
         print_line=print_note,
     )

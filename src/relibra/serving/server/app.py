@@ -6,8 +6,8 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -44,20 +44,19 @@ class ServedName:
     config: dict[str, Any]
 
 
-Opening = Callable[[], Awaitable[tuple[Admission, ServedWeights, Callable[[], Awaitable[None]]]]]
-"""Connects to the workers; returns the queue before them, their weights, and what ends them."""
+Workers = Callable[[], AbstractAsyncContextManager[tuple[Admission, ServedWeights]]]
+"""Connects to the workers, and ends them; in between there are the queue before them, and their weights."""
 
 
 def make_app(
-    open_workers: Opening, model: ServedName, codec: TextCodec, access: AccessList, metrics: ServerMetrics
+    workers: Workers, model: ServedName, codec: TextCodec, access: AccessList, metrics: ServerMetrics
 ) -> FastAPI:
     """Return the application of a model."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.admission, app.state.weights, close = await open_workers()
-        yield
-        await close()
+        async with workers() as (app.state.admission, app.state.weights):
+            yield
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
     app.add_middleware(CountAnswers, metrics=metrics)

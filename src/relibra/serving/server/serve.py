@@ -9,23 +9,28 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import uvicorn
 from pydantic import Field
 
-from relibra.errors import ConfigError, missing_packages
+from relibra.errors import ConfigError
 from relibra.field_checks import check_fields
 from relibra.serving.launch import RunningWorkers
 from relibra.serving.layout import WorkerLayout
+from relibra.serving.server.access import AccessList, read_api_keys
+from relibra.serving.server.admission import Admission, ServerLimits
+from relibra.serving.server.app import ServedName, make_app
+from relibra.serving.server.metrics import ServerMetrics
+from relibra.serving.server.text import load_codec
+from relibra.serving.server.weights import ServedWeights
+from relibra.serving.server.workers.clients import WorkerClients
 from relibra.serving.worker_timeline import write_timeline
 
-if TYPE_CHECKING:
-    from fastapi import FastAPI
-
-INSTALL = "in the checkout, pip install -e '.[train,serve]'"
 BACKLOG = 2048
 IDLE_SECONDS = 75
 """How long a connection without requests stays open: longer than clients keep one that they may use again."""
@@ -68,6 +73,14 @@ class ServerSettings:
             )
 
 
+class _Server(uvicorn.Server):
+    """A server that ends its answers before it waits for their connections."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.config.app.state.admission.stop()  # type: ignore[union-attr]
+        await super().shutdown(sockets)
+
+
 def serve(
     folder: Path,
     layout: WorkerLayout,
@@ -82,66 +95,12 @@ def serve(
     print_line   takes a line when requests are taken
     raises       ConfigError where the address is taken or there is no key, and as `RunningWorkers` does
     """
-    with missing_packages("relibra serve", INSTALL):
-        import uvicorn
-
-        from relibra.serving.server.access import read_api_keys
     keys = read_api_keys(settings.api_key_from)
     if settings.until_eof:
         threading.Thread(target=_stop_at_eof, name="standard input", daemon=True).start()
     if not keys and not _is_loopback(settings.host):
         print_line(f"anybody who reaches {settings.host} may use this server: --api-key-from asks for a key")
-    listener = _listen(settings.host, settings.port)
-    recorded = settings.timeline is not None
-    with listener, RunningWorkers(folder, layout, dtype=dtype, threads=threads, timeline=recorded) as model:
-        url = f"http://{settings.host}:{listener.getsockname()[1]}"
-        workers = f"{layout.attention} attention and {layout.experts} expert workers"
-        cache = f"KV cache of {layout.kv_tokens:,} tokens, {model.most_cache_bytes / 2**20:,.1f} MiB at most, each"
-        ready = f"{settings.name} at {url}/v1 ({workers}; {cache}); Ctrl-C stops"
-        stopping: list[Callable[[], None]] = []
-        app = make_server(model, folder, settings, keys, ready, print_line, stopping)
-        config = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=5,
-            timeout_keep_alive=IDLE_SECONDS,
-        )
-
-        class Server(uvicorn.Server):
-            """A server that ends its answers before it waits for their connections."""
-
-            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-                for stop in stopping:
-                    stop()
-                await super().shutdown(sockets)
-
-        Server(config).run(sockets=[listener])
-
-
-def make_server(
-    model: RunningWorkers,
-    folder: Path,
-    settings: ServerSettings,
-    keys: tuple[str, ...],
-    ready: str,
-    print_line: Callable[[str], None],
-    stopping: list[Callable[[], None]],
-) -> FastAPI:
-    """Return the application over workers that run.
-
-    ready      printed when requests are taken
-    stopping   gets what to call before the server waits for its connections
-    """
-    from relibra.serving.server.access import AccessList
-    from relibra.serving.server.admission import Admission, ServerLimits
-    from relibra.serving.server.app import ServedName, make_app
-    from relibra.serving.server.metrics import ServerMetrics
-    from relibra.serving.server.text import load_codec
-    from relibra.serving.server.weights import ServedWeights
-    from relibra.serving.server.workers.clients import WorkerClients
-
-    layout, metrics = model.layout, ServerMetrics()
+    listener, metrics = _listen(settings.host, settings.port), ServerMetrics()
     at_worker = layout.max_batch + max(1, layout.max_batch // 4)
     limits = ServerLimits(
         at_worker=at_worker,
@@ -149,13 +108,20 @@ def make_server(
         open=2 * settings.max_waiting + at_worker * layout.attention,
         deadline=settings.deadline,
     )
+    recorded = settings.timeline is not None
+    with listener, RunningWorkers(folder, layout, dtype=dtype, threads=threads, timeline=recorded) as model:
 
-    async def open_workers() -> tuple[Admission, ServedWeights, Callable[[], Awaitable[None]]]:
-        clients = await WorkerClients.open(model, settings.rebalance_seconds)
-        admission = Admission(clients, limits, metrics)
-        stopping.append(admission.stop)
-
-        async def close() -> None:
+        @asynccontextmanager
+        async def workers() -> AsyncIterator[tuple[Admission, ServedWeights]]:
+            clients = await WorkerClients.open(model, settings.rebalance_seconds)
+            admission = Admission(clients, limits, metrics)
+            url = f"http://{settings.host}:{listener.getsockname()[1]}"
+            cache = f"KV cache of {layout.kv_tokens:,} tokens, {model.most_cache_bytes / 2**20:,.1f} MiB at most, each"
+            print_line(
+                f"{settings.name} at {url}/v1 ({layout.attention} attention and {layout.experts} expert workers; "
+                f"{cache}); Ctrl-C stops"
+            )
+            yield admission, ServedWeights(admission, model.start_from, offered=settings.updates)
             if settings.timeline is not None:
                 frames = await clients.timelines()
                 for line in write_timeline(settings.timeline, layout, frames, clients.lost_records):
@@ -163,11 +129,15 @@ def make_server(
             await clients.close()
             model.stop()  # a worker that is just being started again ends too, and with it who waits for it
 
-        print_line(ready)
-        return admission, ServedWeights(admission, model.start_from, offered=settings.updates), close
-
-    about = ServedName(name=settings.name, max_length=layout.max_length, config=_as_vllm(model))
-    return make_app(open_workers, about, load_codec(folder), AccessList(keys), metrics)
+        about = ServedName(name=settings.name, max_length=layout.max_length, config=_as_vllm(model))
+        config = uvicorn.Config(
+            make_app(workers, about, load_codec(folder), AccessList(keys), metrics),
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=5,
+            timeout_keep_alive=IDLE_SECONDS,
+        )
+        _Server(config).run(sockets=[listener])
 
 
 def _as_vllm(model: RunningWorkers) -> dict[str, Any]:
