@@ -47,7 +47,8 @@ def every_plan(
                     >= efficiency.usable_memory * expert_gpu.memory_bytes * expert_ways
                 ):
                     continue
-                balance = balanced_nodes(model, level, (gpu, ways), (expert_gpu, expert_ways, per_node), efficiency)
+                pools = Pool(gpu, ways, 1), Pool(expert_gpu, expert_ways, 1)
+                balance = balanced_nodes(*(pool.node(model, efficiency) for pool in pools), per_node, level)
                 for nodes in {max(1, int(balance)), max(1, -int(-balance // 1)), *space.node_counts}:
                     attention, experts = (
                         Pool(gpu, ways, nodes),

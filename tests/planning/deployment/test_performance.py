@@ -7,13 +7,7 @@ from hypothesis import strategies as st
 
 from relibra import ConfigError
 from relibra.planning.deployment.accelerator import accelerator
-from relibra.planning.deployment.performance import (
-    Efficiency,
-    attention_seconds,
-    expert_seconds,
-    hop_seconds,
-    stage_seconds,
-)
+from relibra.planning.deployment.performance import Efficiency, Node, hop_seconds, stage_seconds
 from relibra.planning.deployment.served_model import PAPER_MODELS
 from relibra.planning.deployment.service_level import ServiceLevel
 from relibra.simulation import MODEL_SHAPES, model_shape
@@ -21,6 +15,10 @@ from relibra.simulation.serving.served_shape import served_model
 
 USED = Efficiency()
 DBRX = PAPER_MODELS["dbrx"]
+
+
+def node_of(gpu, ways, **changes):
+    return replace(Node(model=DBRX, gpu=accelerator(gpu), ways=ways, used=USED), **changes)
 
 
 @pytest.mark.parametrize(("name", "billions"), [("mixtral-8x22b", 140.6), ("dbrx", 131.6), ("scaled-moe", 317)])
@@ -52,34 +50,33 @@ def test_shapes_of_the_simulator_keep_their_weights_and_cache(name):
 
 
 def test_few_rows_read_weights_and_many_compute():
-    gpu = accelerator("l40s")
-    seconds = [expert_seconds(DBRX, gpu, 1, rows, 1, USED) - USED.launch_seconds for rows in (1, 100, 1000, 2000)]
+    seconds = [node_of("l40s", 1).experts(rows, 1) - USED.launch_seconds for rows in (1, 100, 1000, 2000)]
     assert seconds[1] < 1.1 * seconds[0]
     assert seconds[3] == pytest.approx(2 * seconds[2], rel=0.02)
     assert seconds[0] == pytest.approx(2 * DBRX.expert_values / DBRX.layers / (0.8 * 864e9), rel=0.01)
 
 
 def test_a_slow_side_and_small_messages_make_a_hop_longer():
-    fast, slow = (accelerator("h20"), 8), (accelerator("l40s"), 1)
-    even = hop_seconds(DBRX, fast, fast, (4000, 4000), 16, USED)
-    assert hop_seconds(DBRX, fast, slow, (4000, 4000), 16, USED) > 4 * even
-    assert hop_seconds(DBRX, fast, fast, (4000, 4000), 64, USED) > even
-    assert hop_seconds(DBRX, fast, fast, (4000, 4000), 16, replace(USED, hop_factor=3.14)) == pytest.approx(3.14 * even)
+    fast, slow = node_of("h20", 8), node_of("l40s", 1)
+    even = hop_seconds(fast, fast, 4000, 4000, 16)
+    assert hop_seconds(fast, slow, 4000, 4000, 16) > 4 * even
+    assert hop_seconds(fast, fast, 4000, 4000, 64) > even
+    late = node_of("h20", 8, used=replace(USED, hop_factor=3.14))
+    assert hop_seconds(late, late, 4000, 4000, 16) == pytest.approx(3.14 * even)
 
 
 @given(rows=st.lists(st.integers(1, 3000), min_size=1, max_size=5), nodes=st.integers(1, 20))
 def test_many_at_once_are_the_same_as_one_after_the_other(rows, nodes):
-    gpus = (accelerator("h20"), 4, nodes), (accelerator("l40s"), 2, 2)
-    together = stage_seconds(DBRX, *gpus, np.array(rows), (650.0, 1.0), USED)
+    sides, level = (node_of("h20", 4), node_of("l40s", 2)), ServiceLevel(seconds_per_token=0.15, context=650)
+    together = stage_seconds(*sides, nodes, 2, np.array(rows), level)
     for number, one in enumerate(rows):
-        alone = stage_seconds(DBRX, *gpus, one, (650.0, 1.0), USED)
+        alone = stage_seconds(*sides, nodes, 2, one, level)
         assert [np.broadcast_to(part, len(rows))[number] for part in together] == pytest.approx(alone, rel=1e-12)
 
 
 def test_a_window_bounds_what_is_read():
     windowed = replace(DBRX, window=128, windowed_layers=40)
-    gpu = accelerator("h20")
-    assert attention_seconds(windowed, gpu, 1, 64, 100_000, USED) == attention_seconds(DBRX, gpu, 1, 64, 128, USED)
+    assert node_of("h20", 1, model=windowed).attention(64, 100_000) == node_of("h20", 1).attention(64, 128)
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Literal
 
 from relibra.planning.deployment.accelerator import NODE_SIZES, Accelerator
 from relibra.planning.deployment.deployment_plan import Objective, Pool, cache_rows, per_unit
-from relibra.planning.deployment.performance import (
-    Efficiency,
-    all_reduce_seconds,
-    attention_seconds,
-    expert_seconds,
-    gated_seconds,
-    network_seconds,
-    rest_seconds,
-)
+from relibra.planning.deployment.performance import Efficiency, Node
 from relibra.planning.deployment.pipeline_time import StageSeconds
 from relibra.planning.deployment.served_model import BYTES, ServedModel
 from relibra.planning.deployment.service_level import ServiceLevel
@@ -69,36 +62,39 @@ class ColocatedPlan:
         """Return the requests that decode at once."""
         return self.rows * self.micro_batches * (self.pool.nodes if self.kind == "expert" else 1)
 
+    @property
+    def node(self) -> Node:
+        """Return a group of GPUs, with its share of the model."""
+        return self.pool.node(self.model, self.efficiency)
+
     @cached_property
     def stage(self) -> StageSeconds:
         """Return the seconds of one micro-batch; attention and experts are computed on the same GPUs."""
-        gpu, ways, _ = self.pool
-        model, efficiency = self.model, self.efficiency
-        attention = attention_seconds(model, gpu, ways, self.rows, self.level.context, efficiency)
-        rest = rest_seconds(model, gpu, ways, self.rows, self.level.context, efficiency)
+        model, node, level = self.model, self.node, self.level
+        attention, rest = node.attention(self.rows, level.context), node.rest(self.rows, level.context)
         if self.kind == "tensor":
             return StageSeconds(float(attention), _sliced_seconds(self), 0.0, float(rest))
         per_group = model.experts / self.pool.nodes
-        rows = self.level.expert_skew * self.rows * self.pool.nodes * model.top_k / model.experts
-        experts = expert_seconds(model, gpu, ways, rows, per_group, efficiency)
-        return StageSeconds(*map(float, (attention, experts, _exchange_seconds(self, rows * per_group), rest)))
+        rows = level.expert_skew * self.rows * self.pool.nodes * model.top_k / model.experts
+        experts, hop = node.experts(rows, per_group), _exchange_seconds(self, rows * per_group)
+        return StageSeconds(*map(float, (attention, experts, hop, rest)))
 
     @property
     def period(self) -> float:
         """Return the seconds in which all micro-batches pass one layer."""
         stage, computing = self.stage, self.stage.attention + self.stage.experts
         if self.kind == "tensor":
-            return self.micro_batches * computing
+            return float(self.micro_batches * computing)
         # Rows to the experts and back leave through the same NIC.
-        return max(self.micro_batches * computing, self.micro_batches * 2 * stage.hop, stage.round_trip)
+        return float(max(self.micro_batches * computing, self.micro_batches * 2 * stage.hop, stage.round_trip))
 
     @property
     def iteration_seconds(self) -> float:
         """Return the seconds between two tokens of a request."""
         layers, stage = self.model.layers, self.stage
         if self.kind == "expert":
-            return layers * self.period + self.micro_batches * stage.rest
-        return layers * (stage.attention + stage.experts) + stage.rest + self.hand_over_seconds
+            return float(layers * self.period + self.micro_batches * stage.rest)
+        return float(layers * (stage.attention + stage.experts) + stage.rest + self.hand_over_seconds)
 
     @property
     def hand_over_seconds(self) -> float:
@@ -107,7 +103,7 @@ class ColocatedPlan:
         if self.kind == "expert" or stages == 1:
             return 0.0
         sent = BYTES * self.rows * self.model.hidden / self.pool.ways
-        return stages * float(network_seconds(sent, sent, self.pool.accelerator, self.efficiency))
+        return stages * float(self.node.network(sent, sent))
 
     @property
     def steady_tokens_per_second(self) -> float:
@@ -164,36 +160,30 @@ def fill_colocated(shape: ColocatedPlan) -> ColocatedPlan | None:
 
 
 def _shapes(
-    model: ServedModel,
-    level: ServiceLevel,
-    gpus: Sequence[Accelerator],
-    efficiency: Efficiency,
-    kinds: tuple[Kind, ...],
+    model: ServedModel, level: ServiceLevel, gpus: Sequence[Accelerator], efficiency: Efficiency, kinds: tuple[Kind, ...]
 ) -> Iterator[ColocatedPlan]:
+    """Yield what is tried, with one request each: kinds, groups of GPUs, numbers of groups and of micro-batches."""
+    groups = [number for number in range(2, model.experts + 1) if model.experts % number == 0]
+    tried: dict[Kind, list[tuple[int, int]]] = {
+        "tensor": [(stages, stages) for stages in range(1, MOST_STAGES + 1)],
+        "expert": list(product(groups, (1, 2))),
+    }
     for gpu in gpus:
         for ways in (one for one in NODE_SIZES if one <= gpu.node_size):
-            if "tensor" in kinds:
-                for stages in range(1, MOST_STAGES + 1):
+            for kind in kinds:
+                for nodes, micro_batches in tried[kind]:
                     yield ColocatedPlan(
-                        model=model, level=level, efficiency=efficiency, kind="tensor",
-                        pool=Pool(gpu, ways, stages), micro_batches=stages, rows=1,
+                        model=model, level=level, efficiency=efficiency, kind=kind, pool=Pool(gpu, ways, nodes),
+                        micro_batches=micro_batches, rows=1,
                     )  # fmt: skip
-            if "expert" in kinds:
-                for groups in (one for one in range(2, model.experts + 1) if model.experts % one == 0):
-                    for micro_batches in (1, 2):
-                        yield ColocatedPlan(
-                            model=model, level=level, efficiency=efficiency, kind="expert",
-                            pool=Pool(gpu, ways, groups), micro_batches=micro_batches, rows=1,
-                        )  # fmt: skip
 
 
 def _sliced_seconds(plan: ColocatedPlan) -> float:
     """Return the seconds of all experts of a layer, each cut over the GPUs of a node; untouched ones are not read."""
-    model, (gpu, ways, _) = plan.model, plan.pool
+    model, node = plan.model, plan.node
     touched = model.experts * (1 - (1 - model.top_k / model.experts) ** plan.rows)
-    rows = plan.rows * model.top_k / touched
-    each = gated_seconds(model, gpu, ways, rows, model.width, plan.efficiency)
-    return float(touched * each + all_reduce_seconds(model, gpu, ways, plan.rows)) + plan.efficiency.launch_seconds
+    each = node.gated(plan.rows * model.top_k / touched, model.width)
+    return float(touched * each + node.all_reduce(plan.rows)) + plan.efficiency.launch_seconds
 
 
 def _exchange_seconds(plan: ColocatedPlan, received_rows: float) -> float:
@@ -211,4 +201,4 @@ def _exchange_seconds(plan: ColocatedPlan, received_rows: float) -> float:
     if not away:
         return near_seconds + plan.efficiency.hop_seconds
     pair = sent / groups
-    return max(near_seconds, float(network_seconds(max(sent, received) * away, pair, gpu, plan.efficiency)))
+    return max(near_seconds, float(plan.node.network(max(sent, received) * away, pair)))

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from relibra.errors import PlanError
 from relibra.planning.deployment.accelerator import Accelerator
-from relibra.planning.deployment.performance import Efficiency, stage_seconds
+from relibra.planning.deployment.performance import Efficiency, Node, stage_seconds
 from relibra.planning.deployment.pipeline_time import (
     StageSeconds,
     drained_seconds,
@@ -44,6 +44,10 @@ class Pool(NamedTuple):
         """Return the most power of all GPUs."""
         return self.gpus * self.accelerator.watts
 
+    def node(self, model: ServedModel, efficiency: Efficiency) -> Node:
+        """Return one of the nodes, with its share of a model."""
+        return Node(model=model, gpu=self.accelerator, ways=self.ways, used=efficiency)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeploymentPlan:
@@ -67,12 +71,9 @@ class DeploymentPlan:
     @cached_property
     def stage(self) -> StageSeconds:
         """Return the seconds of one micro-batch."""
-        gpu, ways, nodes = self.attention
-        expert_gpu, expert_ways, _ = self.experts
-        load = self.level.context, self.level.expert_skew
-        experts = expert_gpu, expert_ways, self.experts_per_node
-        seconds = stage_seconds(self.model, (gpu, ways, nodes), experts, self.rows, load, self.efficiency)
-        return StageSeconds(*map(float, seconds))
+        attention, experts = (pool.node(self.model, self.efficiency) for pool in (self.attention, self.experts))
+        nodes, per_node = self.attention.nodes, self.experts_per_node
+        return StageSeconds(*map(float, stage_seconds(attention, experts, nodes, per_node, self.rows, self.level)))
 
     @property
     def batch(self) -> int:
@@ -87,12 +88,12 @@ class DeploymentPlan:
     @property
     def iteration_seconds(self) -> float:
         """Return the seconds between two tokens of a request, micro-batches running freely."""
-        return iteration_seconds(self.stage, self.micro_batches, self.model.layers)
+        return float(iteration_seconds(self.stage, self.micro_batches, self.model.layers))
 
     @property
     def drained_seconds(self) -> float:
         """Return the seconds of one token for all requests, with filling and draining."""
-        return drained_seconds(self.stage, self.micro_batches, self.model.layers)
+        return float(drained_seconds(self.stage, self.micro_batches, self.model.layers))
 
     @property
     def tokens_per_second(self) -> float:
@@ -123,7 +124,7 @@ class DeploymentPlan:
     def bubble(self) -> float:
         """Return the share of a layer in which the slowest resource waits."""
         period = layer_period(self.stage, self.micro_batches)
-        return 1 - self.micro_batches * self.stage.slowest / period
+        return float(1 - self.micro_batches * self.stage.slowest / period)
 
     @property
     def limit(self) -> str:

@@ -11,18 +11,17 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
-from numpy import ndarray
 from pydantic import Field
 
 from relibra.errors import ConfigError
 from relibra.field_checks import check_fields
 from relibra.planning.deployment.accelerator import Accelerator
+from relibra.planning.deployment.pipeline_time import Amount, StageSeconds
 from relibra.planning.deployment.served_model import BYTES, ServedModel
+from relibra.planning.deployment.service_level import ServiceLevel
 
 Share = Annotated[int | float, Field(ge=1e-6, le=1)]
 Latency = Annotated[int | float, Field(ge=0, le=10)]
-Amount = int | float | ndarray
-"""A number, or many of which each is computed for itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,143 +50,102 @@ class Efficiency:
         check_fields(Efficiency, vars(self), "efficiency", ConfigError)
 
 
-def gemm_seconds(rows: Amount, depth: int | float, columns: Amount, gpu: Accelerator, efficiency: Efficiency) -> Amount:
-    """Return the seconds of `rows x depth` by `depth x columns`: flops or bytes, whichever take longer."""
-    flops = 2 * rows * depth * columns
-    moved = BYTES * (depth * columns + rows * depth + rows * columns)
-    return np.maximum(
-        flops / (efficiency.flops * gpu.flops_per_second), moved / (efficiency.memory * gpu.memory_bytes_per_second)
-    )
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """GPUs of one node that share each layer of a model by tensor parallelism; `ways` of them."""
+
+    model: ServedModel
+    gpu: Accelerator
+    ways: int
+    used: Efficiency
+
+    def product(self, rows: Amount, depth: int | float, columns: Amount) -> Amount:
+        """Return the seconds of `rows x depth` by `depth x columns`: flops or bytes, whichever take longer."""
+        moved = BYTES * (depth * columns + rows * depth + rows * columns)
+        return self._roofline(2 * rows * depth * columns, moved)
+
+    def gated(self, rows: Amount, width: int | float) -> Amount:
+        """Return the seconds of a feed-forward of some width, cut over the GPUs."""
+        up = self.product(rows, self.model.hidden, self.model.up_matrices * width / self.ways)
+        return up + self.product(rows, width / self.ways, self.model.hidden)
+
+    def all_reduce(self, rows: Amount) -> Amount:
+        """Return the seconds of summing rows over the GPUs."""
+        return 2 * BYTES * rows * self.model.hidden * (self.ways - 1) / self.ways / self.gpu.peer_bytes_per_second
+
+    def attention(self, rows: Amount, context: Amount) -> Amount:
+        """Return the seconds of one layer of attention, shared experts included (`T_a`).
+
+        rows       requests of the micro-batch, one token each (`b_a`)
+        context    mean tokens of a request
+        """
+        model, ways = self.model, self.ways
+        projections = self.product(rows, model.hidden, model.qkv_width / ways)
+        projections += self.product(rows, model.output_rows / ways, model.hidden)
+        attended = rows * model.attended(context)
+        read = BYTES * model.cache_values * attended / min(ways, model.cache_ways)
+        scores = self._roofline(model.score_flops * attended / ways, read)
+        shared = self.gated(rows, model.shared_width) if model.shared_width else 0.0
+        return projections + scores + shared + self.all_reduce(rows) + self.used.launch_seconds
+
+    def experts(self, rows: Amount, experts: Amount) -> Amount:
+        """Return the seconds of one layer of experts (`T_e`).
+
+        rows       of one expert (`b_e`)
+        experts    on the node, computed one after the other
+        """
+        each = self.gated(rows, self.model.width)
+        return experts * (each + self.all_reduce(rows)) + self.used.launch_seconds
+
+    def rest(self, rows: Amount, context: Amount) -> Amount:
+        """Return the seconds of a decode step outside of layers with experts."""
+        model = self.model
+        dense: Amount = 0.0
+        if model.dense_layers:
+            dense = self.attention(rows, context) + self.gated(rows, model.dense_width)
+        columns = model.output_values / model.hidden / self.ways
+        return model.dense_layers * dense + (self.product(rows, model.hidden, columns) if columns else 0.0)
+
+    def network(self, num_bytes: Amount, pair_bytes: Amount) -> Amount:
+        """Return the seconds in which a NIC sends or receives bytes that go to or come from many.
+
+        pair_bytes    of one message, on which the share of the bandwidth depends
+        """
+        slower = 1 + self.used.half_rate_bytes / np.maximum(pair_bytes, 1e-9)
+        seconds = num_bytes / self.gpu.network_bytes_per_second * slower
+        return self.used.hop_factor * (seconds + self.used.hop_seconds)
+
+    def _roofline(self, flops: Amount, moved: Amount) -> Amount:
+        computing = flops / (self.used.flops * self.gpu.flops_per_second)
+        return np.maximum(computing, moved / (self.used.memory * self.gpu.memory_bytes_per_second))
 
 
-def attention_seconds(
-    model: ServedModel, gpu: Accelerator, ways: int, rows: Amount, context: Amount, efficiency: Efficiency
-) -> Amount:
-    """Return the seconds of one layer of an attention node, shared experts included (`T_a`).
-
-    ways       GPUs of the node, tensor-parallel
-    rows       requests of the micro-batch, one token each (`b_a`)
-    context    mean tokens of a request
-    """
-    projections = gemm_seconds(rows, model.hidden, model.qkv_width / ways, gpu, efficiency)
-    projections += gemm_seconds(rows, model.output_rows / ways, model.hidden, gpu, efficiency)
-    shared = gated_seconds(model, gpu, ways, rows, model.shared_width, efficiency) if model.shared_width else 0.0
-    return (
-        projections
-        + _score_seconds(model, gpu, ways, rows, context, efficiency)
-        + shared
-        + all_reduce_seconds(model, gpu, ways, rows)
-        + efficiency.launch_seconds
-    )
-
-
-def expert_seconds(
-    model: ServedModel, gpu: Accelerator, ways: int, rows: Amount, experts: Amount, efficiency: Efficiency
-) -> Amount:
-    """Return the seconds of one layer of an expert node (`T_e`).
-
-    rows       of one expert (`b_e`)
-    experts    on the node, computed one after the other
-    """
-    each = gated_seconds(model, gpu, ways, rows, model.width, efficiency)
-    return experts * (each + all_reduce_seconds(model, gpu, ways, rows)) + efficiency.launch_seconds
-
-
-def rest_seconds(
-    model: ServedModel, gpu: Accelerator, ways: int, rows: Amount, context: Amount, efficiency: Efficiency
-) -> Amount:
-    """Return the seconds of a decode step on an attention node outside of layers with experts."""
-    dense: Amount = 0.0
-    if model.dense_layers:
-        dense = attention_seconds(model, gpu, ways, rows, context, efficiency)
-        dense += gated_seconds(model, gpu, ways, rows, model.dense_width, efficiency)
-    columns = model.output_values / model.hidden / ways
-    head = gemm_seconds(rows, model.hidden, columns, gpu, efficiency) if columns else 0.0
-    return model.dense_layers * dense + head
-
-
-def hop_seconds(
-    model: ServedModel,
-    sender: tuple[Accelerator, int],
-    receiver: tuple[Accelerator, int],
-    rows: tuple[Amount, Amount],
-    receivers: Amount,
-    efficiency: Efficiency,
-) -> Amount:
+def hop_seconds(attention: Node, experts: Node, sent: Amount, received: Amount, receivers: Amount) -> Amount:
     """Return the seconds of one way between attention and expert nodes, the slower side (Eq. 6, `T_c`).
 
-    sender, receiver    accelerator of attention and expert nodes, and GPUs of one node
-    rows                that an attention node sends in all (`b_a K`), and that an expert node gets
-    receivers           expert nodes
+    sent, received    rows that an attention node sends in all (`b_a K`), and that an expert node gets
+    receivers         expert nodes
     """
-    sent = BYTES * rows[0] * model.hidden / sender[1]
-    received = BYTES * rows[1] * model.hidden / receiver[1]
+    sent = BYTES * sent * attention.model.hidden / attention.ways
+    received = BYTES * received * attention.model.hidden / experts.ways
     pair = sent / receivers
-    return np.maximum(
-        network_seconds(sent, pair, sender[0], efficiency), network_seconds(received, pair, receiver[0], efficiency)
-    )
-
-
-def network_seconds(num_bytes: Amount, pair_bytes: Amount, gpu: Accelerator, efficiency: Efficiency) -> Amount:
-    """Return the seconds in which a NIC sends or receives bytes that go to or come from many.
-
-    pair_bytes    of one message, on which the share of the bandwidth depends
-    """
-    slower = 1 + efficiency.half_rate_bytes / np.maximum(pair_bytes, 1e-9)
-    seconds = num_bytes / gpu.network_bytes_per_second * slower
-    return efficiency.hop_factor * (seconds + efficiency.hop_seconds)
+    return np.maximum(attention.network(sent, pair), experts.network(received, pair))
 
 
 def stage_seconds(
-    model: ServedModel,
-    attention: tuple[Accelerator, int, Amount],
-    experts: tuple[Accelerator, int, int],
-    rows: Amount,
-    load: tuple[Amount, Amount],
-    efficiency: Efficiency,
-) -> tuple[Amount, Amount, Amount, Amount]:
-    """Return the seconds of one micro-batch under a split of GPUs, in the order of `StageSeconds`.
+    attention: Node, experts: Node, nodes: Amount, per_node: int, rows: Amount, level: ServiceLevel
+) -> StageSeconds:
+    """Return the seconds of one micro-batch.
 
-    attention    accelerator, GPUs of a node, nodes
-    experts      accelerator, GPUs of a node, experts of a node
-    rows         requests of a micro-batch on one attention node (`b_a`)
-    load         mean tokens of a request; rows of the busiest expert node / mean
+    nodes       of attention
+    per_node    experts of an expert node
+    rows        requests of a micro-batch on one attention node (`b_a`)
     """
-    gpu, ways, nodes = attention
-    expert_gpu, expert_ways, per_node = experts
-    context, skew = load
-    expert_rows = skew * rows * nodes * model.top_k / model.experts
-    sent, received = rows * model.top_k, expert_rows * per_node
-    return (
-        attention_seconds(model, gpu, ways, rows, context, efficiency),
-        expert_seconds(model, expert_gpu, expert_ways, expert_rows, per_node, efficiency),
-        hop_seconds(
-            model, (gpu, ways), (expert_gpu, expert_ways), (sent, received), model.experts / per_node, efficiency
-        ),
-        rest_seconds(model, gpu, ways, rows, context, efficiency),
+    model = attention.model
+    expert_rows = level.expert_skew * rows * nodes * model.top_k / model.experts
+    return StageSeconds(
+        attention=attention.attention(rows, level.context),
+        experts=experts.experts(expert_rows, per_node),
+        hop=hop_seconds(attention, experts, rows * model.top_k, expert_rows * per_node, model.experts / per_node),
+        rest=attention.rest(rows, level.context),
     )
-
-
-def gated_seconds(
-    model: ServedModel, gpu: Accelerator, ways: int, rows: Amount, width: int | float, efficiency: Efficiency
-) -> Amount:
-    """Return the seconds of a feed-forward of some width, cut over the GPUs of a node."""
-    up = gemm_seconds(rows, model.hidden, model.up_matrices * width / ways, gpu, efficiency)
-    return up + gemm_seconds(rows, width / ways, model.hidden, gpu, efficiency)
-
-
-def _score_seconds(
-    model: ServedModel, gpu: Accelerator, ways: int, rows: Amount, context: Amount, efficiency: Efficiency
-) -> Amount:
-    """Return the seconds of reading keys and values, or of computing with them where that takes longer."""
-    attended = rows * model.attended(context)
-    read = BYTES * model.cache_values * attended / min(ways, model.cache_ways)
-    flops = model.score_flops * attended / ways
-    return np.maximum(
-        read / (efficiency.memory * gpu.memory_bytes_per_second), flops / (efficiency.flops * gpu.flops_per_second)
-    )
-
-
-def all_reduce_seconds(model: ServedModel, gpu: Accelerator, ways: int, rows: Amount) -> Amount:
-    """Return the seconds of summing rows over the GPUs of a node."""
-    return 2 * BYTES * rows * model.hidden * (ways - 1) / ways / gpu.peer_bytes_per_second

@@ -9,6 +9,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+from numpy import ndarray
+
+Amount = int | float | ndarray
+"""A number, or many of which each is computed for itself."""
+
 
 class StageSeconds(NamedTuple):
     """Seconds of one micro-batch.
@@ -18,40 +24,40 @@ class StageSeconds(NamedTuple):
     rest                  of a decode step outside of layers with experts: dense layers and output matrix
     """
 
-    attention: float
-    experts: float
-    hop: float
-    rest: float = 0.0
+    attention: Amount
+    experts: Amount
+    hop: Amount
+    rest: Amount = 0.0
 
     @property
-    def round_trip(self) -> float:
+    def round_trip(self) -> Amount:
         """Return the seconds of one layer for one micro-batch alone."""
         return self.attention + self.experts + 2 * self.hop
 
     @property
-    def slowest(self) -> float:
+    def slowest(self) -> Amount:
         """Return the seconds of the slowest resource."""
-        return max(self.attention, self.experts, self.hop)
+        return np.maximum(np.maximum(self.attention, self.experts), self.hop)
 
 
-def layer_period(stage: StageSeconds, micro_batches: int) -> float:
+def layer_period(stage: StageSeconds, micro_batches: Amount) -> Amount:
     """Return the seconds in which all micro-batches pass one layer: max(m T_max, T_a + T_e + 2 T_c)."""
-    return max(micro_batches * stage.slowest, stage.round_trip)
+    return np.maximum(micro_batches * stage.slowest, stage.round_trip)
 
 
-def iteration_seconds(stage: StageSeconds, micro_batches: int, layers: int) -> float:
+def iteration_seconds(stage: StageSeconds, micro_batches: Amount, layers: int) -> Amount:
     """Return the seconds of a decode step while micro-batches run on freely: what a request waits for a token."""
     return layers * layer_period(stage, micro_batches) + micro_batches * stage.rest
 
 
-def drained_seconds(stage: StageSeconds, micro_batches: int, layers: int) -> float:
+def drained_seconds(stage: StageSeconds, micro_batches: Amount, layers: int) -> Amount:
     """Return the seconds of one decode step that begins and ends with an empty pipeline: filling and draining count."""
     period = layer_period(stage, micro_batches)
     filling = (micro_batches - 1) * stage.slowest + stage.round_trip
     return (layers - 1) * period + filling + micro_batches * stage.rest
 
 
-def paper_seconds(stage: StageSeconds, micro_batches: int, layers: int) -> float:
+def paper_seconds(stage: StageSeconds, micro_batches: Amount, layers: int) -> Amount:
     """Return Eq. 5 of the paper, exact where `hop` <= computing and the micro-batches fill the round trip."""
-    computing = max(stage.attention, stage.experts)
+    computing = np.maximum(stage.attention, stage.experts)
     return stage.round_trip + computing * (micro_batches * layers - 1)

@@ -25,7 +25,8 @@ from relibra.planning.deployment.deployment_plan import (
     experts_fit,
     per_unit,
 )
-from relibra.planning.deployment.performance import Efficiency, attention_seconds, expert_seconds, stage_seconds
+from relibra.planning.deployment.performance import Efficiency, Node, stage_seconds
+from relibra.planning.deployment.pipeline_time import StageSeconds, drained_seconds, iteration_seconds
 from relibra.planning.deployment.served_model import ServedModel
 from relibra.planning.deployment.service_level import ServiceLevel
 
@@ -95,66 +96,52 @@ def search_pair(
     if not space.micro_batches or not space.ways:
         raise ConfigError("the space of a search needs micro_batches and ways: give at least one of each")
     gpu, expert_gpu = pair
-    best: tuple[float, DeploymentPlan] | None = None
+    plans = []
     for expert_ways, ways in product(_ways(space, expert_gpu), _ways(space, gpu)):
         for per_node in space.nodes_of(model.experts):
             experts = Pool(expert_gpu, expert_ways, -(-model.experts // per_node))
-            if not experts_fit(model, experts, per_node, efficiency):
-                continue
-            plan = _best_filled(model, level, (gpu, ways), (experts, per_node), space, efficiency)
-            if plan is not None and (best is None or value(plan, space.objective) > best[0]):
-                best = value(plan, space.objective), plan
-    return None if best is None else best[1]
+            if experts_fit(model, experts, per_node, efficiency):
+                node = Node(model=model, gpu=gpu, ways=ways, used=efficiency)
+                plans.append(_best_filled(node, experts, per_node, level, space))
+    found = [plan for plan in plans if plan is not None]
+    return max(found, key=lambda plan: value(plan, space.objective), default=None)
 
 
 def _best_filled(
-    model: ServedModel,
-    level: ServiceLevel,
-    attention: tuple[Accelerator, int],
-    experts: tuple[Pool, int],
-    space: SearchSpace,
-    efficiency: Efficiency,
+    attention: Node, experts: Pool, per_node: int, level: ServiceLevel, space: SearchSpace
 ) -> DeploymentPlan | None:
     """Return the best plan over attention nodes and micro-batches, all X of them at once.
 
-    attention    accelerator and GPUs of a node
-    experts      expert nodes, and experts of a node
+    per_node    experts of an expert node
     """
-    pool, per_node = experts
-    balance = balanced_nodes(model, level, attention, (pool.accelerator, pool.ways, per_node), efficiency)
+    model, efficiency, node = attention.model, attention.used, Pool(attention.gpu, attention.ways, 1)
+    expert_node = experts.node(model, efficiency)
+    balance = balanced_nodes(attention, expert_node, per_node, level)
     counts = sorted({max(1, int(balance)), max(1, int(np.ceil(balance))), *space.node_counts})
     if space.most_gpus:
-        counts = [nodes for nodes in counts if attention[1] * nodes + pool.gpus <= space.most_gpus]
+        counts = [nodes for nodes in counts if node.gpus * nodes + experts.gpus <= space.most_gpus]
     shapes = list(product(counts, space.micro_batches))
     if not shapes:
         return None
     nodes_X, micro_X = np.array(shapes, dtype=np.int64).T
-    node = Pool(*attention, 1)
     most_X = np.array([cache_rows(model, level, node, m, efficiency) for _, m in shapes], dtype=np.int64)
 
-    def seconds_X(rows_X: Int64[ndarray, " X"]) -> tuple[Float64[ndarray, " X"], Float64[ndarray, " X"]]:
-        """Return what `iteration_seconds` and `drained_seconds` of the plans with these rows are."""
-        stage = stage_seconds(
-            model, (*attention, nodes_X), (pool.accelerator, pool.ways, per_node), rows_X,
-            (level.context, level.expert_skew), efficiency,
-        )  # fmt: skip
-        computing, expert, hop, rest = (np.broadcast_to(np.asarray(one), rows_X.shape) for one in stage)
-        slowest, trip = np.maximum(np.maximum(computing, expert), hop), computing + expert + 2 * hop
-        period = np.maximum(micro_X * slowest, trip)
-        drained = (model.layers - 1) * period + (micro_X - 1) * slowest + trip
-        return np.asarray(model.layers * period + micro_X * rest), np.asarray(drained + micro_X * rest)
+    def stage_X(rows_X: Int64[ndarray, " X"]) -> StageSeconds:
+        return stage_seconds(attention, expert_node, nodes_X, per_node, rows_X, level)
 
-    rows_X = _most_rows(lambda rows_X: seconds_X(rows_X)[0], most_X, level.seconds_per_token)
-    tokens_X = rows_X * micro_X * nodes_X / seconds_X(np.maximum(1, rows_X))[1]
-    gpus_X = attention[1] * nodes_X
-    price_X, watts_X = gpus_X * attention[0].price + pool.price, gpus_X * attention[0].watts + pool.watts
-    value_X = tokens_X / {"price": price_X, "watts": watts_X, "gpus": gpus_X + pool.gpus}[space.objective]
-    best = int(np.argmax(value_X))
+    def seconds_X(rows_X: Int64[ndarray, " X"]) -> Float64[ndarray, " X"]:
+        return np.asarray(iteration_seconds(stage_X(rows_X), micro_X, model.layers))
+
+    rows_X = _most_rows(seconds_X, most_X, level.seconds_per_token)
+    tokens_X = rows_X * micro_X * nodes_X / drained_seconds(stage_X(np.maximum(1, rows_X)), micro_X, model.layers)
+    price_X, watts_X = node.price * nodes_X + experts.price, node.watts * nodes_X + experts.watts
+    gpus_X = node.gpus * nodes_X + experts.gpus
+    best = int(np.argmax(tokens_X / {"price": price_X, "watts": watts_X, "gpus": gpus_X}[space.objective]))
     if not rows_X[best]:
         return None
     return DeploymentPlan(
-        model=model, level=level, efficiency=efficiency, attention=Pool(*attention, int(nodes_X[best])), experts=pool,
-        experts_per_node=per_node, micro_batches=int(micro_X[best]), rows=int(rows_X[best]),
+        model=model, level=level, efficiency=efficiency, attention=node._replace(nodes=int(nodes_X[best])),
+        experts=experts, experts_per_node=per_node, micro_batches=int(micro_X[best]), rows=int(rows_X[best]),
     )  # fmt: skip
 
 
@@ -170,33 +157,19 @@ def _most_rows(
     return low_X
 
 
-def balanced_nodes(
-    model: ServedModel,
-    level: ServiceLevel,
-    attention: tuple[Accelerator, int],
-    experts: tuple[Accelerator, int, int],
-    efficiency: Efficiency,
-) -> float:
-    """Return the attention nodes at which both sides take as long for many more rows: `k1 E / (k3 K)`.
-
-    attention    accelerator and GPUs of a node
-    experts      the same, and experts of a node
-    """
+def balanced_nodes(attention: Node, experts: Node, per_node: int, level: ServiceLevel) -> float:
+    """Return the attention nodes at which both sides take as long for many more rows: `k1 E / (k3 K)`."""
+    model = attention.model
     low, high = ATTENTION_RANGE
-    slope = _slope(low, high, lambda rows: float(attention_seconds(model, *attention, rows, level.context, efficiency)))
-    gpu, ways, per_node = experts
+    slope = (attention.attention(high, level.context) - attention.attention(low, level.context)) / (high - low)
     low, high = EXPERT_RANGE
-    expert_slope = _slope(low, high, lambda rows: float(expert_seconds(model, gpu, ways, rows, per_node, efficiency)))
-    return slope * model.experts / (expert_slope * level.expert_skew * model.top_k)
+    expert_slope = (experts.experts(high, per_node) - experts.experts(low, per_node)) / (high - low)
+    return float(slope * model.experts / (expert_slope * level.expert_skew * model.top_k))
 
 
 def value(plan: DeploymentPlan, objective: Objective) -> float:
     """Return tokens per second and unit of an objective."""
     return per_unit(plan.tokens_per_second, objective, plan.price, plan.watts, plan.gpus)
-
-
-def _slope(low: int, high: int, seconds: Callable[[int], float]) -> float:
-    return (seconds(high) - seconds(low)) / (high - low)
 
 
 def _ways(space: SearchSpace, gpu: Accelerator) -> list[int]:

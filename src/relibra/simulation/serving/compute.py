@@ -15,9 +15,7 @@ from pydantic import Field
 from relibra.errors import ConfigError
 from relibra.field_checks import check_fields
 from relibra.files import read_bounded
-from relibra.planning.deployment.accelerator import Accelerator
-from relibra.planning.deployment.performance import Efficiency, attention_seconds, expert_seconds, rest_seconds
-from relibra.planning.deployment.served_model import ServedModel
+from relibra.planning.deployment.performance import Node
 
 _MOST_FILE_BYTES = 1 << 20
 _Number = Annotated[int | float, Field(ge=0, le=1e9)]
@@ -26,15 +24,10 @@ Table = tuple[tuple[_Number, _Number], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class RooflineCompute:
-    """Seconds by the formulas of `planning.deployment.performance`.
+    """Seconds by the formulas of `planning.deployment.performance`."""
 
-    attention_node, expert_node    accelerator and GPUs of a node
-    """
-
-    model: ServedModel
-    attention_node: tuple[Accelerator, int]
-    expert_node: tuple[Accelerator, int]
-    efficiency: Efficiency
+    attention_node: Node
+    expert_node: Node
 
     def attention(
         self, rows: Shaped[ndarray, "*X"], tokens: Shaped[ndarray, "*X"]
@@ -44,17 +37,13 @@ class RooflineCompute:
         rows      requests
         tokens    that they attend to, together
         """
-        context = tokens / np.maximum(1, rows)
-        gpu, ways = self.attention_node
-        layer = attention_seconds(self.model, gpu, ways, rows, context, self.efficiency)
-        rest = rest_seconds(self.model, gpu, ways, rows, context, self.efficiency)
-        return np.where(rows > 0, layer, 0.0), np.where(rows > 0, rest, 0.0)
+        context, node = tokens / np.maximum(1, rows), self.attention_node
+        return np.where(rows > 0, node.attention(rows, context), 0.0), np.where(rows > 0, node.rest(rows, context), 0.0)
 
     def experts(self, rows: Float64[ndarray, "*X P"]) -> Float64[ndarray, "*X"]:
         """Return the seconds of nodes with P experts, of the rows of each expert; one without rows is not read."""
-        gpu, ways = self.expert_node
-        launch = self.efficiency.launch_seconds
-        each = np.asarray(expert_seconds(self.model, gpu, ways, rows, 1, self.efficiency)) - launch
+        launch = self.expert_node.used.launch_seconds
+        each = np.asarray(self.expert_node.experts(rows, 1)) - launch
         busy = (rows > 0).any(axis=-1)
         total: Float64[ndarray, "*X"] = np.where(rows > 0, each, 0.0).sum(axis=-1) + np.where(busy, launch, 0.0)
         return total

@@ -142,7 +142,7 @@ class Tally:
             directions = [directions[0] + others[1], directions[1] + others[0]]
         self._busy["network"] += float(max(item.max() for item in (*directions, *others)))
         self._stalled += float(events.stalled_X.mean())
-        self._bytes += float(bytes_LMXY.sum(axis=(0, 1, 3)).mean()) / self._site.attention_node[1]
+        self._bytes += float(bytes_LMXY.sum(axis=(0, 1, 3)).mean()) / self._site.attention_node.ways
         done_LM = (events.attention_LMX + work.attention_LMX).max(axis=2)
         self._hops.append(events.arrived_LMY.max(axis=2) - done_LM)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int64, Shaped
@@ -11,10 +10,9 @@ from numpy import ndarray
 from numpy.random import Generator
 
 from relibra.errors import PlanError
-from relibra.planning.deployment.accelerator import Accelerator
 from relibra.planning.deployment.colocated import ColocatedPlan
 from relibra.planning.deployment.deployment_plan import DeploymentPlan
-from relibra.planning.deployment.performance import Efficiency, all_reduce_seconds, gated_seconds
+from relibra.planning.deployment.performance import Node
 from relibra.planning.deployment.served_model import BYTES, ServedModel
 from relibra.simulation.serving.compute import Compute, RooflineCompute
 from relibra.simulation.serving.ping_pong import Work, sending_order
@@ -27,24 +25,26 @@ Plan = DeploymentPlan | ColocatedPlan
 class Site:
     """X attention nodes and Y expert nodes, or X = Y nodes that do both.
 
-    attention_node, expert_node    accelerator and GPUs of a node
     expert_LYP                     experts of each expert node in each layer; -1: an empty slot
     near_XY                        pairs inside one server, whose rows pass no NIC; same_XY: on one node
     shared                         the same GPUs compute attention and experts
     server                         nodes of a server, where rows inside of it pass no NIC
     """
 
-    model: ServedModel
-    efficiency: Efficiency
     compute: Compute
-    attention_node: tuple[Accelerator, int]
-    expert_node: tuple[Accelerator, int]
+    attention_node: Node
+    expert_node: Node
     senders: int
     expert_LYP: Int64[ndarray, "L Y P"]
     near_XY: Bool[ndarray, "X Y"]
     same_XY: Bool[ndarray, "X Y"]
     shared: bool
     server: int = 1
+
+    @property
+    def model(self) -> ServedModel:
+        """Return the model that is served."""
+        return self.attention_node.model
 
     @property
     def order_XY(self) -> Int64[ndarray, "X Y"]:
@@ -115,8 +115,8 @@ class Site:
     def _link_seconds(
         self,
         bytes_LMXY: Float64[ndarray, "L M X Y"],
-        sender: tuple[Accelerator, int],
-        receiver: tuple[Accelerator, int],
+        sender: Node,
+        receiver: Node,
         transport: Transport,
     ) -> tuple[Float64[ndarray, "L M X Y"], Float64[ndarray, "L M X Y"]]:
         """Return the time of both NICs; a message costs its bytes and those at which half the bandwidth is reached.
@@ -125,11 +125,12 @@ class Site:
         """
         passes_XY = ~(self.near_XY | self.same_XY)
         pair = np.where((bytes_LMXY > 0) & passes_XY, bytes_LMXY, 0.0)
-        slower = 1 + self.efficiency.half_rate_bytes * self.attention_node[1] / np.maximum(pair, 1e-9)
-        seconds = pair * slower * transport.factor * self.efficiency.hop_factor
+        used = sender.used
+        slower = 1 + used.half_rate_bytes * self.attention_node.ways / np.maximum(pair, 1e-9)
+        seconds = pair * slower * transport.factor * used.hop_factor
         return (
-            seconds / (sender[0].network_bytes_per_second * sender[1]),
-            seconds / (receiver[0].network_bytes_per_second * receiver[1]),
+            seconds / (sender.gpu.network_bytes_per_second * sender.ways),
+            seconds / (receiver.gpu.network_bytes_per_second * receiver.ways),
         )
 
     def _late(
@@ -141,10 +142,10 @@ class Site:
         rng: Generator,
     ) -> Float64[ndarray, "L M X Y"]:
         """Return latency, jitter and tails of messages, and the time of those inside a server."""
-        factor = transport.factor * self.efficiency.hop_factor
-        gpu, ways = self.attention_node
-        inside = np.where(self.near_XY, bytes_LMXY / (gpu.peer_bytes_per_second * ways), 0.0)
-        latency = np.where(self.same_XY, 0.0, factor * self.efficiency.hop_seconds)
+        node = self.attention_node
+        factor = transport.factor * node.used.hop_factor
+        inside = np.where(self.near_XY, bytes_LMXY / (node.gpu.peer_bytes_per_second * node.ways), 0.0)
+        latency = np.where(self.same_XY, 0.0, factor * node.used.hop_seconds)
         late: Float64[ndarray, "L M X Y"] = latency + inside
         return late + transport.delays(np.maximum(out_LMXY, in_LMXY) + late, rng)
 
@@ -167,11 +168,10 @@ class SlicedCompute(RooflineCompute):
 
     def experts(self, rows: Float64[ndarray, "*X P"]) -> Float64[ndarray, "*X"]:
         """Return the seconds of all experts; those without rows are not read."""
-        gpu, ways = self.expert_node
-        each = np.asarray(gated_seconds(self.model, gpu, ways, rows, self.model.width, self.efficiency))
-        tokens = rows.sum(axis=-1) / self.model.top_k
-        total = np.where(rows > 0, each, 0.0).sum(axis=-1) + all_reduce_seconds(self.model, gpu, ways, tokens)
-        seconds: Float64[ndarray, "*X"] = np.where(tokens > 0, total + self.efficiency.launch_seconds, 0.0)
+        node, model = self.expert_node, self.expert_node.model
+        tokens = rows.sum(axis=-1) / model.top_k
+        total = np.where(rows > 0, node.gated(rows, model.width), 0.0).sum(axis=-1) + node.all_reduce(tokens)
+        seconds: Float64[ndarray, "*X"] = np.where(tokens > 0, total + node.used.launch_seconds, 0.0)
         return seconds
 
 
@@ -182,24 +182,16 @@ def site_of(plan: Plan, expert_LYP: Int[ndarray, "L Y P"] | None = None, compute
     compute       seconds of nodes; None: the formulas of the plan
     raises        PlanError when an expert has no place, or the placement has other nodes than the plan
     """
-    made: Compute
     if isinstance(plan, DeploymentPlan):
-        attention, experts, senders = plan.attention[:2], plan.experts[:2], plan.attention.nodes
-        receivers, per_node = plan.experts.nodes, plan.experts_per_node
+        attention, experts = (pool.node(plan.model, plan.efficiency) for pool in (plan.attention, plan.experts))
+        senders, receivers, per_node = plan.attention.nodes, plan.experts.nodes, plan.experts_per_node
     else:
-        attention = experts = plan.pool[:2]
+        attention = experts = plan.node
         senders = receivers = plan.pool.nodes if plan.kind == "expert" else 1
         per_node = -(-plan.model.experts // receivers)
-    sizes: dict[str, Any] = {
-        "model": plan.model,
-        "attention_node": attention,
-        "expert_node": experts,
-        "efficiency": plan.efficiency,
-    }
+    made = RooflineCompute(attention_node=attention, expert_node=experts)
     if isinstance(plan, ColocatedPlan) and plan.kind == "tensor":
-        made = SlicedCompute(**sizes, hand_over=plan.hand_over_seconds)
-    else:
-        made = RooflineCompute(**sizes)
+        made = SlicedCompute(attention_node=attention, expert_node=experts, hand_over=plan.hand_over_seconds)
     if expert_LYP is None:
         expert_LYP = np.repeat(_in_order(plan.model.experts, receivers, per_node)[None], plan.model.layers, axis=0)
     _check_placed(plan, expert_LYP, receivers)
@@ -208,14 +200,12 @@ def site_of(plan: Plan, expert_LYP: Int[ndarray, "L Y P"] | None = None, compute
     near_XY = same_XY.copy()
     inside = 1
     if shared:
-        inside = max(1, attention[0].node_size // attention[1])
+        inside = max(1, attention.gpu.node_size // attention.ways)
         inside = min(senders, inside) if senders % inside == 0 or senders < inside else 1
         server = np.arange(senders) // inside
         same_XY = np.eye(senders, dtype=bool)
         near_XY = (server[:, None] == server) & ~same_XY
     return Site(
-        model=plan.model,
-        efficiency=plan.efficiency,
         compute=compute or made,
         attention_node=attention,
         expert_node=experts,
