@@ -119,8 +119,8 @@ def attention_nodes() -> Iterator[dict]:
                 {nodes: one.steady_tokens_per_second / one.gpus for nodes, one in modelled.items()},
             ),
             (
-                SIMULATED, "simulated", {nodes: one.mean_seconds for nodes, one in found.items()},
-                {nodes: one.per_gpu for nodes, one in found.items()},
+                SIMULATED, "simulated", {nodes: one.iteration_seconds for nodes, one in found.items()},
+                {nodes: one.tokens_per_second_per_gpu for nodes, one in found.items()},
             ),
         ):  # fmt: skip
             yield from _sweep_rows(table, label, ways, seconds, per_gpu)

@@ -133,7 +133,7 @@ def simulated_nodes(quick: bool) -> Iterator[dict]:
             for nodes in range(max(1, plan.attention.nodes // 2), most + 1):
                 tried = _filled(replace(plan, attention=plan.attention._replace(nodes=nodes)))
                 if tried is not None:
-                    found[nodes] = simulate_serving(tried, Scenario(steps=6, warm_up=2, routes=routes)).per_price
+                    found[nodes] = simulate_serving(tried, Scenario(steps=6, warm_up=2, routes=routes)).tokens_per_second_per_price
             best = max(found, key=lambda nodes: found[nodes])
             yield row(
                 "acceptance", f"searched attention nodes / best, {name}, {gpu} + {expert_gpu}",
@@ -191,7 +191,7 @@ def transports(quick: bool) -> Iterator[dict]:
         scenario = Scenario(steps=6 if quick else 10, warm_up=2, routes=_uniform(model))
         plan = _best_apart(model, ("a800",), "gpus")
         slower = _best_apart(model, ("a800",), "gpus", NCCL_LIKE.factor)
-        found = [simulate_serving(one, scenario).per_gpu for one in (plan, slower)]
+        found = [simulate_serving(one, scenario).tokens_per_second_per_gpu for one in (plan, slower)]
         yield row(
             "colocated", f"{name}, a800, M2N / NCCL-like messages, per GPU", found[0] / found[1], test=6,
             label="simulated", unit="ratio of tokens/s per GPU, price or watt", apart=found[0], colocated=found[1],
@@ -226,7 +226,11 @@ def _cited(name: str, objective: str, kind: str, other: str) -> str:
 
 
 def _figure(result: ServingResult, objective: str) -> float:
-    return {"gpus": result.per_gpu, "price": result.per_price, "watts": result.per_watt}[objective]
+    return {
+        "gpus": result.tokens_per_second_per_gpu,
+        "price": result.tokens_per_second_per_price,
+        "watts": result.tokens_per_second_per_watt,
+    }[objective]
 
 
 def copies() -> Iterator[dict]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Callable
 
 from fastapi import HTTPException, Request
 
 from relibra.errors import ConfigError
 from relibra.rl.rollout.served.api_key import is_key, place_of_key, read_key_text
-
-_ASK = {"WWW-Authenticate": "Bearer"}
 
 
 def read_api_keys(source: str) -> tuple[str, ...]:
@@ -32,23 +31,18 @@ def read_api_keys(source: str) -> tuple[str, ...]:
     return keys
 
 
-class AccessList:
-    """Keys that open a server."""
+def key_check(keys: tuple[str, ...]) -> Callable[[Request], None]:
+    """Return what raises HTTPException (401) for a request without one of the keys; without keys everybody may ask."""
+    digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
-    def __init__(self, keys: tuple[str, ...]) -> None:
-        """Keep the digests of keys; without keys everybody may ask."""
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    def check(self, request: Request) -> None:
-        """Raise HTTPException (401) for a request without one of the keys."""
-        if not self._digests:
-            return
+    def check(request: Request) -> None:
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
-        found = [known for known in self._digests if hmac.compare_digest(known, digest)]
+        found = [known for known in digests if hmac.compare_digest(known, digest)]
+        message = "the key of the header Authorization is none of this server's: ask its operator for one"
         if kind.lower() != "bearer":
-            raise HTTPException(401, "this server asks for a key: send the header Authorization: Bearer KEY", _ASK)
-        if not found:
-            raise HTTPException(
-                401, "the key of the header Authorization is none of this server's: ask its operator for one", _ASK
-            )
+            message = "this server asks for a key: send the header Authorization: Bearer KEY"
+        if digests and (kind.lower() != "bearer" or not found):
+            raise HTTPException(401, message, {"WWW-Authenticate": "Bearer"})
+
+    return check

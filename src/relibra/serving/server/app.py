@@ -15,7 +15,6 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Respons
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 
-from relibra.serving.server.access import AccessList
 from relibra.serving.server.admission import Admission
 from relibra.serving.server.bodies import ChatBody, CompletionBody, TokenBody
 from relibra.serving.server.choice import Choice
@@ -49,9 +48,13 @@ Workers = Callable[[], AbstractAsyncContextManager[tuple[Admission, ServedWeight
 
 
 def make_app(
-    workers: Workers, model: ServedName, codec: TextCodec, access: AccessList, metrics: ServerMetrics
+    workers: Workers,
+    model: ServedName,
+    codec: TextCodec,
+    check_key: Callable[[Request], None],
+    metrics: ServerMetrics,
 ) -> FastAPI:
-    """Return the application of a model."""
+    """Return the application of a model; `check_key` rejects requests of strangers."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -61,7 +64,7 @@ def make_app(
     app = FastAPI(lifespan=lifespan, openapi_url=None)
     app.add_middleware(CountAnswers, metrics=metrics)
     add_error_handlers(app)
-    anybody, clients = APIRouter(), APIRouter(dependencies=[Depends(access.check)])
+    anybody, clients = APIRouter(), APIRouter(dependencies=[Depends(check_key)])
     started = int(time.time())
 
     @anybody.get("/health")

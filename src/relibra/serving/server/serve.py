@@ -22,7 +22,7 @@ from relibra.errors import ConfigError
 from relibra.field_checks import check_fields
 from relibra.serving.launch import RunningWorkers
 from relibra.serving.layout import WorkerLayout
-from relibra.serving.server.access import AccessList, read_api_keys
+from relibra.serving.server.access import key_check, read_api_keys
 from relibra.serving.server.admission import Admission, ServerLimits
 from relibra.serving.server.app import ServedName, make_app
 from relibra.serving.server.metrics import ServerMetrics
@@ -131,7 +131,7 @@ def serve(
 
         about = ServedName(name=settings.name, max_length=layout.max_length, config=_as_vllm(model))
         config = uvicorn.Config(
-            make_app(workers, about, load_codec(folder), AccessList(keys), metrics),
+            make_app(workers, about, load_codec(folder), key_check(keys), metrics),
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=5,

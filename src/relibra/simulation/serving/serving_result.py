@@ -21,7 +21,7 @@ FULL = 0.97
 class ServingResult:
     """Figures of the steps that count; all simulated.
 
-    mean_seconds, median_seconds, p99_seconds    of an iteration: between two tokens of a request
+    iteration_seconds, p99_seconds               mean time between two tokens of a request, and its 99th percentile
     tokens_per_second                            of the instance
     attention_busy, experts_busy, network_busy   share of the time that the mean node computes, that the busiest NIC
                                                  sends or receives
@@ -33,11 +33,8 @@ class ServingResult:
                                                  or "round trip": nothing of these is full
     """
 
-    gpus: int
-    price: float
-    watts: float
-    mean_seconds: float
-    median_seconds: float
+    plan: Plan
+    iteration_seconds: float
     p99_seconds: float
     tokens_per_second: float
     attention_busy: float
@@ -54,19 +51,19 @@ class ServingResult:
     last: tuple[Work, Events]
 
     @property
-    def per_gpu(self) -> float:
+    def tokens_per_second_per_gpu(self) -> float:
         """Return tokens per second and GPU, those of experts included."""
-        return self.tokens_per_second / self.gpus
+        return self.tokens_per_second / self.plan.gpus
 
     @property
-    def per_price(self) -> float:
+    def tokens_per_second_per_price(self) -> float:
         """Return tokens per second and price."""
-        return self.tokens_per_second / self.price
+        return self.tokens_per_second / self.plan.price
 
     @property
-    def per_watt(self) -> float:
+    def tokens_per_second_per_watt(self) -> float:
         """Return tokens per second and watt."""
-        return self.tokens_per_second / self.watts
+        return self.tokens_per_second / self.plan.watts
 
     @property
     def bubble(self) -> float:
@@ -156,11 +153,8 @@ class Tally:
         assert self._last is not None, "at least one step was run"
         waits = self._waits()
         return ServingResult(
-            gpus=self._plan.gpus,
-            price=float(self._plan.price),
-            watts=float(self._plan.watts),
-            mean_seconds=float(iterations.mean()),
-            median_seconds=float(np.median(iterations)),
+            plan=self._plan,
+            iteration_seconds=float(iterations.mean()),
             p99_seconds=float(np.quantile(iterations, 0.99)),
             tokens_per_second=rounds * self._tokens / elapsed,
             attention_busy=busy["attention"],
