@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relibra import write_trace
+from relibra import ConfigError, write_trace
+from relibra.cli.serve.run import ALONE, planned_workers
 from relibra.planning.deployment.accelerator import Accelerator, accelerator
 from relibra.planning.deployment.deployment_files import read_deployment
 from relibra.routing.synthetic import TraceShape, domain_trace
@@ -46,16 +47,23 @@ def test_it_says_when_not_to_separate(run):
     assert body["gain"] < 1
 
 
-def test_sizes_are_read_from_a_config(run, tmp_path):
+def test_a_server_takes_its_workers_from_a_plan_of_its_config(run, tmp_path):
     config = {
         "model_type": "mixtral", "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
         "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 2048,
         "vocab_size": 1000,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    code, out, _ = run("serve", "plan", tmp_path, "--gpus", "l40s", "--max-gpus", "16", "--json")
+    path = tmp_path / "plan.json"
+    code, out, _ = run("serve", "plan", tmp_path, "--gpus", "l40s", "--max-gpus", "8", "--output", path, "--json")
     assert code == 0
-    assert all(pair["gpus"] <= 16 for pair in json.loads(out)["pairs"])
+    assert all(pair["gpus"] <= 8 for pair in json.loads(out)["pairs"])
+    plan = read_deployment(path)
+    assert planned_workers(path, tmp_path) == (plan.attention.nodes, plan.experts.nodes, plan.micro_batches)
+    assert planned_workers(None, tmp_path) == ALONE
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_local_experts": 4}))
+    with pytest.raises(ConfigError, match=r"2 of 8 experts, hidden 1024.*has 4 layers, 2 of 4 experts"):
+        planned_workers(path, tmp_path)
 
 
 @pytest.mark.parametrize(

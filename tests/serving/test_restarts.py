@@ -95,14 +95,19 @@ def test_queued_requests_wait_for_the_only_attention_worker(tmp_path):
 
 
 @pytest.mark.parametrize("spare", [0, 2])
-def test_expert_worker_returns_with_weights_of_the_last_update(spare, tmp_path):
+def test_killed_experts_are_named_and_return_with_the_last_weights(spare, tmp_path):
     model = write_model("Qwen3MoeForCausalLM", tmp_path / "model")
     options = ("--experts", "2", "--spare-experts", str(spare), "--updates", "--timeout", "10")
     with relibra_serve(tmp_path / "model", *options) as (url, process):
         other = write_other_weights(model, tmp_path / "other")
         assert load_weights(url, tmp_path / "other").status_code == 200
         assert tokens_of(answered(url, **BODY)) == other
-        os.kill(min(workers_of(process)), signal.SIGKILL)
+        os.kill(min(workers_of(process)), signal.SIGKILL)  # expert workers are started first
+        if not spare:
+            began, answer = time.monotonic(), complete(url, **BODY)
+            assert answer.status_code == 503
+            assert "expert workers [0] are lost" in answer.json()["error"]["message"]
+            assert time.monotonic() - began < 10
         await_health(url, 503)
         assert load_weights(url, tmp_path / "model").status_code == 503, "a worker is missing"
         await_health(url, 200)
