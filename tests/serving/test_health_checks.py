@@ -76,14 +76,14 @@ def test_silent_workers_are_shown_and_expert_workers_given_up(quick):
     async def watch(server):
         seen = []
         while not any("no memory" in one for one in server.lost):
-            states = [(one.role, one.number, one.pid, one.state) for one in server.states]
+            states = [(one["role"], one["number"], one["pid"], one["state"]) for one in server.states]
             if not seen or states != seen[-1]:
                 seen.append(states)
             await asyncio.sleep(0.001)
-        silence = server.states[0].silent_seconds
+        silence = server.states[0]["silent_seconds"]
         while len(server.lost) < 2:
             await asyncio.sleep(0.001)
-        said, state, failure, lost = server.lost, server.states[0].state, server.failure, server.lost_records
+        said, state, failure, lost = server.lost, server.states[0]["state"], server.failure, server.lost_records
         return seen, silence, said, state, failure, lost
 
     seen, silence, said, state, failure, lost = asyncio.run(with_clients(watch))
@@ -101,6 +101,6 @@ def test_nobody_is_blamed_while_workers_read_weights(quick):
     async def watch(server):
         async with server.changing:
             await asyncio.sleep(0.2)
-            return [one.state for one in server.states]
+            return [one["state"] for one in server.states]
 
     assert asyncio.run(with_clients(watch)) == ["ready", "ready"]

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -146,11 +146,10 @@ def plan(request: ServePlanRequest) -> None:
         raise ConfigError("--trace, --copies, --measured, --rate and --timeline are of a simulation: add --simulate")
     arrivals = None if request.rate is None else Arrivals.read(request.rate, request.lengths)
     model, gpus = open_served_model(request.model), request.choices()
-    time = TokenTime.read(request.tpot)
     space = SearchSpace(objective=request.objective.value, most_gpus=request.max_gpus)
-    level = ServiceLevel(seconds_per_token=time.seconds, context=request.context, expert_skew=request.skew)
+    level = ServiceLevel(seconds_per_token=read_seconds(request.tpot), context=request.context, expert_skew=request.skew)
     with progress(f"searching deployments of {model.name}"):
-        decision = decide(model, level, gpus, space, Efficiency(), time=time.words)
+        decision = decide(model, level, gpus, space, Efficiency())
     if request.output is not None:
         if decision.best is None:
             print_note(f"{request.output} is not written: no deployment with attention and experts apart fits")
@@ -171,7 +170,7 @@ def plan(request: ServePlanRequest) -> None:
     facts = {
         "model": model.name,
         "sizes": {"layers": model.layers, "experts": model.experts, "top_k": model.top_k},
-        "seconds_per_token": time.seconds,
+        "seconds_per_token": level.seconds_per_token,
         "context": level.context,
         **figures(decision),
         "simulated": [run_figures(*run) for run in runs.items()],
@@ -196,33 +195,25 @@ def open_served_model(name: str) -> ServedModel:
     return served_model(shape)
 
 
-class TokenTime(NamedTuple):
-    """Most time per output token: in seconds, and in the words of the user."""
+def read_seconds(text: str) -> float:
+    """Return the seconds of a time, written as a number and its unit.
 
-    seconds: float
-    words: str
+    raises    ConfigError for anything else, also a number alone, and for a time out of range
 
-    @staticmethod
-    def read(text: str) -> TokenTime:
-        """Return a time, written as a number and its unit.
+    >>> read_seconds("150ms"), read_seconds("1s")
+    (0.15, 1.0)
+    """
+    from relibra.planning.deployment.service_level import LEAST_SECONDS, MOST_SECONDS
 
-        raises    ConfigError for anything else, also a number alone, and for a time out of range
-
-        >>> TokenTime.read("150ms"), TokenTime.read("1s")
-        (TokenTime(seconds=0.15, words='150 ms'), TokenTime(seconds=1.0, words='1 s'))
-        """
-        from relibra.planning.deployment.service_level import LEAST_SECONDS, MOST_SECONDS
-
-        found = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{0,9})?)\s*(ms|s|us|)\s*", text)
-        if found is None or float(found[1]) == 0:
-            raise ConfigError(f"--tpot {text!r}: it must be a time above 0 with its unit, such as 150ms or 0.15s")
-        number, unit = found[1], found[2]
-        if not unit:
-            raise ConfigError(f"--tpot {text!r} has no unit: allowed are us, ms and s, such as 150ms or 0.15s")
-        seconds = float(number) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
-        if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
-            raise ConfigError(f"--tpot {text!r} is out of range: it must be from 1us to {MOST_SECONDS:g}s")
-        return TokenTime(seconds, f"{number} {unit}")
+    found = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{0,9})?)\s*(ms|s|us|)\s*", text)
+    if found is None or float(found[1]) == 0:
+        raise ConfigError(f"--tpot {text!r}: it must be a time above 0 with its unit, such as 150ms or 0.15s")
+    if not found[2]:
+        raise ConfigError(f"--tpot {text!r} has no unit: allowed are us, ms and s, such as 150ms or 0.15s")
+    seconds = float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
+    if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
+        raise ConfigError(f"--tpot {text!r} is out of range: it must be from 1us to {MOST_SECONDS:g}s")
+    return seconds
 
 
 def figures(decision: Decision) -> dict[str, Any]:

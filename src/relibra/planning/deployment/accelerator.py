@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -104,19 +104,22 @@ def accelerator(name: str, more: Mapping[str, Accelerator] | None = None) -> Acc
     return known[name.lower()]
 
 
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """Return the content of a file; raises ConfigError when it cannot be read, naming `what` it should be."""
+    text = read_bounded(path, _MAX_FILE_BYTES, ConfigError, what)
+    try:
+        return tomllib.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
 def read_accelerators(path: Path | str) -> dict[str, Accelerator]:
     """Return the accelerators of a TOML file: a table per accelerator, whose keys are the fields of `Accelerator`.
 
     raises    ConfigError when the file cannot be read, or a table is not an accelerator
     """
-    path = Path(path)
-    text = read_bounded(path, _MAX_FILE_BYTES, ConfigError, "a TOML file of accelerators")
-    try:
-        tables = tomllib.loads(text.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
     found = {}
-    for name, table in tables.items():
+    for name, table in read_toml(Path(path), "a TOML file of accelerators").items():
         given = {"name": name.lower(), **table} if isinstance(table, dict) else table
         check_fields(Accelerator, given, f"{path}: [{name}]", ConfigError)
         found[name.lower()] = Accelerator(**given)

@@ -14,7 +14,7 @@ from itertools import product
 from typing import Literal
 
 from relibra.planning.deployment.accelerator import NODE_SIZES, Accelerator
-from relibra.planning.deployment.deployment_plan import Objective, Pool, cache_rows, per_unit
+from relibra.planning.deployment.deployment_plan import Objective, Pool, cache_rows
 from relibra.planning.deployment.performance import Efficiency, Node
 from relibra.planning.deployment.pipeline_time import StageSeconds
 from relibra.planning.deployment.served_model import BYTES, ServedModel
@@ -134,16 +134,10 @@ def search_colocated(
     kinds: tuple[Kind, ...] = ("tensor", "expert"), most_gpus: int = 0,
 ) -> ColocatedPlan | None:  # fmt: skip
     """Return the colocated plan of most tokens per unit on one of several accelerators; None: none fits."""
-    best: tuple[float, ColocatedPlan] | None = None
-    for shape in _shapes(model, level, gpus, efficiency, kinds):
-        if most_gpus and shape.gpus > most_gpus:
-            continue
-        plan = fill_colocated(shape)
-        if plan is not None:
-            found = per_unit(plan.steady_tokens_per_second, objective, plan.price, plan.watts, plan.gpus)
-            if best is None or found > best[0]:
-                best = found, plan
-    return None if best is None else best[1]
+    shapes = _shapes(model, level, gpus, efficiency, kinds)
+    filled = [fill_colocated(shape) for shape in shapes if not most_gpus or shape.gpus <= most_gpus]
+    found = [plan for plan in filled if plan is not None]
+    return max(found, key=lambda plan: plan.steady_tokens_per_second / getattr(plan, objective), default=None)
 
 
 def fill_colocated(shape: ColocatedPlan) -> ColocatedPlan | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from relibra.errors import PlanError
 from relibra.planning.deployment.accelerator import Accelerator
 from relibra.planning.deployment.colocated import ColocatedPlan, Kind, search_colocated
-from relibra.planning.deployment.deployment_plan import DeploymentPlan, Objective, per_unit
+from relibra.planning.deployment.deployment_plan import DeploymentPlan, Objective
 from relibra.planning.deployment.performance import Efficiency
 from relibra.planning.deployment.search import SearchSpace, search_pairs
 from relibra.planning.deployment.served_model import ServedModel
@@ -48,7 +48,7 @@ class Decision:
 
     def figure(self, plan: DeploymentPlan | ColocatedPlan) -> float:
         """Return tokens per second and unit of the objective, without filling and draining on either side."""
-        return per_unit(plan.steady_tokens_per_second, self.objective, plan.price, plan.watts, plan.gpus)
+        return float(plan.steady_tokens_per_second / getattr(plan, self.objective))
 
 
 def decide(
@@ -57,14 +57,8 @@ def decide(
     gpus: Sequence[Accelerator],
     space: SearchSpace,
     efficiency: Efficiency,
-    *,
-    time: str = "",
 ) -> Decision:
-    """Search deployments with and without separation under the same formulas.
-
-    time      per token as the user wrote it, for a message; empty: in seconds
-    raises    PlanError when nothing fits
-    """
+    """Search deployments with and without separation under the same formulas; raises PlanError when nothing fits."""
     decision = _search(model, level, gpus, space, efficiency)
     if not decision.pairs and not decision.colocated:
 
@@ -75,8 +69,7 @@ def decide(
         limit = "" if not space.most_gpus else f" of at most {plural(space.most_gpus, 'GPU')}"
         raise PlanError(
             f"no deployment{limit} of {model.name!r} on {', '.join(gpu.name for gpu in gpus)} answers within "
-            f"{time or f'{level.seconds_per_token:g} s'} per token with {level.context:g} "
-            f"token{'' if level.context == 1 else 's'} of context: {remedy(level, space, fits)}"
+            f"{level.seconds_per_token:g} s per token with a context of {level.context:g}: {remedy(level, space, fits)}"
         )
     best = tuple(sorted(decision.colocated, key=lambda plan: (-decision.figure(plan), plan.kind)))
     return replace(decision, colocated=best)

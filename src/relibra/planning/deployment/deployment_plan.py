@@ -187,10 +187,3 @@ def cache_rows(
     copies = pool.ways / min(pool.ways, model.cache_ways)
     room = memory - BYTES * model.attention_values - others
     return max(0, int(room // (micro_batches * model.cache_bytes(level.context) * copies)))
-
-
-def per_unit(
-    tokens_per_second: int | float, objective: Objective, price: int | float, watts: int | float, gpus: int
-) -> float:
-    """Return tokens per second and unit of the objective."""
-    return tokens_per_second / {"price": price, "watts": watts, "gpus": gpus}[objective]

@@ -23,7 +23,6 @@ from relibra.planning.deployment.deployment_plan import (
     Pool,
     cache_rows,
     experts_fit,
-    per_unit,
 )
 from relibra.planning.deployment.performance import Efficiency, Node, stage_seconds
 from relibra.planning.deployment.pipeline_time import StageSeconds, drained_seconds, iteration_seconds
@@ -134,9 +133,8 @@ def _best_filled(
 
     rows_X = _most_rows(seconds_X, most_X, level.seconds_per_token)
     tokens_X = rows_X * micro_X * nodes_X / drained_seconds(stage_X(np.maximum(1, rows_X)), micro_X, model.layers)
-    price_X, watts_X = node.price * nodes_X + experts.price, node.watts * nodes_X + experts.watts
-    gpus_X = node.gpus * nodes_X + experts.gpus
-    best = int(np.argmax(tokens_X / {"price": price_X, "watts": watts_X, "gpus": gpus_X}[space.objective]))
+    units_X = getattr(node, space.objective) * nodes_X + getattr(experts, space.objective)
+    best = int(np.argmax(tokens_X / units_X))
     if not rows_X[best]:
         return None
     return DeploymentPlan(
@@ -169,7 +167,7 @@ def balanced_nodes(attention: Node, experts: Node, per_node: int, level: Service
 
 def value(plan: DeploymentPlan, objective: Objective) -> float:
     """Return tokens per second and unit of an objective."""
-    return per_unit(plan.tokens_per_second, objective, plan.price, plan.watts, plan.gpus)
+    return float(plan.tokens_per_second / getattr(plan, objective))
 
 
 def _ways(space: SearchSpace, gpu: Accelerator) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from types import TracebackType
 
 
@@ -17,33 +16,24 @@ class ComputeToken:
 
     def __init__(self) -> None:
         """Begin free."""
-        self._mutex = threading.Lock()
-        self._waiting: deque[threading.Lock] = deque()
-        self._held = False
-        self._since = 0.0
-        self.busy_seconds = 0.0
+        self._turn = threading.Condition()
+        self._asked = self._served = 0
+        self._since = self.busy_seconds = 0.0
 
     def acquire(self) -> None:
         """Wait for the token."""
-        with self._mutex:
-            if not self._held:
-                self._held, self._since = True, time.perf_counter()
-                return
-            gate = threading.Lock()
-            gate.acquire()
-            self._waiting.append(gate)
-        gate.acquire()
+        with self._turn:
+            ticket = self._asked
+            self._asked += 1
+            self._turn.wait_for(lambda: self._served == ticket)
+            self._since = time.perf_counter()
 
     def release(self) -> None:
         """Hand the token to the one that has waited longest."""
-        with self._mutex:
-            now = time.perf_counter()
-            self.busy_seconds += now - self._since
-            self._since = now
-            if self._waiting:
-                self._waiting.popleft().release()
-            else:
-                self._held = False
+        with self._turn:
+            self.busy_seconds += time.perf_counter() - self._since
+            self._served += 1
+            self._turn.notify_all()
 
     def __enter__(self) -> None:
         self.acquire()

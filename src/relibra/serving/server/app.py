@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
@@ -70,8 +70,7 @@ def make_app(
     @anybody.get("/health")
     async def health() -> Response:
         workers = app.state.admission.clients
-        body: dict[str, Any] = {"running": workers.running, "rebalanced": workers.rebalanced}
-        body["workers"] = [asdict(worker) for worker in workers.states]
+        body = {"running": workers.running, "rebalanced": workers.rebalanced, "workers": workers.states}
         lost = {"error": "; ".join(workers.lost)} if workers.lost else {}
         return JSONResponse(body | lost, status_code=503 if lost else 200)
 

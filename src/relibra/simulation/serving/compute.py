@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,10 +13,9 @@ from pydantic import Field
 
 from relibra.errors import ConfigError
 from relibra.field_checks import check_fields
-from relibra.files import read_bounded
+from relibra.planning.deployment.accelerator import read_toml
 from relibra.planning.deployment.performance import Node
 
-_MOST_FILE_BYTES = 1 << 20
 _Number = Annotated[int | float, Field(ge=0, le=1e9)]
 Table = tuple[tuple[_Number, _Number], ...]
 
@@ -91,11 +89,7 @@ def read_measured(path: Path) -> MeasuredCompute:
 
     raises    ConfigError when the file cannot be read, or its tables are none
     """
-    text = read_bounded(path, _MOST_FILE_BYTES, ConfigError, "a TOML file of measured seconds")
-    try:
-        found = tomllib.loads(text.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
+    found = read_toml(path, "a TOML file of measured seconds")
     if found.keys() != {"attention", "expert"} or not all(isinstance(pairs, list) for pairs in found.values()):
         raise ConfigError(
             f"{path} must have two lists of [rows, seconds]: attention, a layer of a node, and expert, one expert"

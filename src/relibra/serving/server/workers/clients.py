@@ -26,7 +26,6 @@ from relibra.serving.server.workers.connection import (
     LEAST_PATIENCE,
     Connection,
     LostRecord,
-    WorkerState,
     change_weights,
     connection_to,
 )
@@ -98,7 +97,7 @@ class WorkerClients:
         ]
 
     @property
-    def states(self) -> list[WorkerState]:
+    def states(self) -> list[dict[str, Any]]:
         """Each worker, attention first."""
         return [worker.state() for worker in self._everyone]
 

@@ -23,22 +23,6 @@ LEAST_PATIENCE = 10.0
 """Least silence from which on a worker hangs: a machine may be busy."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerState:
-    """A worker as `/health` shows it.
-
-    pid              of its process, or of the last one where it is gone
-    state            "ready"; "silent": it does not answer; "lost": it is gone, and comes back where it can
-    silent_seconds   since when it does not answer; 0: it is not silent
-    """
-
-    role: str
-    number: int
-    pid: int
-    state: str
-    silent_seconds: float
-
-
 class LostRecord(NamedTuple):
     """A worker whose process has ended at a Unix time, and with it what it had recorded."""
 
@@ -74,11 +58,15 @@ class Connection:
         """Role and number."""
         return f"{self.role} worker {self.number}"
 
-    def state(self) -> WorkerState:
-        """Return what `/health` shows of it."""
+    def state(self) -> dict[str, Any]:
+        """Return what `/health` shows of it: who it is, and since when it does not answer.
+
+        "ready"; "silent": it does not answer; "lost": it is gone, and comes back where it can
+        """
         silence = self.silence if not self.lost and self.silence >= SHOWN_SECONDS else 0.0
         state = "lost" if self.lost else "silent" if silence else "ready"
-        return WorkerState(role=self.role, number=self.number, pid=self.pid, state=state, silent_seconds=silence)
+        who = {"role": self.role, "number": self.number, "pid": self.pid}
+        return {**who, "state": state, "silent_seconds": silence}
 
     def send(self, frame: dict[str, Any]) -> None:
         """Queue a frame to the worker, unless it is gone."""
