@@ -48,9 +48,9 @@ class Served:
 
 
 @contextmanager
-def expert_threads(folder: Path, layout: WorkerLayout, secret: bytes) -> Iterator[tuple[list[ExpertWorker], list[str]]]:
-    """Run expert workers as threads; yield them and their addresses."""
-    workers, addresses = [], []
+def expert_threads(folder: Path, layout: WorkerLayout, secret: bytes) -> Iterator[tuple[list[ExpertWorker], list]]:
+    """Run expert workers as threads; yield them, and the address and the experts of each."""
+    workers, places = [], []
     with ExitStack() as stack:
         sockets = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         tensors = open_checkpoint(folder)
@@ -70,13 +70,13 @@ def expert_threads(folder: Path, layout: WorkerLayout, secret: bytes) -> Iterato
             )
             inbox = ExpertInbox(listener, shape, secret, ExchangeCounters())
             workers.append(ExpertWorker(layers, inbox))
-            addresses.append(address)
+            places.append((address, own))
             thread = threading.Thread(target=workers[-1].run, name=f"experts {number}")
             thread.start()
             stack.callback(inbox.release)
             stack.callback(thread.join)
             stack.callback(inbox.close)
-        yield workers, addresses
+        yield workers, places
 
 
 @contextmanager
@@ -84,10 +84,10 @@ def served_in_process(folder: Path, layout: WorkerLayout) -> Iterator[Served]:
     """Run a whole deployment as threads of this process."""
     secret = secrets.token_bytes(16)
     with ExitStack() as stack:
-        experts, addresses = stack.enter_context(expert_threads(folder, layout, secret))
+        experts, places = stack.enter_context(expert_threads(folder, layout, secret))
         attention = [AttentionWorker(folder, layout, number) for number in range(layout.attention)]
         served = Served(attention, experts)
         for worker in attention:
             stack.callback(worker.close)
-            worker.connect(addresses, secret, served.notify)
+            worker.connect(places, secret, served.notify)
         yield served

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -56,19 +57,18 @@ class RunningWorkers:
     ) -> None:
         """Start all workers and wait until attention is connected to the experts.
 
-        `experts_of` and `addresses` then say which experts each expert worker holds and where it listens,
-        `most_cache_bytes` what the KV cache of an attention worker takes when it is full.
+        `experts` then has the address of each expert worker and the experts that it holds, `most_cache_bytes` what the
+        KV cache of an attention worker takes when it is full.
 
         threads   of torch in each worker
         timeline  workers record what they do and when
         raises    ConfigError, EngineError for a model or layout that cannot be split, before any process starts; else
                   with the sentence of the first worker that failed
         """
-        place_experts(read_structure(folder, dtype).num_experts, layout.experts, layout.spare_experts)  # or raises
+        placement = place_experts(read_structure(folder, dtype).num_experts, layout.experts, layout.spare_experts)
         self.layout = layout
         self.workers: list[Worker] = []
-        self.experts_of: dict[int, list[int]] = {}
-        self.addresses: dict[int, str] = {}
+        self.experts: list[tuple[str, Sequence[int]]] = [("", experts) for experts in placement]
         self._starts = 0
         self._sockets = Path(tempfile.mkdtemp(prefix="relibra-"))
         secret = secrets.token_bytes(16).hex()
@@ -135,10 +135,6 @@ class RunningWorkers:
     ) -> None:
         self.stop()
 
-    def expert_addresses(self) -> list[tuple[str, list[int]]]:
-        """Return address and experts of each expert worker."""
-        return [(self.addresses[number], self.experts_of[number]) for number in range(self.layout.experts)]
-
     def start_from(self, folder: Path, stamp: FolderStamp) -> None:
         """Let workers that are started from now on load another folder of the same model.
 
@@ -156,7 +152,7 @@ class RunningWorkers:
         self._await_experts(number, time.monotonic() + LOADING_SECONDS)
         _log.warning("%s is back", self.workers[number].name)
 
-    def restart_attention(self, number: int) -> list[tuple[str, list[int]]]:
+    def restart_attention(self, number: int) -> list[tuple[str, Sequence[int]]]:
         """Start an attention worker again, and wait until it is connected; return where it found the experts.
 
         raises   EngineError as `restart_experts` does
@@ -186,13 +182,13 @@ class RunningWorkers:
         return answer
 
     def _await_experts(self, number: int, end: float) -> None:
-        """Wait until an expert worker has loaded; note its address and its experts."""
-        self.addresses[number], self.experts_of[number] = self._await_ready(self.workers[number], end)
+        """Wait until an expert worker has loaded; note its address."""
+        self.experts[number] = self._await_ready(self.workers[number], end), self.experts[number][1]
 
     def _connect(self, worker: Worker, end: float) -> dict[str, Any]:
         """Connect an attention worker that has loaded to the experts; return what it says, and where they were met."""
         self._await_ready(worker, end)
-        met = self.expert_addresses()
+        met = list(self.experts)
         worker.control.send({"connect": met})
         return {**self._answer(worker, "connect", end), "met": met}
 
@@ -204,7 +200,7 @@ class RunningWorkers:
     def _start(self, role: str, number: int) -> Worker:
         spec = {**self._spec, "role": role, "number": number}
         if role == "experts":
-            spec |= {"address": self.new_address(number), "experts": self.experts_of.get(number)}
+            spec |= {"address": self.new_address(number), "experts": self.experts[number][1]}
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(

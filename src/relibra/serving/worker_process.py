@@ -26,7 +26,6 @@ from relibra.errors import RelibraError, in_a_line
 from relibra.serving.channel import Channel, listen
 from relibra.serving.exchange.counters import ExchangeCounters
 from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
-from relibra.serving.expert_placement import place_experts
 from relibra.serving.layout import WorkerLayout
 from relibra.serving.messages import Generate, progress_of
 from relibra.serving.roles.attention_worker import AttentionWorker
@@ -68,17 +67,13 @@ class ExpertProcess:
         self._workers: list[tuple[ExpertWorker, threading.Thread]] = []
         self.recorder = _recorder(spec, self._layout)
 
-    def hold(self, experts: Several[int] | None, address: str) -> tuple[str, Several[int]]:
-        """Load experts and answer for them at an address from now on; return address and experts.
+    def hold(self, experts: Several[int], address: str) -> str:
+        """Load experts and answer for them at an address from now on; return the address.
 
-        experts  None: those of this worker in the first placement
         raises   ConfigError, EngineError as `read_structure` and `load_experts` do
         """
         layout = self._layout
         structure = read_structure(Path(self._spec["folder"]), self._spec["dtype"])
-        if experts is None:
-            placement = place_experts(structure.num_experts, layout.experts, layout.spare_experts)
-            experts = placement[self._spec["number"]]
         layers = load_experts(structure, open_checkpoint(Path(self._spec["folder"])), experts)
         listener, address = listen(address)
         shape = ExpertShape(
@@ -87,7 +82,7 @@ class ExpertProcess:
             num_layers=len(layers),
             hidden=structure.hidden,
             dtype=structure.dtype,
-            max_rows=self._layout.max_tokens * structure.top_k,
+            max_rows=layout.max_tokens * structure.top_k,
             timeout=layout.timeout,
         )
         inbox = ExpertInbox(listener, shape, bytes.fromhex(self._spec["secret"]), ExchangeCounters())
@@ -109,7 +104,7 @@ class ExpertProcess:
             former.inbox.close_when_left()
         self._workers = [one for one in self._workers if one[1].is_alive()]
         self._workers.append((worker, thread))
-        return address, experts
+        return address
 
     def change_weights(self, frame: dict[str, Any]) -> dict[str, Any]:
         """Read or use other weights; what is held later comes from their folder."""
@@ -152,8 +147,7 @@ def run_attention_worker(control: Channel, spec: dict[str, Any]) -> None:
             control.send({"progress": [progress_of(sequence) for sequence in sequences]})
 
     def connect(experts: Several[Any]) -> dict[str, Any]:
-        addresses, experts_of = zip(*experts, strict=True)
-        worker.connect(addresses, bytes.fromhex(spec["secret"]), report, experts_of)
+        worker.connect(experts, bytes.fromhex(spec["secret"]), report)
         return {"dtype": str(worker.shape.dtype), "most_cache_bytes": worker.most_cache_bytes}
 
     _answer_frames(

@@ -15,7 +15,6 @@ from relibra.engine.kv_cache import cache_bytes
 from relibra.engine.sequence import Sequence
 from relibra.replay.forward_cache import CACHE_NAME
 from relibra.serving.exchange.attention_side import ExchangeShape, SlotExchange
-from relibra.serving.expert_placement import place_experts
 from relibra.serving.layout import WorkerLayout
 from relibra.serving.roles.checkpoint import load_attention, open_checkpoint, read_structure
 from relibra.serving.roles.compute_token import ComputeToken
@@ -47,7 +46,7 @@ class AttentionWorker:
         self.model: Any = load_attention(structure, open_checkpoint(folder))
         use_remote_experts(self.model, structure.experts)
         self.shape = ExchangeShape(
-            experts_of=place_experts(structure.num_experts, layout.experts, layout.spare_experts),
+            experts_of=(),
             max_tokens=layout.max_tokens,
             top_k=structure.top_k,
             hidden=structure.hidden,
@@ -60,20 +59,17 @@ class AttentionWorker:
 
     def connect(
         self,
-        addresses: Several[str],
+        experts: Several[Several[Any]],
         secret: bytes,
         listener: Listener,
-        experts_of: Several[Several[int]] | None = None,
     ) -> None:
         """Open the channels of all micro-batches and start their threads.
 
-        addresses    of the expert workers, in their order
-        experts_of   what each of them holds; None: the first placement
-        raises       EngineError if an expert worker does not answer
+        experts   address of each expert worker, and the experts that it holds
+        raises    EngineError if an expert worker does not answer
         """
-        layout = self.layout
-        if experts_of is not None:
-            self.shape = replace(self.shape, experts_of=tuple(map(tuple, experts_of)))
+        layout, addresses = self.layout, [address for address, _ in experts]
+        self.shape = replace(self.shape, experts_of=tuple(tuple(held) for _, held in experts))
         for slot in range(layout.micro_batches):
             self._exchanges.append(
                 SlotExchange(

@@ -173,7 +173,7 @@ class WorkerClients:
         returns   whether anything has changed: a placement that is hardly better is left alone
         """
         model = self._model
-        current = tuple(tuple(model.experts_of[number]) for number in sorted(model.experts_of))
+        current = tuple(tuple(experts) for _, experts in model.experts)
         better = place_experts(len(load_E), len(current), model.layout.spare_experts, load_E)
         if worker_imbalance(current, load_E) <= WORTH_A_CHANGE * worker_imbalance(better, load_E):
             return False
@@ -182,10 +182,10 @@ class WorkerClients:
             if experts == current[number] or worker.lost:
                 continue
             worker.send({"hold": [experts, model.new_address(number)]})
-            answer = await asyncio.wait_for(worker.answers["hold"].get(), LOADING_SECONDS)
-            if answer is None:
+            address = await asyncio.wait_for(worker.answers["hold"].get(), LOADING_SECONDS)
+            if address is None:
                 return False  # it has failed, and is started again with what it held
-            model.addresses[number], model.experts_of[number] = answer
+            model.experts[number] = address, experts
             self._announce(number)
         self.rebalanced += 1
         return True
@@ -243,7 +243,7 @@ class WorkerClients:
     def _announce(self, number: int) -> None:
         """Send the attention workers where an expert worker is, and what it holds."""
         for worker in self._attention:
-            worker.send({"rejoin": [number, *self._model.expert_addresses()[number]]})
+            worker.send({"rejoin": [number, *self._model.experts[number]]})
 
     async def close(self) -> None:
         """Stop reading, and close the connections, which ends the workers."""
@@ -292,7 +292,7 @@ class WorkerClients:
             await asyncio.sleep(_POLL_SECONDS)
         known = await asyncio.to_thread(self._model.restart_attention, number)
         self._attention[number] = await connection_to(self._model.attention_workers[number])
-        for expert_worker, (before, now) in enumerate(zip(known, self._model.expert_addresses(), strict=True)):
+        for expert_worker, (before, now) in enumerate(zip(known, self._model.experts, strict=True)):
             if before != now:
                 self._attention[number].send({"rejoin": [expert_worker, *now]})
 
