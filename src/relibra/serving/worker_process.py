@@ -29,7 +29,7 @@ from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
 from relibra.serving.layout import WorkerLayout
 from relibra.serving.messages import Generate, progress_of
 from relibra.serving.roles.attention_worker import AttentionWorker
-from relibra.serving.roles.checkpoint import load_experts, open_checkpoint, read_structure
+from relibra.serving.roles.checkpoint import load_attention, load_experts, open_checkpoint, read_structure
 from relibra.serving.roles.expert_worker import ExpertWorker
 from relibra.serving.roles.new_weights import NewWeights
 from relibra.serving.worker_timeline import timeline_frame, worker_recorder
@@ -72,9 +72,9 @@ class ExpertProcess:
 
         raises   ConfigError, EngineError as `read_structure` and `load_experts` do
         """
-        layout = self._layout
-        structure = read_structure(Path(self._spec["folder"]), self._spec["dtype"])
-        layers = load_experts(structure, open_checkpoint(Path(self._spec["folder"])), experts)
+        layout, dtype, folder = self._layout, self._spec["dtype"], Path(self._spec["folder"])
+        structure = read_structure(folder, dtype)
+        layers = load_experts(structure, open_checkpoint(folder), experts)
         listener, address = listen(address)
         shape = ExpertShape(
             worker=self._spec["number"],
@@ -87,7 +87,9 @@ class ExpertProcess:
         )
         inbox = ExpertInbox(listener, shape, bytes.fromhex(self._spec["secret"]), ExchangeCounters())
         worker = ExpertWorker(layers, inbox, self.recorder)
-        self._weights = NewWeights(worker, self._spec["dtype"], experts)
+        self._weights = NewWeights(
+            layers, lambda path: load_experts(read_structure(path, dtype), open_checkpoint(path), experts)
+        )
 
         def work() -> None:
             try:
@@ -138,8 +140,11 @@ def run_attention_worker(control: Channel, spec: dict[str, Any]) -> None:
     """Load the model without experts, connect to them where the API server says, and generate until it is gone."""
     layout = WorkerLayout(**spec["layout"])
     recorder = _recorder(spec, layout)
-    worker = AttentionWorker(Path(spec["folder"]), layout, spec["number"], spec["dtype"], recorder)
-    weights = NewWeights(worker, spec["dtype"])
+    dtype = spec["dtype"]
+    worker = AttentionWorker(Path(spec["folder"]), layout, spec["number"], dtype, recorder)
+    weights = NewWeights(
+        [worker.model], lambda path: [load_attention(read_structure(path, dtype), open_checkpoint(path))]
+    )
     control.send({"ready": ""})
 
     def report(sequences: list[Sequence]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,50 +10,34 @@ import torch
 from torch import nn
 
 from relibra.errors import ConfigError, EngineError, RelibraError, in_a_line
-from relibra.serving.roles.attention_worker import AttentionWorker
-from relibra.serving.roles.checkpoint import load_attention, load_experts, open_checkpoint, read_structure
-from relibra.serving.roles.expert_worker import ExpertWorker
 
 
 class NewWeights:
     """Weights that a worker has read and does not use yet: it has room for both."""
 
-    def __init__(self, worker: AttentionWorker | ExpertWorker, dtype: str, experts: Sequence[int] = ()) -> None:
+    def __init__(self, present: Sequence[nn.Module], load: Callable[[Path], Sequence[nn.Module]]) -> None:
         """Begin with none.
 
-        experts   of an expert worker
+        present   modules of the worker
+        load      reads the same modules from another folder
         """
-        self._worker, self._dtype, self._experts = worker, dtype, experts
-        self._read: list[nn.Module] = []
+        self._present, self._load = present, load
+        self._read: Sequence[nn.Module] = ()
 
     def change(self, frame: dict[str, Any]) -> dict[str, Any]:
         """Read the folder of `read`, or use what was read; an empty `use` drops it. Return the answer."""
         if "use" in frame:
             if frame["use"]:
                 self._use()
-            self._read = []
+            self._read = ()
             return {"used": frame["use"]}
         try:
-            self._read = self._load(Path(frame["read"]))
+            read = self._load(Path(frame["read"]))
+            check_same_shapes(read, self._present, frame["read"])
         except Exception as error:  # noqa: BLE001 - a file of others: its error is the answer
             return {"failed": str(error) if isinstance(error, RelibraError) else in_a_line(error)}
+        self._read = read
         return {"read": frame["read"]}
-
-    def _load(self, folder: Path) -> list[nn.Module]:
-        structure, tensors = read_structure(folder, self._dtype), open_checkpoint(folder)
-        if isinstance(self._worker, ExpertWorker):
-            read = load_experts(structure, tensors, self._experts)
-        else:
-            read = [load_attention(structure, tensors)]
-        if len(read) != len(self._present):
-            raise ConfigError(f"{folder} holds {len(read)} layers of experts: this server has {len(self._present)}")
-        for new, old in zip(read, self._present, strict=True):
-            check_same_shapes(new, old, folder)
-        return read
-
-    @property
-    def _present(self) -> Sequence[nn.Module]:
-        return self._worker.layers if isinstance(self._worker, ExpertWorker) else [self._worker.model]
 
     def _use(self) -> None:
         if len(self._read) != len(self._present):
@@ -63,11 +47,13 @@ class NewWeights:
                 old.load_state_dict(new.state_dict(), assign=True)
 
 
-def check_same_shapes(new: nn.Module, old: nn.Module, folder: Path) -> None:
-    """Raise ConfigError where the parameters of two modules differ in names, shapes or types."""
-    shapes = [{name: (tuple(one.shape), one.dtype) for name, one in of.state_dict().items()} for of in (new, old)]
-    for name in sorted(shapes[0].keys() | shapes[1].keys()):
-        if shapes[0].get(name) != shapes[1].get(name):
-            raise ConfigError(
-                f"{folder} is of another model: {name} is {shapes[0].get(name)}, here {shapes[1].get(name)}"
-            )
+def check_same_shapes(new: Sequence[nn.Module], old: Sequence[nn.Module], folder: str) -> None:
+    """Raise ConfigError where the modules differ in number, or their parameters in names, shapes or types."""
+    if len(new) != len(old):
+        raise ConfigError(f"{folder} holds {len(new)} layers of experts: this server has {len(old)}")
+    for modules in zip(new, old, strict=True):
+        shapes = [{name: (tuple(one.shape), one.dtype) for name, one in of.state_dict().items()} for of in modules]
+        for name in sorted(shapes[0].keys() | shapes[1].keys()):
+            found, known = (of.get(name) for of in shapes)
+            if found != known:
+                raise ConfigError(f"{folder} is of another model: {name} is {found}, here {known}")
