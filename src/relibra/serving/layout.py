@@ -13,7 +13,7 @@ from relibra.field_checks import check_fields
 
 Transport = Literal["shared", "tcp"]
 """How rows travel: through memory that both processes map, or over TCP."""
-Workers = Annotated[int, Field(ge=1, le=64)]
+WorkerCount = Annotated[int, Field(ge=1, le=64)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,8 @@ class WorkerLayout:
     timeout         seconds that one side waits for the other before it gives up
     """
 
-    attention: Workers = 1
-    experts: Workers = 1
+    attention: WorkerCount = 1
+    experts: WorkerCount = 1
     micro_batches: Annotated[int, Field(ge=1, le=4)] = 2
     spare_experts: Annotated[int, Field(ge=0)] = 0
     transport: Transport = "shared"

@@ -73,33 +73,38 @@ def test_plans_that_break_a_rule_are_not_written(plan, tmp_path, changed, words)
     assert not (tmp_path / "plan.json").exists()
 
 
+TABLE = """
+[Mine]
+price = 2
+memory_bytes = 80e9
+memory_bytes_per_second = 3e12
+flops_per_second = 9e14
+network_bytes_per_second = 5e10
+peer_bytes_per_second = 4e11
+watts = 700
+node_size = 4
+"""
+
+
 def test_accelerators_of_a_file(tmp_path):
-    table = """
-    [Mine]
-    price = 2
-    memory_bytes = 80e9
-    memory_bytes_per_second = 3e12
-    flops_per_second = 9e14
-    network_bytes_per_second = 5e10
-    peer_bytes_per_second = 4e11
-    watts = 700
-    """
-    (tmp_path / "gpus.toml").write_text(table)
+    (tmp_path / "gpus.toml").write_text(TABLE)
     mine = read_accelerators(tmp_path / "gpus.toml")
-    assert accelerator("MINE", mine).price == 2
-    (tmp_path / "gpus.toml").write_text(table.replace("watts = 700", ""))
-    with pytest.raises(ConfigError, match=r"\[Mine\] has no entry 'watts'"):
-        read_accelerators(tmp_path / "gpus.toml")
-    (tmp_path / "gpus.toml").write_text(table.replace("price = 2", "pryce = 2"))
-    with pytest.raises(ConfigError, match=r"\[Mine\] has (no|unknown) entry 'pr"):
-        read_accelerators(tmp_path / "gpus.toml")
-    (tmp_path / "gpus.toml").write_text("Mine = 1")
-    with pytest.raises(ConfigError, match=r"\[Mine\]: it is 1"):
-        read_accelerators(tmp_path / "gpus.toml")
-    (tmp_path / "gpus.toml").write_text(table + "node_size = 4")
-    assert read_accelerators(tmp_path / "gpus.toml")["mine"].node_size == 4
-    (tmp_path / "gpus.toml").write_text(table.replace("price = 2", "price = -1"))
-    with pytest.raises(ConfigError, match="price is -1"):
-        read_accelerators(tmp_path / "gpus.toml")
+    assert (accelerator("MINE", mine).price, mine["mine"].node_size) == (2, 4)
     with pytest.raises(ConfigError, match="is unknown: allowed are l20"):
         accelerator("nothing")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (TABLE.replace("watts = 700", ""), r"\[Mine\] has no entry 'watts'"),
+        (TABLE.replace("price = 2", "pryce = 2"), r"\[Mine\] has (no|unknown) entry 'pr"),
+        ("Mine = 1", r"\[Mine\]: it is 1"),
+        (TABLE.replace("price = 2", "price = -1"), "price is -1"),
+        ("= 3", "is not TOML"),
+    ],
+)
+def test_files_without_accelerators_are_refused(text, words, tmp_path):
+    (tmp_path / "gpus.toml").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        read_accelerators(tmp_path / "gpus.toml")

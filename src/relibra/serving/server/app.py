@@ -43,12 +43,12 @@ class ServedName:
     config: dict[str, Any]
 
 
-Workers = Callable[[], AbstractAsyncContextManager[tuple[Admission, ServedWeights]]]
+OpenWorkers = Callable[[], AbstractAsyncContextManager[tuple[Admission, ServedWeights]]]
 """Connects to the workers, and ends them; in between there are the queue before them, and their weights."""
 
 
 def make_app(
-    workers: Workers,
+    open_workers: OpenWorkers,
     model: ServedName,
     codec: TextCodec,
     check_key: Callable[[Request], None],
@@ -58,7 +58,7 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with workers() as (app.state.admission, app.state.weights):
+        async with open_workers() as (app.state.admission, app.state.weights):
             yield
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)

@@ -112,7 +112,7 @@ def serve(
     with listener, RunningWorkers(folder, layout, dtype=dtype, threads=threads, timeline=recorded) as model:
 
         @asynccontextmanager
-        async def workers() -> AsyncIterator[tuple[Admission, ServedWeights]]:
+        async def open_workers() -> AsyncIterator[tuple[Admission, ServedWeights]]:
             clients = await WorkerClients.open(model, settings.rebalance_seconds)
             admission = Admission(clients, limits, metrics)
             url = f"http://{settings.host}:{listener.getsockname()[1]}"
@@ -131,7 +131,7 @@ def serve(
 
         about = ServedName(name=settings.name, max_length=layout.max_length, config=_as_vllm(model))
         config = uvicorn.Config(
-            make_app(workers, about, load_codec(folder), key_check(keys), metrics),
+            make_app(open_workers, about, load_codec(folder), key_check(keys), metrics),
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=5,
