@@ -52,11 +52,7 @@ class Decision:
 
 
 def decide(
-    model: ServedModel,
-    level: ServiceLevel,
-    gpus: Sequence[Accelerator],
-    space: SearchSpace,
-    efficiency: Efficiency,
+    model: ServedModel, level: ServiceLevel, gpus: Sequence[Accelerator], space: SearchSpace, efficiency: Efficiency
 ) -> Decision:
     """Search deployments with and without separation under the same formulas; raises PlanError when nothing fits."""
     decision = _search(model, level, gpus, space, efficiency)

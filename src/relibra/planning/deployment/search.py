@@ -64,11 +64,7 @@ PAPER_SPACE = SearchSpace(micro_batches=(3, 4), experts_per_node=(1,), node_coun
 
 
 def search_pairs(
-    model: ServedModel,
-    level: ServiceLevel,
-    gpus: Sequence[Accelerator],
-    space: SearchSpace,
-    efficiency: Efficiency,
+    model: ServedModel, level: ServiceLevel, gpus: Sequence[Accelerator], space: SearchSpace, efficiency: Efficiency
 ) -> list[DeploymentPlan]:
     """Return the best plan of every pair of accelerators that has one, best first; ties by names.
 

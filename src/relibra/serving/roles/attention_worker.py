@@ -58,10 +58,7 @@ class AttentionWorker:
         self._exchanges: list[SlotExchange] = []
 
     def connect(
-        self,
-        experts: Several[Several[Any]],
-        secret: bytes,
-        listener: Listener,
+        self, experts: Several[Several[Any]], secret: bytes, listener: Listener
     ) -> None:
         """Open the channels of all micro-batches and start their threads.
 

@@ -60,10 +60,7 @@ class ExpertWorker:
 
 
 def run_experts(
-    experts: nn.Module,
-    rows_YH: Float[Tensor, "Y H"],
-    counts_E: Integer[ndarray, " E"],
-    result_YH: Float[Tensor, "Y H"],
+    experts: nn.Module, rows_YH: Float[Tensor, "Y H"], counts_E: Integer[ndarray, " E"], result_YH: Float[Tensor, "Y H"]
 ) -> None:
     """Write the output of each row's expert, without gate weights, into `result_YH`.
 

@@ -113,11 +113,7 @@ class Site:
         return work, bytes_LMXY
 
     def _link_seconds(
-        self,
-        bytes_LMXY: Float64[ndarray, "L M X Y"],
-        sender: Node,
-        receiver: Node,
-        transport: Transport,
+        self, bytes_LMXY: Float64[ndarray, "L M X Y"], sender: Node, receiver: Node, transport: Transport
     ) -> tuple[Float64[ndarray, "L M X Y"], Float64[ndarray, "L M X Y"]]:
         """Return the time of both NICs; a message costs its bytes and those at which half the bandwidth is reached.
 
