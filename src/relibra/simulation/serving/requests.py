@@ -12,40 +12,22 @@ from jaxtyping import Float64, Int64, Shaped
 from numpy import ndarray
 from numpy.random import Generator
 
-from relibra.errors import ConfigError
 from relibra.simulation.rollout import LengthDistribution
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestStream:
-    """Requests in order of arrival: when they arrive in seconds, tokens of prompt and response.
-
-    raises    ConfigError for arrays of different lengths, falling arrivals or responses without tokens
-    """
+    """Requests in order of arrival: when they arrive in seconds, tokens of prompt and response (at least one)."""
 
     arrival_S: Float64[ndarray, " S"]
     prompt_S: Int64[ndarray, " S"]
     response_S: Int64[ndarray, " S"]
 
-    def __post_init__(self) -> None:
-        sizes = {len(self.arrival_S), len(self.prompt_S), len(self.response_S)}
-        if len(sizes) != 1 or not len(self.arrival_S):
-            raise ConfigError("a stream of requests has an arrival, a prompt and a response for each of at least one")
-        if (np.diff(self.arrival_S) < 0).any() or self.arrival_S[0] < 0:
-            raise ConfigError("requests must stand in the order of their arrivals, which begin at 0 or later")
-        if (self.prompt_S < 0).any() or (self.response_S < 1).any():
-            raise ConfigError("prompts have at least 0 tokens and responses at least 1")
-
 
 def poisson_stream(
     per_second: float, number: int, prompt: LengthDistribution, response: LengthDistribution, rng: Generator
 ) -> RequestStream:
-    """Return requests that arrive independently of each other.
-
-    raises    ConfigError for a rate that is not above 0
-    """
-    if not per_second > 0:
-        raise ConfigError(f"requests arrive at {per_second} per second: the rate must be above 0")
+    """Return requests that arrive independently of each other."""
     return RequestStream(
         arrival_S=np.cumsum(rng.exponential(1 / per_second, number)),
         prompt_S=prompt.draw(number, rng),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import Float64
 from numpy import ndarray
 from numpy.random import Generator
+from pydantic import Field
 
 from relibra.errors import ConfigError
+from relibra.field_checks import check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,21 +28,15 @@ class Transport:
     """
 
     name: str
-    factor: int | float = 1.0
-    jitter: int | float = 0.0
-    tail: int | float = 0.0
-    tail_factor: int | float = 1.0
-    window: int = 0
+    factor: Annotated[int | float, Field(gt=0)] = 1.0
+    jitter: Annotated[int | float, Field(ge=0)] = 0.0
+    tail: Annotated[int | float, Field(ge=0, le=1)] = 0.0
+    tail_factor: Annotated[int | float, Field(ge=1)] = 1.0
+    window: Annotated[int, Field(ge=0)] = 0
     ack_priority: bool = True
 
     def __post_init__(self) -> None:
-        if not (self.factor > 0 and self.jitter >= 0 and 0 <= self.tail <= 1 and self.tail_factor >= 1):
-            raise ConfigError(
-                f"transport {self.name!r} has factor {self.factor}, jitter {self.jitter}, tail {self.tail} x "
-                f"{self.tail_factor}: the factor is above 0, jitter at least 0, tail from 0 to 1, its factor at least 1"
-            )
-        if self.window < 0:
-            raise ConfigError(f"transport {self.name!r} has window {self.window}: it is at least 0")
+        check_fields(Transport, vars(self), f"transport {self.name!r}", ConfigError)
 
     def delays(self, seconds: Float64[ndarray, "*X"], rng: Generator) -> Float64[ndarray, "*X"]:
         """Return what is added to the times of messages by jitter and tails; 0 without both."""
