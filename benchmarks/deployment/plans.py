@@ -133,7 +133,9 @@ def simulated_nodes(quick: bool) -> Iterator[dict]:
             for nodes in range(max(1, plan.attention.nodes // 2), most + 1):
                 tried = _filled(replace(plan, attention=plan.attention._replace(nodes=nodes)))
                 if tried is not None:
-                    found[nodes] = simulate_serving(tried, Scenario(steps=6, warm_up=2, routes=routes)).tokens_per_second_per_price
+                    found[nodes] = simulate_serving(
+                        tried, Scenario(steps=6, warm_up=2, routes=routes)
+                    ).tokens_per_second_per_price
             best = max(found, key=lambda nodes: found[nodes])
             yield row(
                 "acceptance", f"searched attention nodes / best, {name}, {gpu} + {expert_gpu}",

@@ -263,4 +263,3 @@ def test_stopped_server_ends_its_answers_with_a_sentence(tmp_path):
         process.wait(30)
         assert time.monotonic() - stopped < 5, "no answer is waited for"
         assert process.stderr.read() in ("", "stopped\n"), "no traceback"
-

@@ -147,7 +147,9 @@ def plan(request: ServePlanRequest) -> None:
     arrivals = None if request.rate is None else Arrivals.read(request.rate, request.lengths)
     model, gpus = open_served_model(request.model), request.choices()
     space = SearchSpace(objective=request.objective.value, most_gpus=request.max_gpus)
-    level = ServiceLevel(seconds_per_token=read_seconds(request.tpot), context=request.context, expert_skew=request.skew)
+    level = ServiceLevel(
+        seconds_per_token=read_seconds(request.tpot), context=request.context, expert_skew=request.skew
+    )
     with progress(f"searching deployments of {model.name}"):
         decision = decide(model, level, gpus, space, Efficiency())
     if request.output is not None:

@@ -81,9 +81,9 @@ class ServeRequest:
         int | None,
         typer.Option(min=1, help="Micro-batches of each attention worker, 1 to 4; default: those of --plan, else 2."),
     ] = None
-    transport: Annotated[
-        str, typer.Option(help="Rows between workers: shared (memory that both map) or tcp.")
-    ] = "shared"
+    transport: Annotated[str, typer.Option(help="Rows between workers: shared (memory that both map) or tcp.")] = (
+        "shared"
+    )
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free.")] = 8100
     name: Annotated[str, typer.Option(help="Name of the model for clients; default: that of its folder.")] = ""

@@ -154,7 +154,11 @@ def fill_colocated(shape: ColocatedPlan) -> ColocatedPlan | None:
 
 
 def _shapes(
-    model: ServedModel, level: ServiceLevel, gpus: Sequence[Accelerator], efficiency: Efficiency, kinds: tuple[Kind, ...]
+    model: ServedModel,
+    level: ServiceLevel,
+    gpus: Sequence[Accelerator],
+    efficiency: Efficiency,
+    kinds: tuple[Kind, ...],
 ) -> Iterator[ColocatedPlan]:
     """Yield what is tried, with one request each: kinds, groups of GPUs, numbers of groups and of micro-batches."""
     groups = [number for number in range(2, model.experts + 1) if model.experts % number == 0]

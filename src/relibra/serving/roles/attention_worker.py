@@ -57,9 +57,7 @@ class AttentionWorker:
         self.micro_batches: list[MicroBatch] = []
         self._exchanges: list[SlotExchange] = []
 
-    def connect(
-        self, experts: Several[Several[Any]], secret: bytes, listener: Listener
-    ) -> None:
+    def connect(self, experts: Several[Several[Any]], secret: bytes, listener: Listener) -> None:
         """Open the channels of all micro-batches and start their threads.
 
         experts   address of each expert worker, and the experts that it holds

@@ -96,7 +96,7 @@ class Admission:
             raise HTTPException(
                 400,
                 f"this request asks for {samples} answers, and the queue of this server holds {limits.waiting}: ask "
-                "for fewer at once, or start relibra serve with a larger --max-waiting"
+                "for fewer at once, or start relibra serve with a larger --max-waiting",
             )
         if len(self.queue) + samples > limits.waiting or self._open + samples > limits.open:
             raise HTTPException(

@@ -138,7 +138,7 @@ def make_choices(
         raise HTTPException(
             400,
             f"prompt of {longest} tokens and max_tokens {sampling.limit} are more than {max_length}, the longest "
-            "request of this server: shorten them"
+            "request of this server: shorten them",
         )
     arrived, shared = asyncio.Event(), [tuple(prompt) for prompt in prompts]
     return [

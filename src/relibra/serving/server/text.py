@@ -52,14 +52,16 @@ class TextCodec:
             raise HTTPException(
                 400,
                 "this model has no chat template: send a prompt to /v1/completions, or start the server from a folder "
-                "with a chat_template.jinja"
+                "with a chat_template.jinja",
             )
         try:
             tokens = self.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=answers, return_dict=False, **arguments
             )
         except Exception as error:  # a template is a program
-            raise HTTPException(400, f"the chat template of the model rejects the messages ({in_a_line(error)})") from error
+            raise HTTPException(
+                400, f"the chat template of the model rejects the messages ({in_a_line(error)})"
+            ) from error
         return [int(one) for one in tokens]
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -56,7 +56,9 @@ class ServedWeights:
     def check_offered(self) -> None:
         """Raise HTTPException (404) where clients may not load weights."""
         if not self.offered:
-            raise HTTPException(404, "this server keeps its weights: start it with --updates to let clients load others")
+            raise HTTPException(
+                404, "this server keeps its weights: start it with --updates to let clients load others"
+            )
 
     async def load(self, call: WorkerCall) -> None:
         """Load a folder into all workers, between answers: those under way end before, those that wait begin after.
