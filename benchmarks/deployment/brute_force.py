@@ -47,8 +47,9 @@ def every_plan(
                     >= efficiency.usable_memory * expert_gpu.memory_bytes * expert_ways
                 ):
                     continue
-                pools = Pool(gpu, ways, 1), Pool(expert_gpu, expert_ways, 1)
-                balance = balanced_nodes(*(pool.node(model, efficiency) for pool in pools), per_node, level)
+                node, expert_node = Pool(gpu, ways, 1), Pool(expert_gpu, expert_ways, 1)
+                sides = node.node(model, efficiency), expert_node.node(model, efficiency)
+                balance = balanced_nodes(*sides, per_node, level)
                 for nodes in {max(1, int(balance)), max(1, -int(-balance // 1)), *space.node_counts}:
                     attention, experts = (
                         Pool(gpu, ways, nodes),

@@ -53,11 +53,11 @@ def formulas(quick: bool) -> Iterator[dict]:
             stage = StageSeconds(attention, experts, rng.uniform(0, 1) * computing)
             m = next(m for m in range(1, 9) if m * computing >= stage.round_trip)
             found, _ = simulated_seconds(constant_work(stage, layers, m))
-            inside = max(inside, abs(found / paper_seconds(stage, m, layers) - 1))
+            inside = max(inside, float(np.abs(found / paper_seconds(stage, m, layers) - 1)))
             stage = StageSeconds(attention, experts, rng.uniform(0, 1.8) * computing)
             m = int(rng.integers(1, 3))
             found, _ = simulated_seconds(constant_work(stage, layers, m))
-            outside = max(outside, abs(found / drained_seconds(stage, m, layers) - 1))
+            outside = max(outside, float(np.abs(found / drained_seconds(stage, m, layers) - 1)))
     unit = "largest relative difference of the time of a step"
     cases = f"{4 * number} random cases, 1 to 56 layers"
     yield row(

@@ -95,7 +95,7 @@ def test_queued_requests_wait_for_the_only_attention_worker(tmp_path):
 
 
 @pytest.mark.parametrize("spare", [0, 2])
-def test_killed_experts_are_named_and_return_with_the_last_weights(spare, tmp_path):
+def test_killed_experts_are_named_and_return_with_last_weights(spare, tmp_path):
     model = write_model("Qwen3MoeForCausalLM", tmp_path / "model")
     options = ("--experts", "2", "--spare-experts", str(spare), "--updates", "--timeout", "10")
     with relibra_serve(tmp_path / "model", *options) as (url, process):

@@ -111,7 +111,6 @@ def test_experts_are_split_evenly():
         ({"micro_batches": 5}, "micro_batches is 5"),
         ({"attention": 0}, "attention is 0"),
         ({"timeout": 0.0}, "timeout is 0.0"),
-        ({"transport": "pigeon"}, "'shared' or 'tcp'"),
         ({"max_length": 4096, "kv_tokens": 4096}, "--kv-tokens 4096"),
     ],
 )

@@ -12,14 +12,13 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from msgspec import msgpack
 
 from relibra.errors import EngineError
 
-Received = TypeVar("Received")
 MOST_BYTES = 256 << 20
 """Of the largest message: routes of a long answer are tens of MiB."""
 ANYTHING: msgpack.Decoder[Any] = msgpack.Decoder()
@@ -61,11 +60,11 @@ class Channel:
 
     def receive(
         self,
-        decoder: msgpack.Decoder[Received] = ANYTHING,
+        decoder: msgpack.Decoder[Any] = ANYTHING,
         *,
         most_bytes: int = MOST_BYTES,
         seconds: float | None = None,
-    ) -> Received:
+    ) -> Any:
         """Wait for a message; a larger one is an OSError, and is not read.
 
         seconds   until it begins; None: as `limit` says

@@ -76,9 +76,9 @@ def read_deployment(path: Path | str) -> DeploymentPlan:
 def predicted(plan: DeploymentPlan) -> dict[str, float]:
     """Return figures of a plan by name; seconds, tokens per second, shares. All are modelled."""
     return {
-        "attention_seconds": plan.stage.attention,
-        "expert_seconds": plan.stage.experts,
-        "hop_seconds": plan.stage.hop,
+        "attention_seconds": float(plan.stage.attention),
+        "expert_seconds": float(plan.stage.experts),
+        "hop_seconds": float(plan.stage.hop),
         "iteration_seconds": plan.iteration_seconds,
         "tokens_per_second": plan.tokens_per_second,
         "tokens_per_second_per_gpu": plan.tokens_per_second / plan.gpus,
