@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from relibra.errors import EngineError
 
+T = TypeVar("T")
+Function = Callable[..., Any]
+Wrapper = Callable[[Function], Function]
 _NUMBER = re.compile(r"\d[\d,.]*")
 
 
@@ -33,10 +38,6 @@ class WarnOnce:
             self._logged.add(kind)
             self._log.warning("relibra: %s: %s", self._what, reason)
 
-    def forget(self) -> None:
-        """Log reasons again that were logged before."""
-        self._logged.clear()
-
 
 def check_parameters(owner: ModuleType | type, name: str, parameters: Sequence[str], versions: str) -> None:
     """Raise EngineError unless a function has the parameters that this plug-in was written for.
@@ -53,9 +54,34 @@ def check_parameters(owner: ModuleType | type, name: str, parameters: Sequence[s
         )
 
 
-def wrap_function(
-    owner: ModuleType | type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *, also: str = ""
-) -> bool:
+def noting_calls(note: Callable[[Mapping[str, Any]], T], during: ContextVar[T | None] | None = None) -> Wrapper:
+    """Return a wrapper whose functions hand their arguments, by name, to `note` before they run.
+
+    during   holds what `note` returned while the function runs
+    """
+
+    def wrap(stock: Function) -> Function:
+        signature = inspect.signature(stock)
+
+        @functools.wraps(stock)
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            call = signature.bind(*arguments, **options)
+            call.apply_defaults()
+            noted = note(call.arguments)
+            if during is None:
+                return stock(*arguments, **options)
+            token = during.set(noted)
+            try:
+                return stock(*arguments, **options)
+            finally:
+                during.reset(token)
+
+        return wrapped
+
+    return wrap
+
+
+def wrap_function(owner: ModuleType | type, name: str, wrap: Wrapper, *, also: str = "") -> bool:
     """Replace a function by what `wrap` returns for it, and return whether that was still to be done.
 
     also   module that has imported it by name: replaced there too, where the module is loaded already

@@ -17,7 +17,7 @@ import logging
 import runpy
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from numpy import ndarray
 
 from relibra.errors import ConfigError, RelibraError, TraceError
 from relibra.integrations.expert_layout import ExpertLayout
-from relibra.integrations.hooks import WarnOnce, check_parameters, wrap_function
+from relibra.integrations.hooks import WarnOnce, check_parameters, noting_calls, wrap_function
 from relibra.integrations.recorded_loads import count_samples, of_used_layers
 from relibra.integrations.repacking import RepackedStep, TrainerSchedule, repack_step
 
@@ -41,14 +41,7 @@ _log.setLevel(logging.INFO)  # that of NeMo-RL's root logger shows warnings only
 _BATCHES = "nemo_rl.distributed.batched_data_dict"
 _POLICY = "nemo_rl.models.policy.lm_policy"
 _PACKER = ("algorithm", "bin_capacity", "collect_metrics", "min_bin_count", "bin_count_multiple")
-_SHARD = (
-    "self",
-    "shards",
-    "batch_size",
-    "allow_uneven_shards",
-    "dynamic_batching_args",
-    "sequence_packing_args",
-)
+_SHARD = ("self", "shards", "batch_size", "allow_uneven_shards", "dynamic_batching_args", "sequence_packing_args")
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
@@ -90,22 +83,14 @@ def install() -> None:
     if not wrap_function(batches, "get_packer", _planned):
         return
     for name, what in (("_shard_for_logprob", "log-probs"), ("_shard_for_train", "update")):
-        wrap_function(policy.Policy, name, functools.partial(_noting_the_batch, what=what))
+        wrap_function(policy.Policy, name, noting_calls(functools.partial(_batch_of, what), _current))
     _log.info("relibra: micro-batches of NeMo-RL are packed by recorded routes")
 
 
-def _noting_the_batch(stock: Callable[..., Any], what: str) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def shard(self: Any, data: Any, *arguments: Any, **options: Any) -> Any:
-        token = _current.set(_PolicyBatch(self, data, what))
-        try:
-            if not getattr(self, "use_sequence_packing", False):
-                unplanned.warn("micro-batches are not packed: set policy.sequence_packing.enabled=true")
-            return stock(self, data, *arguments, **options)
-        finally:
-            _current.reset(token)
-
-    return shard
+def _batch_of(what: str, call: Mapping[str, Any]) -> _PolicyBatch:
+    if not getattr(call["self"], "use_sequence_packing", False):
+        unplanned.warn("micro-batches are not packed: set policy.sequence_packing.enabled=true")
+    return _PolicyBatch(call["self"], call["data"], what)
 
 
 def _planned(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,13 +118,12 @@ def _planned(stock: Callable[..., Any]) -> Callable[..., Any]:
             bins = stock_pack(sequence_lengths=sequence_lengths)
             samples = batch.take(len(sequence_lengths))
             try:
-                layout = _layout(batch.policy)
                 repacked, step = repack_bins(
                     bins,
                     num_ranks=bin_count_multiple or 1,
+                    layout=_layout(batch.policy),
                     routes=sample_routes(batch.data, samples),
                     padded_S=np.asarray(sequence_lengths, dtype=np.int64),
-                    layout=layout,
                     rank_tokens=bin_capacity,
                     since=since,
                 )

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
@@ -27,7 +27,7 @@ from numpy import ndarray
 
 from relibra.errors import EngineError, RelibraError, TraceError, in_a_line
 from relibra.integrations.expert_layout import ExpertLayout
-from relibra.integrations.hooks import WarnOnce, check_parameters, wrap_function
+from relibra.integrations.hooks import WarnOnce, check_parameters, noting_calls, wrap_function
 from relibra.integrations.recorded_loads import count_samples, of_used_layers
 from relibra.integrations.repacking import RepackedStep, TrainerSchedule, repack_step
 
@@ -36,7 +36,7 @@ MicroBatches = list[list[list[int]]]
 
 _log = logging.getLogger("relibra.slime")
 _SCHEDULE = ("args", "train_parallel_config", "total_lengths", "global_batch_size", "rollout_indices")
-_NO_ROUTES = "the samples have no routes: start with --use-rollout-routing-replay"
+_READ = "the versions that docs/guides/trainers.md names"
 
 
 @dataclass(eq=False)
@@ -54,100 +54,80 @@ class _Rollout:
 _rollout = _Rollout()
 
 
+class _Source(NamedTuple):
+    """The function that sees the routes of a rollout before it is scheduled.
+
+    function     of a module or of a class in it
+    importer     module that imports `build_dp_schedule` by name
+    parameters   of the function, which hands its argument of this name ...
+    argument     ... or the entry `rollout_routed_experts` of it
+    """
+
+    module: str
+    function: str
+    parameters: Sequence[str]
+    argument: str
+    importer: str
+
+
+_SOURCES = {
+    "slime": _Source(
+        "slime.observability.rollout_data_utils",
+        "validate_rollout_routed_experts_for_replay",
+        ("routed_experts", "args"),
+        "routed_experts",
+        "slime.ray.rollout",
+    ),
+    "miles": _Source(
+        "miles.ray.rollout.train_data_conversion",
+        "split_train_data_by_dp_scheduled_raw",
+        ("args", "data", "train_parallel_config"),
+        "data",
+        "miles.ray.rollout.train_data_conversion",
+    ),
+    "vime": _Source(
+        "vime.data.batch_builder", "BatchBuilder.split_by_dp", ("self", "data"), "data", "vime.data.batch_builder"
+    ),
+}
+
+
 def install() -> None:
     """Make slime, miles or vime, whichever is installed, schedule by recorded routes; a second call changes nothing.
 
     raises    EngineError where none is installed, or its functions are not those that were read
     """
-    installers = {"slime": _install_slime, "miles": _install_miles, "vime": _install_vime}
-    found = [install for name, install in installers.items() if importlib.util.find_spec(name) is not None]
+    found = {name: source for name, source in _SOURCES.items() if importlib.util.find_spec(name) is not None}
     if not found:
         raise EngineError(
             "relibra.integrations.slime.install found none of slime, miles and vime in this process: the hook belongs "
             "into the runtime environment of their jobs"
         )
-    for install_one in found:
-        install_one()
+    for name, source in found.items():
+        schedule = _import(f"{name}.utils.dp_schedule")
+        check_parameters(schedule, "build_dp_schedule", _SCHEDULE, _READ)
+        module = _import(source.module)
+        owner_name, _, function = source.function.rpartition(".")
+        owner = getattr(module, owner_name) if owner_name else module
+        check_parameters(owner, function, source.parameters, _READ)
+        wrap_function(schedule, "build_dp_schedule", _planned, also=source.importer)
+        wrap_function(owner, function, noting_calls(functools.partial(_note_routes, source)), also=source.importer)
 
 
-def _install_slime() -> None:
-    schedule = importlib.import_module("slime.utils.dp_schedule")
-    _replace(schedule, "build_dp_schedule", _SCHEDULE, _planned, also="slime.ray.rollout")
-    routes = importlib.import_module("slime.observability.rollout_data_utils")
-    _replace(
-        routes,
-        "validate_rollout_routed_experts_for_replay",
-        ("routed_experts", "args"),
-        _remembering_routes,
-        also="slime.ray.rollout",
-    )
-
-
-def _install_miles() -> None:
-    schedule = importlib.import_module("miles.utils.dp_schedule")
-    conversion = "miles.ray.rollout.train_data_conversion"
-    _replace(schedule, "build_dp_schedule", _SCHEDULE, _planned, also=conversion)
-    _replace(
-        importlib.import_module(conversion),
-        "split_train_data_by_dp_scheduled_raw",
-        ("args", "data", "train_parallel_config"),
-        _remembering_data,
-    )
-
-
-def _install_vime() -> None:
+def _import(name: str) -> ModuleType:
+    """Return a module of a trainer; raises EngineError where this version of it has none of this name."""
     try:
-        builder = importlib.import_module("vime.data.batch_builder")
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("vime."):
+        if error.name is None or not name.startswith(error.name):
             raise
-        raise EngineError(
-            "this vime has no vime.data.batch_builder: relibra was written for 2b83ea2, which makes its batches there"
-        ) from error
-    schedule = importlib.import_module("vime.utils.dp_schedule")
-    _replace(schedule, "build_dp_schedule", _SCHEDULE, _planned, also=builder.__name__)
-    _replace(builder.BatchBuilder, "split_by_dp", ("self", "data"), _remembering_batch)
+        raise EngineError(f"this {name.partition('.')[0]} has no {name}: relibra was written for {_READ}") from error
 
 
-def _replace(
-    owner: ModuleType | type,
-    name: str,
-    parameters: Sequence[str],
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
-    *,
-    also: str = "",
-) -> None:
-    """Replace a function of a module, and its import by name in another module where that is loaded already."""
-    check_parameters(owner, name, parameters, "the versions that docs/guides/trainers.md names")
-    wrap_function(owner, name, wrap, also=also)
-
-
-def _remembering_routes(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def validate(routed_experts: Sequence[Any], args: Any) -> Any:
-        _rollout.routes = routed_experts
-        return stock(routed_experts, args)
-
-    return validate
-
-
-def _remembering_data(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def split(args: Any, data: dict[str, Any], *, train_parallel_config: dict[str, Any]) -> Any:
-        _rollout.routes = data.get("rollout_routed_experts")
-        return stock(args, data, train_parallel_config=train_parallel_config)
-
-    return split
-
-
-def _remembering_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def split_by_dp(self: Any, data: Any) -> Any:
-        routes = data.get("rollout_routed_experts") if isinstance(data, Mapping) else None
-        _rollout.routes = routes
-        return stock(self, data)
-
-    return split_by_dp
+def _note_routes(source: _Source, call: Mapping[str, Any]) -> None:
+    given = call[source.argument]
+    if source.argument == "data":
+        given = given.get("rollout_routed_experts") if isinstance(given, Mapping) else None
+    _rollout.routes = given
 
 
 def _planned(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,7 +142,7 @@ def _planned(stock: Callable[..., Any]) -> Callable[..., Any]:
         partitions, micro_batches, num_micro_batches, rollouts = given
         try:
             if routes is None:
-                raise TraceError(_NO_ROUTES)
+                raise TraceError("the samples have no routes: start with --use-rollout-routing-replay")
             layout = ExpertLayout.of_megatron(args, data_ranks=train_parallel_config["dp_size"])
             partitions, micro_batches, step = repack_partitions(
                 partitions,

@@ -18,7 +18,7 @@ import importlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ from numpy import ndarray
 
 from relibra.errors import RelibraError, TraceError
 from relibra.integrations.expert_layout import ExpertLayout
-from relibra.integrations.hooks import WarnOnce, check_parameters, wrap_function
+from relibra.integrations.hooks import WarnOnce, check_parameters, noting_calls, wrap_function
 from relibra.integrations.recorded_loads import count_samples, of_used_layers
 from relibra.integrations.repacking import RepackedStep, TrainerSchedule, repack_step
 from relibra.integrations.shared_failures import on_all_ranks
@@ -79,24 +79,14 @@ def install() -> None:
     check_parameters(engine, "forward_backward_batch", _FORWARD_BACKWARD, "verl 0.9")
     if not wrap_function(megatron, "prepare_micro_batches", planned):
         return
-    wrap_function(engine, "forward_backward_batch", _noting_the_engine)
+    wrap_function(engine, "forward_backward_batch", noting_calls(_pass_of, _current))
     _log.info("relibra: micro-batches of verl's Megatron engine are cut by recorded routes")
 
 
-def _noting_the_engine(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
-        if getattr(self.engine_config, "dynamic_context_parallel", False):
-            unplanned.warn(
-                "dynamic context parallelism has a schedule of its own, which calls no former of micro-batches"
-            )
-        token = _current.set(_Pass(self, forward_only))
-        try:
-            return stock(self, data, loss_function, forward_only)
-        finally:
-            _current.reset(token)
-
-    return forward_backward_batch
+def _pass_of(call: Mapping[str, Any]) -> _Pass:
+    if getattr(call["self"].engine_config, "dynamic_context_parallel", False):
+        unplanned.warn("dynamic context parallelism has a schedule of its own, which calls no former of micro-batches")
+    return _Pass(call["self"], call["forward_only"])
 
 
 def planned(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 Quick: stand-ins have the names and arguments of NeMo-RL's functions. test_nemo_rl_source.py runs its own.
 """
 
+import logging
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from relibra.errors import EngineError, TraceError
 from relibra.integrations import nemo_rl
 from relibra.integrations.expert_layout import ExpertLayout
+from relibra.integrations.hooks import WarnOnce
 from tests.integrations.routed_samples import draw_samples
 
 RANKS, CAPACITY = 4, 400
@@ -126,7 +128,7 @@ def policy(monkeypatch):
     monkeypatch.setattr(Batch, "module", batches)
     for module in (batches, policies, flops):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    nemo_rl.unplanned.forget()
+    monkeypatch.setattr(nemo_rl, "unplanned", WarnOnce(logging.getLogger("relibra.nemo_rl"), "bins stay"))
     return Policy()
 
 

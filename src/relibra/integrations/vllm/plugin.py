@@ -11,11 +11,10 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from relibra.integrations.hooks import wrap_function
+
 _log = logging.getLogger("vllm.relibra")
 """Below vLLM's logger, whose handlers print it."""
-
-_DONE = "_relibra"
-"""Attribute of what a repair has changed."""
 
 
 def on_cpu(repair: Callable[[], None]) -> Callable[[], None]:
@@ -50,7 +49,7 @@ def capture_routes() -> None:
 
         return select_experts
 
-    if _replace(Experts, "_select_experts", reporting):
+    if wrap_function(Experts, "_select_experts", reporting):
         Experts.supports_routing_replay_capture = lambda _: True
         Experts.set_capture_fn = lambda self, report: setattr(self, "routing_replay_capture_fn", report)
 
@@ -70,7 +69,7 @@ def pack_reloaded_experts() -> None:
 
         return setup_kernel
 
-    _replace(Method, "_setup_kernel", packing)
+    wrap_function(Method, "_setup_kernel", packing)
 
 
 @on_cpu
@@ -110,8 +109,8 @@ def keep_seeds_of_pieces() -> None:
 
         return hide_during
 
-    _replace(Runner, "_sample", restoring)
-    _replace(Runner, "_bookkeeping_sync", hiding)
+    wrap_function(Runner, "_sample", restoring)
+    wrap_function(Runner, "_bookkeeping_sync", hiding)
 
 
 @on_cpu
@@ -130,18 +129,4 @@ def capture_under_compile() -> None:
 
         return select_forward
 
-    _replace(Runner, "_select_forward", as_operation)
-
-
-def _replace(owner: type, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
-    """Replace a method, and return whether that was still to be done.
-
-    raises    AttributeError where the class has no such method
-    """
-    native = getattr(owner, name)
-    if hasattr(native, _DONE):
-        return False
-    changed = change(native)
-    setattr(changed, _DONE, True)
-    setattr(owner, name, changed)
-    return True
+    wrap_function(Runner, "_select_forward", as_operation)
