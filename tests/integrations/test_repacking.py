@@ -9,6 +9,17 @@ from relibra.integrations.repacking import TrainerSchedule, attention_skew, lowe
 from tests.planning.levers.schedules import draw_lengths
 
 
+def one_step(micro_batch_S, rank_S, *, group_ranks):
+    """Return the schedule of a step in which these are the micro-batches and ranks of the samples."""
+    return TrainerSchedule(
+        micro_batch_S=np.array(micro_batch_S, dtype=np.int32),
+        rank_S=np.array(rank_S, dtype=np.int32),
+        step_M=np.zeros(int(max(micro_batch_S)) + 1, dtype=np.int32),
+        num_ranks=int(max(rank_S)) + 1,
+        group_ranks=group_ranks,
+    )
+
+
 def draw_case(rng, *, samples=48, steps=2, micro_batches=3, groups=2, group_ranks=2, expert_ranks=4):
     """Draw a schedule whose every (micro-batch, rank) has a sample, and the loads of its samples.
 
@@ -106,13 +117,7 @@ def test_samples_of_other_lengths_are_exchanged_too():
     for task in range(tasks):
         share_SLR[task * of_task : (task + 1) * of_task, 0, task % 2] = 100
     place_S = np.arange(tasks * of_task)
-    pure = TrainerSchedule(
-        micro_batch_S=(place_S // of_task).astype(np.int32),
-        rank_S=(place_S % 4).astype(np.int32),
-        step_M=np.zeros(tasks, dtype=np.int32),
-        num_ranks=4,
-        group_ranks=4,
-    )
+    pure = one_step(place_S // of_task, place_S % 4, group_ranks=4)
     assert rank_skew(share_SLR, pure) == 2.0
     assert rank_skew(share_SLR, repack(share_SLR, length_S, pure, keep_counts=True)) < 1.02
 
@@ -122,13 +127,7 @@ def test_samples_that_complement_each_other_meet(keep_ranks):
     """Samples of two tasks use one expert rank each; the trainer deals them pure: skew 2, then 1."""
     share_SLR = np.zeros((8, 1, 2), dtype=np.float32)
     share_SLR[:4, 0, 0] = share_SLR[4:, 0, 1] = 10
-    pure = TrainerSchedule(
-        micro_batch_S=np.repeat([0, 1], 4).astype(np.int32),
-        rank_S=np.tile(np.arange(4), 2).astype(np.int32),
-        step_M=np.zeros(2, dtype=np.int32),
-        num_ranks=4,
-        group_ranks=4,
-    )
+    pure = one_step(np.repeat([0, 1], 4), np.tile(np.arange(4), 2), group_ranks=4)
     length_S = np.full(8, 10, dtype=np.int64)
     assert rank_skew(share_SLR, pure) == 2.0
     packed = repack(share_SLR, length_S, pure, rank_tokens=10, keep_ranks=keep_ranks, keep_counts=True)
@@ -139,13 +138,7 @@ def test_a_long_attention_outweighs_even_loads():
     """The two long samples share a micro-batch, and would not if only loads of experts counted."""
     share_SLR = np.zeros((4, 1, 2), dtype=np.float32)
     share_SLR[:2, 0, 0] = share_SLR[2:, 0, 1] = 10
-    pure = TrainerSchedule(
-        micro_batch_S=np.array([0, 0, 1, 1], dtype=np.int32),
-        rank_S=np.array([0, 1, 0, 1], dtype=np.int32),
-        step_M=np.zeros(2, dtype=np.int32),
-        num_ranks=2,
-        group_ranks=2,
-    )
+    pure = one_step([0, 0, 1, 1], [0, 1, 0, 1], group_ranks=2)
     length_S = np.array([12, 12, 11, 11], dtype=np.int64)
     assert rank_skew(share_SLR, repack(share_SLR, length_S, pure)) == 1.0
     prices_S = np.array([1000.0, 1000.0, 0.0, 0.0])
@@ -155,11 +148,5 @@ def test_a_long_attention_outweighs_even_loads():
 def test_attention_of_ranks_is_compared_inside_groups():
     """By hand: group 0 has (3, 1) and (2, 2), group 1 has (5, 5) and (0, 2) in its two micro-batches."""
     prices_S = np.array([3.0, 1, 2, 2, 5, 5, 0, 2])
-    schedule = TrainerSchedule(
-        micro_batch_S=np.array([0, 0, 1, 1, 0, 0, 1, 1], dtype=np.int32),
-        rank_S=np.array([0, 1, 0, 1, 2, 3, 2, 3], dtype=np.int32),
-        step_M=np.zeros(2, dtype=np.int32),
-        num_ranks=4,
-        group_ranks=2,
-    )
+    schedule = one_step([0, 0, 1, 1, 0, 0, 1, 1], [0, 1, 0, 1, 2, 3, 2, 3], group_ranks=2)
     assert attention_skew(prices_S, schedule) == pytest.approx((3 + 2 + 5 + 2) / (2 + 2 + 5 + 1))

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Bool, Float32, Float64, Int32, Int64
+from jaxtyping import Bool, Float32, Float64, Int32, Int64, Shaped
 from numpy import ndarray
 
 from relibra.integrations.expert_layout import ExpertLayout
@@ -49,9 +49,9 @@ class TrainerSchedule:
         """Return the number of groups of ranks, each with all experts."""
         return self.num_ranks // self.group_ranks
 
-    def sum_per_rank(self, value_S: Int64[ndarray, " S"]) -> Int64[ndarray, "M R"]:
+    def sum_per_rank(self, value_S: Shaped[ndarray, " S"]) -> Shaped[ndarray, "M R"]:
         """Return the sum of a value over the samples of each micro-batch and data-parallel rank."""
-        sum_MR = np.zeros((len(self.step_M), self.num_ranks), dtype=np.int64)
+        sum_MR = np.zeros((len(self.step_M), self.num_ranks), dtype=value_S.dtype)
         np.add.at(sum_MR, (self.micro_batch_S, self.rank_S), value_S)
         return sum_MR
 
@@ -72,9 +72,7 @@ def rank_skew(share_SLR: Float32[ndarray, "S L R"], schedule: TrainerSchedule) -
     >>> rank_skew(np.array([[[3, 1]], [[2, 2]]], np.float32), schedule)
     1.25
     """
-    load_XLR = schedule.expert_rank_load(share_SLR)
-    mean = float(load_XLR.mean(axis=2).sum()) if load_XLR.size else 0.0
-    return float(load_XLR.max(axis=2).sum()) / mean if mean else 1.0
+    return _skew(schedule.expert_rank_load(share_SLR))
 
 
 def attention_skew(attention_S: Float64[ndarray, " S"], schedule: TrainerSchedule) -> float:
@@ -82,11 +80,12 @@ def attention_skew(attention_S: Float64[ndarray, " S"], schedule: TrainerSchedul
 
     Both are summed over micro-batches and groups. 1.0 where there is none.
     """
-    price_MR = np.zeros((len(schedule.step_M), schedule.num_ranks))
-    np.add.at(price_MR, (schedule.micro_batch_S, schedule.rank_S), attention_S)
-    price_XR = price_MR.reshape(-1, schedule.group_ranks)
-    mean = float(price_XR.mean(axis=1).sum()) if price_XR.size else 0.0
-    return float(price_XR.max(axis=1).sum()) / mean if mean else 1.0
+    return _skew(schedule.sum_per_rank(attention_S).reshape(-1, schedule.group_ranks))
+
+
+def _skew(load_R: Shaped[ndarray, "*batch R"]) -> float:
+    mean = float(load_R.mean(axis=-1).sum()) if load_R.size else 0.0
+    return float(load_R.max(axis=-1).sum()) / mean if mean else 1.0
 
 
 def lowest_skew(share_SLR: Float32[ndarray, "S L R"], schedule: TrainerSchedule) -> float:
