@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relibra import Demand, EngineError, TraceError
-from relibra.integrations.trl.generation_routes import read_engine_routes, record_routes, routes_of
+from relibra.integrations.trl.generation_routes import read_engine_routes, record_routes
 from relibra.integrations.trl.generation_schedule import mini_batches, schedule_samples
 from relibra.integrations.trl.planned_grpo import PlannedGRPO, check_hooks
+from relibra.replay import BatchRoutes
 from tests.replay.tiny_models import random_tokens, tiny_model
 
 LAYERS, EXPERTS = 2, 4
@@ -67,10 +68,10 @@ def test_recorded_routes_are_those_of_the_batch_in_any_order(batch):
     assert model.training
     assert trace.rows_per_sample.tolist() == mask.sum(1).tolist()
     order = [2, 0]
-    routes = routes_of(trace, order, tokens[order], mask[order])
+    routes = BatchRoutes.padded(trace.select(order), mask[order], tokens[order])
     assert routes.valid_T.tolist() == (mask[order].flatten() != 0).tolist()
     with pytest.raises(TraceError, match="recorded for another token"):
-        routes_of(trace, [2, 1], tokens[[2, 2]], mask[[2, 2]])
+        BatchRoutes.padded(trace.select([2, 1]), mask[[2, 2]], tokens[[2, 2]])
 
 
 def test_routes_of_an_engine_may_lack_last_tokens(batch):
@@ -89,7 +90,7 @@ def test_routes_of_an_engine_may_lack_last_tokens(batch):
     assert asked == [[row[own != 0].tolist() for row, own in zip(tokens, mask, strict=True)]]
     assert found.rows_per_sample.tolist() == [n - 1 for n in lengths]
     assert Demand.from_trace(found).counts_SLE.sum(axis=2).tolist() == [[2 * (n - 1)] * 3 for n in lengths]
-    routes_of(found, [1, 2, 0], tokens[[1, 2, 0]], mask[[1, 2, 0]])
+    BatchRoutes.padded(found.select([1, 2, 0]), mask[[1, 2, 0]], tokens[[1, 2, 0]])
 
     def refused(arrays, cut=False):
         with pytest.raises(TraceError) as raised:

@@ -11,7 +11,7 @@ from numpy import ndarray
 from torch import Tensor, nn
 
 from relibra.errors import TraceError
-from relibra.replay import BatchRoutes, find_routers, record_routing
+from relibra.replay import find_routers, record_routing
 from relibra.routing.trace import RoutingTrace
 
 EngineRoutes = Callable[[list[list[int]]], Sequence[ndarray]]
@@ -69,13 +69,3 @@ def read_engine_routes(
         tokens=[np.array(own[: len(experts)]) for experts, own in zip(arrays, tokens, strict=True)],
         source="TRL, engine_routes",
     )
-
-
-def routes_of(
-    trace: RoutingTrace,
-    samples: Sequence[int],
-    input_ids_BN: Integer[Tensor, "B N"],
-    mask_BN: Integer[Tensor, "B N"],
-) -> BatchRoutes:
-    """Return the routes of a padded batch whose rows are these samples of the trace."""
-    return BatchRoutes.padded(trace.select(samples), mask_BN, input_ids_BN)

@@ -7,7 +7,7 @@ sampling, which come between steps, find a model that executes nothing.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,24 +26,6 @@ from relibra.planning.planner import plan_step
 from relibra.replay import BatchRoutes, RoutingReplay
 from relibra.routing.demand import ScheduledDemand
 from relibra.simulation import Execution, counted_model_shape, memory_for_slots
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanFigures:
-    """Figures of one plan, the same on all ranks.
-
-    skew_before   load of the busiest rank / mean load, every expert at its static home, without replicas
-    skew          the same under the plan
-    replicas      over all micro-batches and layers
-    moved         experts that changed their home rank before the batch
-    seconds       of planning, on this rank
-    """
-
-    skew_before: float
-    skew: float
-    replicas: int
-    moved: int
-    seconds: float
 
 
 class Executed(NamedTuple):
@@ -82,8 +64,12 @@ class PlanRunner:
         self._execution: PlanExecution | None = None
         self._since_log = Executed()
 
-    def begin(self, demand: ScheduledDemand, optimizer: torch.optim.Optimizer | None, *, may_move: bool) -> PlanFigures:
+    def begin(
+        self, demand: ScheduledDemand, optimizer: torch.optim.Optimizer | None, *, may_move: bool
+    ) -> dict[str, float]:
         """Plan a generation batch, and move experts to their homes in it; collective.
+
+        Returns figures of the plan for the log (`PlannedGRPO`).
 
         demand      of all ranks, the same on all
         may_move    no gradients wait to be reduced, so experts may change their homes
@@ -97,13 +83,13 @@ class PlanRunner:
             relocate(self._model, plan.physical_to_logical_map, optimizer)
         self._plan, self._demand = plan, demand
         static = StepPlan.static(demand, self._cluster.topology, dispatch=plan.dispatch)
-        return PlanFigures(
-            skew_before=static.skew(demand),
-            skew=plan.skew(demand),
-            replicas=plan.num_copies,
-            moved=plan.num_moved,
-            seconds=plan.plan_seconds,
-        )
+        return {
+            "skew_before": static.skew(demand),
+            "skew": plan.skew(demand),
+            "replicas": plan.num_copies,
+            "moved": plan.num_moved,
+            "plan_seconds": plan.plan_seconds,
+        }
 
     def _memory_for_slots(self, demand: ScheduledDemand) -> float:
         """Return the GiB that the model leaves for slots."""

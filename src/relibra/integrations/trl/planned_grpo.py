@@ -21,7 +21,7 @@ from torch import Tensor
 from relibra.cluster import Cluster
 from relibra.errors import EngineError
 from relibra.integrations.shared_failures import on_all_ranks
-from relibra.integrations.trl.generation_routes import EngineRoutes, read_engine_routes, record_routes, routes_of
+from relibra.integrations.trl.generation_routes import EngineRoutes, read_engine_routes, record_routes
 from relibra.integrations.trl.generation_schedule import mini_batches, schedule_samples
 from relibra.integrations.trl.plan_runner import PlanRunner
 from relibra.parallel import register
@@ -143,7 +143,8 @@ class PlannedGRPO(_Trainer):  # type: ignore[misc]
         parts, rows = [], batch_size or len(input_ids)
         for start in range(0, len(input_ids), rows):
             ids, mask = input_ids[start : start + rows], attention_mask[start : start + rows]
-            with replay_routing(self._policy, routes_of(trace, range(start, start + len(ids)), ids, mask)):
+            routes = BatchRoutes.padded(trace.select(range(start, start + len(ids))), mask, ids)
+            with replay_routing(self._policy, routes):
                 parts.append(score(model, ids, mask, logits_to_keep, len(ids), **options))
         return tuple(None if pieces[0] is None else torch.cat(pieces) for pieces in zip(*parts, strict=True))
 
@@ -170,15 +171,15 @@ class PlannedGRPO(_Trainer):  # type: ignore[misc]
             ),
         )
         figures = plans.begin(demand, self._plain_optimizer(), may_move=not self._gradients_wait)
-        for name in ("skew_before", "skew", "replicas", "moved"):
-            self._log_figure(name, getattr(figures, name))
-        self._log_figure("plan_seconds", figures.seconds)
+        for name, value in figures.items():
+            self._log_figure(name, value)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return TRL's loss; in training under replay, which lasts until the end of `training_step`."""
         if self.model.training and SAMPLES in inputs:
             assert self._trace is not None, "routes are there before the batch is cut"
-            routes = routes_of(self._trace, inputs[SAMPLES].tolist(), *_whole_sequences(inputs))
+            input_ids_BN, mask_BN = _whole_sequences(inputs)
+            routes = BatchRoutes.padded(self._trace.select(inputs[SAMPLES].tolist()), mask_BN, input_ids_BN)
             self._replay = self._around_step.enter_context(self._passes(routes))
         return super().compute_loss(model, inputs, *args, **kwargs)
 
