@@ -25,10 +25,12 @@ from relibra.routing.array_sizes import memory_errors
 
 MAX_HEADER_BYTES = 1 << 20
 MAX_LENGTHS = {"S": 1 << 31, "T": 1 << 40, "X": 1 << 40, "L": 1 << 16, "M": 1 << 24, "R": 1 << 15, "E": 1 << 15,
-               "B": 1 << 10}  # fmt: skip
+               "B": 1 << 10, "K": 1 << 16, "O": 1 << 40}  # fmt: skip
 """Longest axes: with an axis of length 0, a file could declare any length for the others without holding data."""
 MAX_ENTRIES = 1 << 26
 """Most entries of the other axes of an array with an axis of length 0, which holds no data."""
+Layout = Mapping[str, tuple[str, list[int]]]
+"""Type and shape of each array of a file."""
 _KEY = "relibra"
 """One metadata entry for all facts: the order in which safetensors writes several differs between runs."""
 
@@ -75,7 +77,7 @@ def write_tensors(path: Path, form: TensorFormat, arrays: Mapping[str, ndarray],
 
 def check_arrays(form: TensorFormat, arrays: Mapping[str, ndarray]) -> None:
     """Check names, types and shapes of arrays against their format; raises the error of the format."""
-    _check_layout(form.noun, form, {name: (str(array.dtype), list(array.shape)) for name, array in arrays.items()})
+    check_layout(form.noun, form, {name: (str(array.dtype), list(array.shape)) for name, array in arrays.items()})
 
 
 def read_tensors(path: Path, form: TensorFormat) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -86,11 +88,12 @@ def read_tensors(path: Path, form: TensorFormat) -> tuple[dict[str, Any], dict[s
     _check_header_size(path, form)
     try:
         with memory_errors(str(path), form.error), safe_open(path, framework="numpy") as file:
-            body = _read_body(path, form, (file.metadata() or {}).get(_KEY, ""))
-            slices = {name: file.get_slice(name) for name in sorted(file.keys())}
-            layout = {name: (_dtype(piece.get_dtype()), piece.get_shape()) for name, piece in slices.items()}
-            _check_layout(str(path), form, layout)
-            tensors = {name: file.get_tensor(name) for name in slices}
+            body = parse_facts(path, (file.metadata() or {}).get(_KEY, "{}"), form)
+            if set(body) != {"format", "version", "checksum", "facts"} or not isinstance(body["facts"], dict):
+                raise form.error(f"{path} is damaged: its metadata holds {sorted(body)}")
+            layout = layout_of(file)
+            check_layout(str(path), form, layout)
+            tensors = {name: file.get_tensor(name) for name in layout}
             damaged = body["checksum"] != _checksum(tensors, body["facts"])
     except (SafetensorError, OSError) as error:
         raise form.error(f"{path} cannot be read as safetensors: {error}") from error
@@ -114,11 +117,12 @@ def _check_header_size(path: Path, form: TensorFormat) -> None:
         )
 
 
-def _read_body(path: Path, form: TensorFormat, text: str) -> dict[str, Any]:
+def parse_facts(path: Path, text: str | bytes, form: TensorFormat) -> dict[str, Any]:
+    """Return the JSON object of a file; raises the error of the format unless it says that it is of this format."""
     try:
-        body = json.loads(text) if text else {}
-    except (ValueError, RecursionError) as error:
-        raise form.error(f"{path} is damaged: its metadata is not JSON ({error})") from error
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, nested too deeply
+        raise form.error(f"{path} is damaged: it holds no JSON ({error})") from error
     if not isinstance(body, dict) or body.get("format") != form.name:
         raise form.error(f"{path} is not {form.noun}: its format must be {form.name!r}")
     if body.get("version") not in (form.version, *form.older):
@@ -126,17 +130,24 @@ def _read_body(path: Path, form: TensorFormat, text: str) -> dict[str, Any]:
             f"{path} has format version {body.get('version')!r}: this relibra reads version {form.version}; "
             "use the relibra that wrote it, or write it again"
         )
-    if set(body) != {"format", "version", "checksum", "facts"} or not isinstance(body["facts"], dict):
-        raise form.error(f"{path} is damaged: its metadata holds {sorted(body)}")
     return body
 
 
-def _check_layout(where: str, form: TensorFormat, layout: Mapping[str, tuple[str, list[int]]]) -> None:
-    """Compare names, types and shapes with the format; safetensors has checked that they fill the file exactly."""
+def layout_of(file: Any) -> Layout:
+    """Return types and shapes of the arrays of an open safetensors file; it has checked that they fill it."""
+    slices = {name: file.get_slice(name) for name in sorted(file.keys())}
+    return {name: (_dtype(piece.get_dtype()), piece.get_shape()) for name, piece in slices.items()}
+
+
+def check_layout(where: str, form: TensorFormat, layout: Layout, known: Mapping[str, int] | None = None) -> None:
+    """Compare names, types and shapes with the format; raises the error of the format.
+
+    known    lengths of axes that are stated elsewhere
+    """
     missing, unknown = set(form.axes) - form.optional - set(layout), set(layout) - set(form.axes)
     if missing or unknown:
         raise form.error(f"{where} holds arrays {sorted(layout)}: expected {sorted(form.axes)}")
-    lengths: dict[str, int] = {}
+    lengths = dict(known or {})
     for name, (dtype, shape) in layout.items():
         letters, expected = form.axes[name], str(np.dtype(form.dtypes[name]))
         if dtype != expected or len(shape) != len(letters):
@@ -155,7 +166,7 @@ def _check_layout(where: str, form: TensorFormat, layout: Mapping[str, tuple[str
 
 def _dtype(code: str) -> str:
     """Return numpy's name of a safetensors type ("I16", "F32"); other names are returned unchanged."""
-    return {"I": "int", "F": "float"}.get(code[0], code[0]) + code[1:]
+    return {"I": "int", "U": "uint", "F": "float"}.get(code[0], code[0]) + code[1:]
 
 
 def _checksum(tensors: Mapping[str, ndarray], facts: Mapping[str, Any]) -> str:

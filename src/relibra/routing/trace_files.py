@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any
@@ -20,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from relibra.errors import TraceError
-from relibra.files import atomic_path, write_text
+from relibra.files import atomic_path, read_bounded, write_text
+from relibra.routing.tensor_files import TensorFormat, check_layout, layout_of, parse_facts
 from relibra.routing.trace import MAX_EXPERTS, PER_SAMPLE, RoutingTrace, concatenate, expert_dtype
 
 FORMAT = "relibra.routing-trace"
@@ -29,6 +31,18 @@ INDEX = "index.json"
 SHARD_ROWS = 1 << 18
 """Default rows per shard: 100 MB at 48 layers x 8 choices."""
 MAX_INDEX_BYTES = 64 << 20
+_PER_ROW = {"routed_experts": "TLK", "valid_rows": "T", "token_hash": "T"}
+_TENSORS = TensorFormat(
+    name=FORMAT,
+    version=FORMAT_VERSION,
+    noun="a routing trace",
+    axes={**_PER_ROW, "offsets": "O", **dict.fromkeys(PER_SAMPLE, "S")},
+    dtypes={"valid_rows": np.uint8, "token_hash": np.uint16, **dict.fromkeys(("offsets", *PER_SAMPLE), np.int64)},
+    optional=frozenset({"token_hash"}),
+    may_be_0="ST",
+    error=TraceError,
+)
+"""Arrays of a shard, but for the type of `routed_experts`; axis O has one entry more than axis S."""
 
 _Count = Annotated[int, Field(ge=0)]
 _LayerId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -169,21 +183,8 @@ def read_index(folder: Path | str) -> TraceIndex:
             "looks like a run: pass one of its traces/step-... folders" if run else "was not finished: record it again"
         )
         raise TraceError(f"{folder} is not a finished trace: it has no {INDEX}, and {step}")
-    if path.stat().st_size > MAX_INDEX_BYTES:
-        raise TraceError(f"{path} has {path.stat().st_size} bytes: an index has at most {MAX_INDEX_BYTES}")
-    try:
-        body = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, JSON nested too deep
-        raise TraceError(f"{path} is damaged: {error}") from error
-    except OSError as error:
-        raise TraceError(f"{path} cannot be read: {error.strerror}") from error
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise TraceError(f"{path} is not the index of a routing trace: 'format' must be {FORMAT!r}")
-    if body.get("version") != FORMAT_VERSION:
-        raise TraceError(
-            f"{path} has format version {body.get('version')!r}: this relibra reads version {FORMAT_VERSION}; "
-            "use the relibra that wrote it, or record again"
-        )
+    most = min(MAX_INDEX_BYTES, path.stat().st_size)  # a read allocates as much at once
+    body = parse_facts(path, read_bounded(path, most, TraceError, "an index"), _TENSORS)
     digest = body.pop("digest", None)
     if digest != _digest(body):
         raise TraceError(f"{path} is damaged: its digest does not match its content; record the trace again")
@@ -257,28 +258,25 @@ def _check_shard(path: Path, entry: ShardEntry) -> None:
 
 def _iterate_shard(path: Path, entry: ShardEntry, index: TraceIndex, max_rows: int) -> Iterator[RoutingTrace]:
     S, T, L, K = entry.samples, entry.rows, len(index.layer_ids), index.top_k
-    expected: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
-        "routed_experts": ((T, L, K), expert_dtype(index.num_experts)),
-        "valid_rows": ((T,), np.uint8),
-        "offsets": ((S + 1,), np.int64),
-        **dict.fromkeys(PER_SAMPLE, ((S,), np.int64)),
-    }
+    dtypes = {**_TENSORS.dtypes, "routed_experts": expert_dtype(index.num_experts)}
     try:
         _check_shard(path, entry)
         with safe_open(path, framework="numpy") as file:
-            if "token_hash" in file.keys():  # noqa: SIM118 - not a dict
-                expected["token_hash"] = ((T,), np.uint16)
-            _check_layout(path, file, expected)
+            layout = layout_of(file)
+            check_layout(
+                f"shard {path}", replace(_TENSORS, dtypes=dtypes), layout, {"S": S, "O": S + 1, "T": T, "L": L, "K": K}
+            )
             offsets = file.get_tensor("offsets")
             if offsets[0] != 0 or offsets[-1] != T or (offsets[1:] < offsets[:-1]).any():
                 raise TraceError(f"shard {path}: sample offsets must rise from 0 to {T} rows")
             columns = {column: file.get_tensor(column) for column in PER_SAMPLE}
             for start, stop in _sample_runs(offsets, max_rows):
                 rows = slice(int(offsets[start]), int(offsets[stop]))
+                of_rows = {name: _read_rows(file, name, rows, dtypes[name]) for name in _PER_ROW if name in layout}
                 piece = RoutingTrace(
-                    experts_TLK=_read_rows(file, "routed_experts", rows),
-                    valid_T=_read_rows(file, "valid_rows", rows).astype(bool),
-                    token_hash_T=_read_rows(file, "token_hash", rows) if "token_hash" in expected else None,
+                    experts_TLK=of_rows["routed_experts"],
+                    valid_T=of_rows["valid_rows"].astype(bool),
+                    token_hash_T=of_rows.get("token_hash"),
                     offsets=offsets[start : stop + 1] - offsets[start],
                     layer_ids=np.array(index.layer_ids, dtype=np.int32),
                     num_experts=index.num_experts,
@@ -292,28 +290,10 @@ def _iterate_shard(path: Path, entry: ShardEntry, index: TraceIndex, max_rows: i
         raise TraceError(f"shard {path} cannot be read as safetensors: {error}") from error
 
 
-def _read_rows(file: Any, name: str, rows: slice) -> np.ndarray:
+def _read_rows(file: Any, name: str, rows: slice, dtype: type[np.generic]) -> np.ndarray:
     """Read a range of rows; safetensors refuses an empty slice."""
     piece = file.get_slice(name)
-    if rows.start < rows.stop:
-        return piece[rows]
-    return np.zeros((0, *piece.get_shape()[1:]), dtype=_DTYPES[piece.get_dtype()])
-
-
-_DTYPES = {"U8": np.uint8, "U16": np.uint16, "I64": np.int64}
-
-
-def _check_layout(path: Path, file: Any, expected: dict[str, tuple[tuple[int, ...], type[np.generic]]]) -> None:
-    """Compare names, shapes and types with the index before allocating arrays."""
-    if sorted(file.keys()) != sorted(expected):
-        raise TraceError(f"shard {path} holds {sorted(file.keys())}: expected {sorted(expected)}")
-    for name, (shape, dtype) in expected.items():
-        piece = file.get_slice(name)
-        if tuple(piece.get_shape()) != shape or _DTYPES.get(piece.get_dtype()) is not dtype:
-            raise TraceError(
-                f"shard {path}: {name} is {piece.get_dtype()} {list(piece.get_shape())}, the index says "
-                f"{dtype.__name__} {list(shape)}"
-            )
+    return piece[rows] if rows.start < rows.stop else np.zeros((0, *piece.get_shape()[1:]), dtype=dtype)
 
 
 def _sha256(path: Path) -> str:
