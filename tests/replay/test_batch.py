@@ -213,7 +213,6 @@ def test_rows_shifted_in_a_pack_are_named_too():
     [
         ([2, 2, 1], r"sample 1, row 2, layer 3: expert ids \[2, 2, 1\]"),
         ([2, 8, 1], r"sample 1, row 2, layer 3: expert ids \[2, 8, 1\] leave the allowed range 0\.\.7"),
-        ([0, 0, 0], r"sample 1, row 2, layer 3: .* twice"),
     ],
 )
 def test_illegal_ids_are_named(ids, complaint):
@@ -226,21 +225,6 @@ def test_illegal_ids_are_named(ids, complaint):
         BatchRoutes.padded(broken, mask_BN)
     with pytest.raises(TraceError, match=complaint):
         BatchRoutes.packed(broken)
-
-
-def test_minus_one_without_a_mask_never_becomes_an_id():
-    routes = random_experts(4, 2, 8, 3)
-    routes[1, 1] = -1
-    with pytest.raises(TraceError, match=r"sample 0, row 1, layer 3: expert id -1"):
-        RoutingTrace.from_samples([routes], num_experts=8, layer_ids=LAYERS)
-
-
-def test_an_empty_layer_is_an_error():
-    trace, _ = two_samples()
-    experts_TLK = trace.experts_TLK.copy()
-    experts_TLK[:, 1] = 0
-    with pytest.raises(TraceError, match=r"sample 0, row 0, layer 3: .* twice"):
-        BatchRoutes.packed(RoutingTrace(**{**vars(trace), "experts_TLK": experts_TLK}))
 
 
 def test_batches_of_another_size_are_refused():

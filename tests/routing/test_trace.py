@@ -92,7 +92,7 @@ def test_negative_fillers_are_fine_on_invalid_rows_only():
     valid = [np.array([True, True, True, False]), np.ones(3, bool)]
     trace = RoutingTrace.from_samples(experts, num_experts=8, valid=valid)
     assert trace.valid_T.tolist() == [True, True, True, False, True, True, True]
-    with pytest.raises(TraceError, match="row 3, layer 0: expert id -1"):
+    with pytest.raises(TraceError, match=r"row 3, layer 0: expert ids \[-1, -1\]"):
         RoutingTrace.from_samples(experts, num_experts=8)
 
 

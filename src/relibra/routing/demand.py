@@ -60,11 +60,10 @@ class Demand:
         models = {(piece.num_experts, *piece.layer_ids.tolist()) for piece in pieces}
         if len(models) > 1:
             raise TraceError(f"pieces come from different models: (experts, layers ...) {models}")
-        return Demand(
+        return replace(
+            pieces[0],
             counts_SLE=np.concatenate([piece.counts_SLE for piece in pieces]),
-            layer_ids=pieces[0].layer_ids,
             sample_ids=np.concatenate([piece.sample_ids for piece in pieces]),
-            top_k=pieces[0].top_k,
         )
 
     @property
@@ -90,7 +89,8 @@ class Demand:
 
         micro_batch_S   micro-batch of each sample, 0-based, or -1: the sample is left out
         rank_S          source rank of each sample, in 0..num_ranks-1
-        num_micro_batches   number of micro-batches, empty last ones included; None: the highest in the schedule + 1
+        num_micro_batches   number of micro-batches, empty last ones included; None: the highest in the schedule + 1.
+                        Where it does not change, `group_M` stays
         raises          TraceError when the schedule does not fit the samples, or a rank gets 2^31 token-slots or more
         """
         S, L, E = self.counts_SLE.shape
@@ -114,8 +114,10 @@ class Demand:
         tokens_MLRE = np.zeros(tuple(axes.values()), dtype=np.int32)
         for s in kept:
             tokens_MLRE[micro_batch_S[s], :, rank_S[s]] += self.counts_SLE[s]
+        group_M: ndarray | None = getattr(self, "group_M", None)
         return ScheduledDemand(
             **{field.name: getattr(self, field.name) for field in fields(Demand)},
+            group_M=group_M if group_M is not None and len(group_M) == num_micro_batches else None,
             tokens_MLRE=tokens_MLRE,
             micro_batch_S=micro_batch_S.astype(np.int32),
             rank_S=rank_S.astype(np.int32),
@@ -188,19 +190,6 @@ class ScheduledDemand(Demand):
             pairs_LEE=np.sum(pairs, axis=0) if len(pairs) == len(demands) else None,
             top_k=demands[0].top_k,
         )
-
-    def with_schedule(
-        self,
-        micro_batch_S: Int[ndarray, " S"],
-        rank_S: Int[ndarray, " S"],
-        num_ranks: int,
-        num_micro_batches: int | None = None,
-    ) -> ScheduledDemand:
-        """Return `Demand.with_schedule` with `group_M`, if the number of micro-batches is unchanged."""
-        scheduled = super().with_schedule(micro_batch_S, rank_S, num_ranks, num_micro_batches)
-        if self.group_M is None or len(self.group_M) != len(scheduled.tokens_MLRE):
-            return scheduled
-        return replace(scheduled, group_M=self.group_M)
 
     def of_layers(self, layers: Int64[ndarray, " l"]) -> ScheduledDemand:
         """Return the demand of some layers, given as positions on the layer axis, with its schedule."""

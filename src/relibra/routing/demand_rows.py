@@ -14,7 +14,6 @@ from jaxtyping import Int, Int64, Integer
 from numpy import ndarray
 
 from relibra.errors import TraceError
-from relibra.routing.array_sizes import check_array_size
 from relibra.routing.demand import Demand, ScheduledDemand, count_token_slots
 from relibra.routing.trace import RoutingTrace
 
@@ -53,23 +52,13 @@ def demand_of_slices(
     """
     if not slices:
         raise TraceError("no rows to count: pass the slices of all ranks and micro-batches")
-    shapes = {one.experts_TLK.shape[1:] for one in slices}
-    if len(shapes) > 1 or next(iter(shapes))[0] != len(layer_ids):
-        raise TraceError(f"slices have (layers, choices) {sorted(shapes)}, and {len(layer_ids)} layers are named")
-    L, top_k = next(iter(shapes))
-    routes = sum(one.experts_TLK.nbytes for one in slices)
-    check_array_size("token-slots of slices", 4, routes, slices=len(slices), layers=L, experts=num_experts)
-    counts_YLE = np.zeros((len(slices), L, num_experts), dtype=np.int32)
-    for y, (_, _, _, experts_TLK) in enumerate(slices):
-        all_T = np.ones(len(experts_TLK), dtype=bool)
-        counts_YLE[y] = count_token_slots(experts_TLK, all_T, np.array([0, len(experts_TLK)]), num_experts)[0]
-    demand = Demand(
-        counts_SLE=counts_YLE,
-        layer_ids=layer_ids,
-        sample_ids=np.array([one.sample_id for one in slices], dtype=np.int64),
-        top_k=top_k,
+    trace = RoutingTrace.from_samples(
+        [one.experts_TLK for one in slices],
+        num_experts=num_experts,
+        layer_ids=layer_ids.tolist(),
+        sample_ids=[one.sample_id for one in slices],
     )
-    return demand.with_schedule(
+    return Demand.from_trace(trace).with_schedule(
         np.array([one.micro_batch for one in slices]),
         np.array([one.rank for one in slices]),
         num_ranks,

@@ -112,9 +112,8 @@ class RoutingTrace:
         valid_T = np.ones(offsets[-1], dtype=bool) if valid is None else np.concatenate(valid) != 0
         flat = np.concatenate(arrays)
         dtype = expert_dtype(num_experts)
-        if flat.dtype != dtype:  # a narrower unsigned type would silently wrap, negative fillers included
+        if flat.dtype != dtype:
             flat = np.where(valid_T[:, None, None], flat, np.arange(flat.shape[2]))
-            _check_id_range(flat, num_experts, offsets, layers)
         given = {"group_ids": group_ids, "prompt_lengths": prompt_lengths, "weight_versions": weight_versions}
         given["sample_ids"] = range(len(arrays)) if sample_ids is None else sample_ids
         columns = {
@@ -132,7 +131,8 @@ class RoutingTrace:
             source=source,
             **columns,
         )
-        trace.validate()
+        trace._validate_shapes()
+        trace._validate_ids(flat)  # before they are narrowed: ids beyond the type would wrap around
         return trace
 
     @property
@@ -193,18 +193,21 @@ class RoutingTrace:
     def validate(self) -> None:
         """Check every rule of the class docstring, in O(T L K); raises TraceError that names the first fault."""
         self._validate_shapes()
-        if _is_legal_at_a_glance(self.experts_TLK, self.valid_T, self.num_experts):
+        self._validate_ids(self.experts_TLK)
+
+    def _validate_ids(self, experts_TLK: Shaped[ndarray, "T L K"]) -> None:
+        if _is_legal_at_a_glance(experts_TLK, self.valid_T, self.num_experts):
             return
-        row, layer, fault = first_illegal_row(self.experts_TLK, self.valid_T, self.num_experts)
+        row, layer, fault = first_illegal_row(experts_TLK, self.valid_T, self.num_experts)
         if fault:
             sample = int(np.searchsorted(self.offsets, row, side="right")) - 1
             where = f"sample {self.sample_ids[sample]}, row {row - self.offsets[sample]}, layer {self.layer_ids[layer]}"
-            got = self.experts_TLK[row, layer].tolist()
-            if fault == _OUT_OF_RANGE:
-                raise TraceError(f"{where}: expert ids {got} leave the allowed range 0..{self.num_experts - 1}")
+            got = experts_TLK[row, layer].tolist()
+            twice = f"hold the same id twice: a token takes {self.top_k} different experts"
+            outside = f"leave the allowed range 0..{self.num_experts - 1}"
             raise TraceError(
-                f"{where}: expert ids {got} hold the same id twice: a token takes {self.top_k} different experts; "
-                "mark rows that were not recorded as invalid instead of filling them"
+                f"{where}: expert ids {got} {twice if fault == _TWICE else outside}; mark rows that were not recorded "
+                "as invalid instead of filling them"
             )
 
     def _validate_shapes(self) -> None:
@@ -295,7 +298,7 @@ def first_illegal_row(experts_TLK: ndarray, valid_T: ndarray, num_experts: int) 
         for layer in range(L):
             for k in range(K):
                 expert = experts_TLK[t, layer, k]
-                if expert >= num_experts:
+                if expert < 0 or expert >= num_experts:
                     return t, layer, _OUT_OF_RANGE
                 if seen_E[expert] == t * L + layer:
                     return t, layer, _TWICE
@@ -358,16 +361,3 @@ def _check_row_counts(rows: Sequence[int], **columns: Sequence[ndarray] | None) 
         if lengths is not None and lengths != rows:
             s = next((i for i, n in enumerate(rows) if i >= len(lengths) or lengths[i] != n), len(rows))
             raise TraceError(f"'{name}' and 'experts' disagree on the number of rows, first in sample {s}")
-
-
-def _check_id_range(experts_TLK: ndarray, num_experts: int, offsets: ndarray, layer_ids: Sequence[int]) -> None:
-    bad = (experts_TLK < 0) | (experts_TLK >= num_experts)
-    if not bad.any():
-        return
-    row, layer, k = np.argwhere(bad)[0].tolist()
-    sample = int(np.searchsorted(offsets, row, side="right")) - 1
-    raise TraceError(
-        f"sample {sample}, row {row - offsets[sample]}, layer {layer_ids[layer]}: "
-        f"expert id {experts_TLK[row, layer, k]} leaves the allowed range 0..{num_experts - 1}; "
-        "mark rows that were not recorded as invalid"
-    )
