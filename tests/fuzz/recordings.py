@@ -42,9 +42,8 @@ def _samples():
     return [(made.routes(rng, prompt + new - 1), prompt, new) for prompt, new in ((4, 3), (1, 5), (6, 2))]
 
 
-def _damaged(rng, path, data):
-    path.write_bytes(mutate_bytes(rng, data) if rng.random() < 0.6 else data)
-    return path
+def _damaged(rng, path, data, share=0.6):
+    return made.write(path, mutate_bytes(rng, data) if rng.random() < share else data)
 
 
 def _ids(rng, ids):
@@ -112,14 +111,6 @@ def _torch_file(value):
     return file.getvalue()
 
 
-def _tensor(array):
-    return torch.from_numpy(np.array(array, order="C"))
-
-
-def _tensors(arrays):
-    return {name: _tensor(array) if array.dtype.kind in "iufb" else array for name, array in arrays.items()}
-
-
 def _imported_batches(format, rng, folder):
     arrays = {name: _ids(rng, array) for name, array in _batches()[format].items() if rng.random() < 0.95}
     kind = pick(rng, ("safetensors", "npz", "pt", "pkl"))
@@ -130,7 +121,8 @@ def _imported_batches(format, rng, folder):
         np.savez(file, **arrays)
         data = file.getvalue()
     elif kind == "pt":
-        data = _torch_file(_tensors(arrays))
+        storable = {name: made.tensor(one) if one.dtype.kind in "iufb" else one for name, one in arrays.items()}
+        data = _torch_file(storable)
     else:
         data = made.skyrl_pickle(arrays)
     _import(rng, _damaged(rng, folder / f"b.{kind}", data), format)
@@ -139,23 +131,23 @@ def _imported_batches(format, rng, folder):
 @cache
 def _dumps():
     rng = np.random.default_rng(1)
-    samples = made.slime_samples(_samples(), _tensor)
+    samples = made.slime_samples(_samples(), made.tensor)
     slots = np.stack([rng.permutation(18) % 16 for _ in range(3)])
     passes = [ids for ids, _, _ in _samples()]
-    recorder = made.recorder_dump(passes, slots, _tensor)
+    recorder = made.recorder_dump(passes, slots, made.tensor)
     lists = made.slime_samples(_samples(), np.ndarray.tolist)
     return {
         "slime": (Format.SLIME, _torch_file({"rollout_id": 1, "samples": samples})),
         "arrays": (Format.SLIME, _torch_file({"rollout_id": 1, "samples": made.slime_samples(_samples(), np.array)})),
         "lists": (Format.SLIME, _torch_file({"rollout_id": 1, "samples": lists})),
         "recorder": (Format.SGLANG_RECORDER, _torch_file(recorder)),
-        "replay": (Format.MEGATRON, _torch_file([_tensor(passes[0][:, layer]) for layer in range(3)])),
+        "replay": (Format.MEGATRON, _torch_file([made.tensor(passes[0][:, layer]) for layer in range(3)])),
     }
 
 
 def _views(rng):
     """Return values of dumps whose tensors share storages, in part or over and over."""
-    whole = _tensor(made.routes(rng, 40))
+    whole = made.tensor(made.routes(rng, 40))
     parts = []
     for ids, _, _ in _samples():
         begin = int(rng.integers(40))
@@ -172,7 +164,7 @@ def _views(rng):
         Format.SLIME: {"samples": samples * int(pick(rng, (1, 1, 30)))},
         Format.MEGATRON: [part[:, 0] for part in parts if part.shape[1]] * int(pick(rng, (1, 30))),
         Format.SGLANG_RECORDER: made.recorder_dump(
-            [ids for ids, _, _ in _samples()], np.tile(np.arange(16), (3, 1)), _tensor
+            [ids for ids, _, _ in _samples()], np.tile(np.arange(16), (3, 1)), made.tensor
         ),
     }  # fmt: skip
 
@@ -187,7 +179,7 @@ def shared_dumps(rng, folder):
     value = _views(rng)[format]
     for _ in range(int(rng.integers(3))):
         value = mutate_value(rng, value)
-    _import(rng, _whole(folder / "v.pt", _torch_file(value)), format)
+    _import(rng, made.write(folder / "v.pt", _torch_file(value)), format)
 
 
 def shared_batches(rng, folder):
@@ -200,23 +192,14 @@ def shared_batches(rng, folder):
     }
     program = pickle.dumps({"batch_dict": mutate_value(rng, batch)}, protocol=int(rng.integers(2, 6)))
     data = b"\x80\x02cx\ny\n(cx\nz\n" + program[:-1] + b"tR."
-    _import(
-        rng,
-        _damaged(rng, folder / "s.pkl", data) if rng.random() < 0.3 else _whole(folder / "s.pkl", data),
-        Format.SKYRL,
-    )
+    _import(rng, _damaged(rng, folder / "s.pkl", data, share=0.2), Format.SKYRL)
 
 
 def _imported_dumps(name, rng, folder):
     format, data = _dumps()[name]
     if rng.random() < 0.5:  # in the pickle inside, so that the archive stays whole
         data = _with_damaged_pickle(rng, data)
-    _import(rng, _damaged(rng, folder / "d.pt", data) if rng.random() < 0.5 else _whole(folder / "d.pt", data), format)
-
-
-def _whole(path, data):
-    path.write_bytes(data)
-    return path
+    _import(rng, _damaged(rng, folder / "d.pt", data, share=0.3), format)
 
 
 def _with_damaged_pickle(rng, data):
@@ -255,22 +238,8 @@ def any_pickle(rng, _):
 
 
 _OPERATIONS = (
-    *(
-        b"N",
-        b"K\x01",
-        b"\x8c\x01a",
-        b"C\x01b",
-        b")",
-        b"]",
-        b"}",
-        b"\x8f",
-        b"(",
-        b"(",
-        b"2",
-        b"2\x86",
-        b"2\x86",
-        b"\x85",
-    ),
+    *(b"N", b"K\x01", b"\x8c\x01a", b"C\x01b", b")", b"]", b"}", b"\x8f", b"(", b"(", b"2"),
+    *(b"2\x86", b"2\x86", b"\x85"),
     *(b"a", b"e", b"s", b"u", b"l", b"t", b"d", b"\x90", b"\x91", b"\x94", b"h\x00", b"h\x01", b"r\xff\xff\xff\xff"),
     *(b"p9223372036854775807\n", b"cx\ny\n", b"\x93", b"R", b"\x81", b"\x92", b"b", b"0", b"1", b"Q", b"o"),
     *(b"\x8a\x20" + b"\x7f" * 32, b"I99999999999999999999\n", b"\x8b\xff\xff\xff\x7f", b"\x8e" + b"\x7f" * 8),

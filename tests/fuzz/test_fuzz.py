@@ -4,15 +4,11 @@ import json
 import subprocess
 import sys
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from relibra.errors import LONGEST_MESSAGE, TraceError
 from relibra.routing.import_choices import Format
 from tests.fuzz import recordings
-from tests.fuzz.mutations import mutate_array, mutate_bytes, mutate_json
 from tests.fuzz.worker import READ, READERS, REFUSED, run_case
 
 QUICK, THOROUGH = 130, 10_000
@@ -67,15 +63,6 @@ def test_every_format_is_damaged(tmp_path, monkeypatch):
         for seed in range(20):
             assert run_case(reader, seed, tmp_path / reader) in (READ, REFUSED)
     assert seen == set(Format)
-
-
-@settings(max_examples=50)
-@given(st.integers(0, 2**32), st.binary(max_size=200), st.recursive(st.integers(), st.lists, max_leaves=10))
-def test_mutators_make_what_they_promise(seed, data, value):
-    rng = np.random.default_rng(seed)
-    assert isinstance(mutate_bytes(rng, data), bytes)
-    mutate_json(rng, value)
-    assert isinstance(mutate_array(rng, np.arange(6).reshape(2, 3)), np.ndarray)
 
 
 def test_a_long_message_keeps_beginning_and_end():

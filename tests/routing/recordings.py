@@ -1,5 +1,7 @@
 """Payloads as engines and frameworks build them, made without the readers: for tests and for damaged inputs.
 
+`write` puts them into files, and `read` imports those.
+
 Each function follows the released code named in the reader's first lines, in this project's own words.
 """
 
@@ -7,9 +9,49 @@ import base64
 import io
 import json
 import pickle
-import struct
 
+import msgspec
 import numpy as np
+import torch
+from safetensors.numpy import save_file
+
+from relibra.routing.readers.formats import ImportRules, import_samples
+from relibra.routing.readers.formats.normalise import ImportCounts, iterate_pieces
+from relibra.routing.trace import concatenate
+
+EXPERTS = 16
+
+
+def write(path, data):
+    """Write bytes, a text, or a value in the form that the ending of the name says; return the path."""
+    if isinstance(data, bytes | str):
+        path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    elif path.suffix == ".pt":
+        torch.save(data, path)
+    elif path.suffix == ".safetensors":
+        save_file({key: np.ascontiguousarray(array) for key, array in data.items()}, path)
+    elif path.suffix == ".npz":
+        np.savez(path, **data)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(one) + "\n" for one in data))
+    else:
+        path.write_text(json.dumps(data, indent=2))
+    return path
+
+
+def read(path, format, counts=None, **rules):
+    """Return the trace of a file."""
+    rules = ImportRules(num_experts=EXPERTS, **rules)
+    found = import_samples([path], format, rules)
+    return concatenate(list(iterate_pieces(found, rules, counts or ImportCounts(), source="test")))
+
+
+def tensor(array):
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def tensors(arrays):
+    return {name: tensor(array) for name, array in arrays.items()}
 
 
 def routes(rng, rows, layers=3, experts=16, top_k=2, dtype=np.int32):
@@ -185,7 +227,7 @@ def recorder_dump(passes, slots_LP, wrap, dense=(), width=8):
 
 def prime_batches(micro_batches, pad=0):
     """Return MessagePack of micro-batches; each a list of (routes with a row per token, trained?)."""
-    return _array([_prime_fields(samples, pad) for samples in micro_batches])
+    return msgspec.msgpack.encode([_prime_fields(samples, pad) for samples in micro_batches])
 
 
 def _prime_fields(samples, pad):
@@ -200,28 +242,3 @@ def _prime_fields(samples, pad):
     tokens = [300 * (i % 3) for i in range(n + pad)]
     names = ["gsm8k"] * n + [""] * pad
     return [tokens, mask, floats, floats, list(range(n + pad)), lengths, floats, names, lengths, None, experts]
-
-
-def _array(values):
-    head = bytes([0x90 | len(values)]) if len(values) < 16 else struct.pack(">BI", 0xDD, len(values))
-    return head + b"".join(map(_message, values))
-
-
-def _message(value):
-    """Encode a value as msgspec does."""
-    match value:
-        case None:
-            return b"\xc0"
-        case bool():
-            return b"\xc3" if value else b"\xc2"
-        case int():
-            sizes = ((127, ">B", b""), (255, ">B", b"\xcc"), (65535, ">H", b"\xcd"), (2**32, ">I", b"\xce"))
-            _, code, head = next(one for one in sizes if value <= one[0])
-            return head + struct.pack(code, value)
-        case float():
-            return b"\xcb" + struct.pack(">d", value)
-        case str():
-            return bytes([0xA0 | len(value)]) + value.encode()
-        case bytes():
-            return struct.pack(">BI", 0xC6, len(value)) + value
-    return _array(value)

@@ -62,8 +62,8 @@ def read_schedule(path: Path | str, *, required: bool = True) -> GivenSchedule |
             raise TraceError(f"{path}: {name} holds {array.min()}..{array.max()}: allowed are -1 to 2^31 - 1")
     per_sample = [name for name in ("micro_batch_S", "rank_S", "sample_ids") if name in arrays]
     if len({len(arrays[name]) for name in per_sample}) > 1:
-        told = ", ".join(f"{name} has {len(arrays[name])}" for name in per_sample)
-        raise TraceError(f"{path}: {told} entries: give one of each per sample")
+        counts = ", ".join(f"{name} has {len(arrays[name])}" for name in per_sample)
+        raise TraceError(f"{path}: {counts} entries: give one of each per sample")
     return GivenSchedule(path=path, **{name: array.astype(np.int64) for name, array in arrays.items()})
 
 

@@ -81,15 +81,15 @@ class TorchArchive:
         storage, offset, size, stride = value.args[:4]
         named = value.args[6:7] if value.name.endswith("_rebuild_tensor_v3") else ()
         key, held, dtype = _storage_of(where, storage, named)
-        said = f"size {excerpt(size)} and stride {excerpt(stride)}"
+        layout = f"size {excerpt(size)} and stride {excerpt(stride)}"
         if len(size) != len(stride) or len(size) > MAX_AXES:
-            raise TraceError(f"{where} has {said}: expected at most {MAX_AXES} axes")
+            raise TraceError(f"{where} has {layout}: expected at most {MAX_AXES} axes")
         if not all(type(number) is int and 0 <= number < 1 << 48 for number in (offset, *size, *stride)):
-            raise TraceError(f"{where} has {said}: expected whole numbers")
+            raise TraceError(f"{where} has {layout}: expected whole numbers")
         entries = math.prod(size)
         last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
         if entries and (last >= held or entries > held):
-            raise TraceError(f"{where} has {said} in a storage of {held:,} entries")
+            raise TraceError(f"{where} has {layout} in a storage of {held:,} entries")
         if not entries:
             return np.zeros(size, dtype=dtype)
         data = self._stored(f"data/{key}")

@@ -4,7 +4,7 @@ engine       released version      routes
 vLLM         0.29, 0.33            choices[].routed_experts: base64 of an .npy [n-1, all decoder layers, K]; around 0.21
                                    also prompt_routed_experts beside choices, the rows of the prompt
 SGLang       0.5.23                meta_info.routed_experts, or sglext.routed_experts beside the only choice: base64 of
-                                   raw int32, shape not told
+                                   raw int32, without its shape
 SkyRL        a956457 (2026-08-21)  choices[].routed_experts: {data, shape, dtype}
 prime-rl     559b447 (2026-08-21)  choices[].routed_experts: {data, shape, dtype, start}
 NeMo-RL      7ea279a (2026-08-22)  choices[].message.routed_experts, or response.output[].routed_experts of NeMo Gym:

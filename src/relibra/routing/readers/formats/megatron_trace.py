@@ -65,9 +65,9 @@ def _indices(where: str, record: _Record) -> ndarray:
     if not isinstance(lists, list):
         raise TraceError(f"{where} is {excerpt(lists)}: expected lists [tokens, choices]")
     ids = array_of_lists(where, lists, len(memoryview(record.top_indices)))
-    said = record.num_tokens, record.topk
-    if ids.shape != said and (len(ids) or said[0] != 0):
-        raise TraceError(f"{where} has shape {ids.shape}: num_tokens and topk say {said}")
+    expected = record.num_tokens, record.topk
+    if ids.shape != expected and (len(ids) or expected[0] != 0):
+        raise TraceError(f"{where} has shape {ids.shape}: num_tokens and topk say {expected}")
     return ids.reshape(len(ids), -1 if ids.size else 0)
 
 

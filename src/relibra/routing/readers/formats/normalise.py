@@ -204,17 +204,17 @@ def _piece(
     samples: list[RoutedSample], rules: ImportRules, counts: ImportCounts, names: dict[str, int], source: str
 ) -> RoutingTrace:
     """Return one trace of checked samples; every id is copied once, and rows without a route hold 0."""
-    offsets = np.cumsum([0, *(one.tokens or 0 for one in samples)], dtype=np.int64)
+    offsets = np.cumsum([0, *(sample.tokens or 0 for sample in samples)], dtype=np.int64)
     T, L, K = int(offsets[-1]), *samples[0].ids_TLK.shape[1:]
-    check_array_size(f"routes of {source}", 2, sum(one.ids_TLK.nbytes for one in samples), T=T, L=L, K=K)
+    check_array_size(f"routes of {source}", 2, sum(sample.ids_TLK.nbytes for sample in samples), T=T, L=L, K=K)
     experts_TLK, valid_T = np.empty((T, L, K), dtype=expert_dtype(rules.num_experts)), np.zeros(T, dtype=bool)
-    for one, offset in zip(samples, offsets.tolist(), strict=False):
-        rows = slice(offset + one.start, offset + one.start + len(one.ids_TLK))
-        np.copyto(experts_TLK[rows], one.ids_TLK, casting="unsafe")
-        valid_T[rows] = True if one.absent_T is None else ~one.absent_T
+    for sample, offset in zip(samples, offsets.tolist(), strict=False):
+        rows = slice(offset + sample.start, offset + sample.start + len(sample.ids_TLK))
+        np.copyto(experts_TLK[rows], sample.ids_TLK, casting="unsafe")
+        valid_T[rows] = True if sample.absent_T is None else ~sample.absent_T
     experts_TLK[~valid_T] = 0
-    groups = [-1 if one.group is None else names.setdefault(one.group, len(names)) for one in samples]
-    ids = [counts.samples + i if one.sample_id is None else one.sample_id for i, one in enumerate(samples)]
+    groups = [-1 if sample.group is None else names.setdefault(sample.group, len(names)) for sample in samples]
+    ids = [counts.samples + i if sample.sample_id is None else sample.sample_id for i, sample in enumerate(samples)]
     trace = RoutingTrace(
         experts_TLK=experts_TLK,
         offsets=offsets,
@@ -223,8 +223,8 @@ def _piece(
         num_experts=rules.num_experts,
         sample_ids=np.array(ids, dtype=np.int64),
         group_ids=np.array(groups, dtype=np.int64),
-        prompt_lengths=np.array([one.prompt_tokens for one in samples], dtype=np.int64),
-        weight_versions=np.array([one.version for one in samples], dtype=np.int64),
+        prompt_lengths=np.array([sample.prompt_tokens for sample in samples], dtype=np.int64),
+        weight_versions=np.array([sample.version for sample in samples], dtype=np.int64),
         source=source,
     )
     try:
