@@ -35,8 +35,8 @@ def test_a_rank_alone_gets_back_what_it_gives(monkeypatch):
         assert gather_json(value) == [value]
         assert sum_over_ranks(torch.tensor([1, 2])).tolist() == [1, 2]
         assert largest_over_ranks(-3) == -3
-        monkeypatch.setattr(ranks, "MAX_PAYLOAD_BYTES", 10)
-        with pytest.raises(EngineError, match="sends 12 bytes of JSON: at most 10"):
+        monkeypatch.setattr(ranks, "MAX_ARRAY_BYTES", 10)
+        with pytest.raises(EngineError, match="sends 12 bytes: at most 10"):
             gather_json("x" * 10)
     assert not dist.is_initialized()
 
@@ -59,7 +59,7 @@ def test_arrays_of_any_type_and_shape_come_back_as_they_were(monkeypatch):
         for found, array in zip(together, arrays, strict=True):
             assert (found.dtype, found.shape, found.tolist()) == (array.dtype, array.shape, array.tolist())
         monkeypatch.setattr(ranks, "MAX_ARRAY_BYTES", 10)
-        with pytest.raises(EngineError, match="sends 16 bytes of arrays: at most 10"):
+        with pytest.raises(EngineError, match="sends 16 bytes: at most 10"):
             gather_arrays(np.zeros(2))
 
 

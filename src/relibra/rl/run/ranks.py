@@ -23,7 +23,6 @@ from relibra.environment import STOP_SIGNALS
 from relibra.errors import ConfigError, EngineError, LostPeerError
 
 NO_DEADLINE = timedelta(days=20)  # in milliseconds it fits into 32 bits
-MAX_PAYLOAD_BYTES = 64 << 20
 MAX_ARRAY_BYTES = 4 << 30
 
 
@@ -156,19 +155,10 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     """Return the values of all ranks, in rank order; collective.
 
     group     of all ranks; None: the default group
-    raises    EngineError if a value takes more than MAX_PAYLOAD_BYTES
+    raises    EngineError as `gather_several`
     """
-    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(payload)]), group=group)
-    largest = max(int(size) for size in sizes)
-    if largest > MAX_PAYLOAD_BYTES:
-        raise EngineError(f"a rank sends {largest} bytes of JSON: at most {MAX_PAYLOAD_BYTES} are allowed")
-    padded = torch.zeros(largest, dtype=torch.uint8)
-    padded[: len(payload)] = payload
-    gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded, group=group)
-    return [json.loads(bytes(piece[: int(size)].tolist())) for piece, size in zip(gathered, sizes, strict=True)]
+    text = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
+    return [json.loads(piece.tobytes()) for (piece,) in gather_several([text], group)]
 
 
 def gather_arrays(array: ndarray) -> list[ndarray]:
@@ -180,24 +170,25 @@ def gather_arrays(array: ndarray) -> list[ndarray]:
     return [one for (one,) in gather_several([array])]
 
 
-def gather_several(arrays: Sequence[ndarray]) -> list[list[ndarray]]:
+def gather_several(arrays: Sequence[ndarray], group: dist.ProcessGroup | None = None) -> list[list[ndarray]]:
     """Return several arrays of all ranks, in rank order, in one exchange; collective.
 
     arrays    each of the same dtype and number of axes on all ranks; sizes may differ
+    group     of all ranks; None: the default group
     raises    EngineError if the arrays of a rank take more than MAX_ARRAY_BYTES
     """
     joined = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
     flat = torch.frombuffer(bytearray(joined), dtype=torch.uint8) if joined else torch.zeros(0, dtype=torch.uint8)
     sizes = torch.tensor([len(flat), *(size for array in arrays for size in array.shape)])
     sizes_of = [torch.zeros_like(sizes) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes_of, sizes)
+    dist.all_gather(sizes_of, sizes, group=group)
     largest = max(int(other[0]) for other in sizes_of)
     if largest > MAX_ARRAY_BYTES:
-        raise EngineError(f"a rank sends {largest} bytes of arrays: at most {MAX_ARRAY_BYTES} are allowed")
+        raise EngineError(f"a rank sends {largest} bytes: at most {MAX_ARRAY_BYTES} are allowed")
     padded = torch.zeros(largest, dtype=torch.uint8)
     padded[: len(flat)] = flat
     gathered = [torch.empty_like(padded) for _ in sizes_of]
-    dist.all_gather(gathered, padded)
+    dist.all_gather(gathered, padded, group=group)
     return [
         _split_arrays(piece.numpy().tobytes(), other[1:].tolist(), arrays)
         for piece, other in zip(gathered, sizes_of, strict=True)
