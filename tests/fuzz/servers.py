@@ -179,7 +179,7 @@ def _scores_of(dialect, rng, _):
 
     async def score():
         async with client.connections(1) as connection:
-            return await client.call(connection, PATHS[dialect], scoring_body(dialect, tokens), tokens=4, once=True)
+            return await client.call(connection, PATHS[dialect], scoring_body(dialect, tokens), tokens=4)
 
     try:
         found = read_scores(dialect, asyncio.run(score()), tokens)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from relibra.errors import EngineError
 from relibra.replay import record_routing
 from relibra.rl.rollout.response import new_response
-from relibra.rl.rollout.served import canary_probe, preflight, requests
+from relibra.rl.rollout.served import canary_probe, requests
 from relibra.rl.rollout.served.canary import CanaryScores, find_fault, share_made
 from relibra.rl.rollout.served.canary_probe import Canary, WatchedServer
 from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
@@ -94,7 +94,7 @@ def small(monkeypatch):
     sizes = {"SEQUENCES": 2, "SEQUENCE_TOKENS": 14, "SAMPLED_TOKENS": 4, "PROMPTS_AT_ONCE": 4, "ANSWER_TOKENS": 4}
     for name, value in sizes.items():
         monkeypatch.setattr(canary_probe, name, value)
-    monkeypatch.setattr(preflight, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(requests, "PAUSE_SECONDS", 0.001)
 
 
 def client_of(server, model, temperature=0.7):
@@ -244,9 +244,8 @@ def test_server_gone_during_an_update_gets_the_weights_on_return(small, tmp_path
 
 
 @pytest.mark.parametrize("after", [0, 2, 3])
-def test_an_update_waits_for_the_only_server(small, tmp_path, monkeypatch, after):
+def test_an_update_waits_for_the_only_server(small, tmp_path, after):
     """It ends before the update, in it, or while it is compared, and begins anew with the weights of its start."""
-    monkeypatch.setattr(requests, "PAUSE_SECONDS", 0.001)
     model = tiny_model("qwen3_moe").eval()
     with running(copy.deepcopy(model)) as server:
         updates = Updates([server], model, tmp_path, retry_seconds=20.0)

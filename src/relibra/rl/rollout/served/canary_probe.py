@@ -180,7 +180,7 @@ class Canary:
                 prompts = [self.encode_prompt(first + index)[: length // 2] for index in range(PROMPTS_AT_ONCE)]
                 limit = max(1, min(ANSWER_TOKENS, self.context - length // 2))
                 answers = await asyncio.gather(
-                    *(server.client.ask(client, prompt, limit=limit, seed=first, once=True) for prompt in prompts)
+                    *(server.client.ask(client, prompt, limit=limit, seed=first) for prompt in prompts)
                 )
                 for prompt, answer in zip(prompts, answers, strict=True):
                     server.client.check_tokens(answer)
@@ -200,7 +200,7 @@ class Canary:
     async def _fill_cache(self, server: WatchedServer) -> None:
         async with server.client.connections(_REQUESTS) as client:
             await asyncio.gather(
-                *(server.client.ask(client, one, limit=1, seed=0, once=True) for one in self.sequences)
+                *(server.client.ask(client, one, limit=1, seed=0) for one in self.sequences)
             )
 
     async def _scored(self, server: ServerClient, client: httpx.AsyncClient) -> ndarray:
@@ -214,7 +214,6 @@ class Canary:
                 scoring_body(server.dialect, sequence),
                 tokens=number,
                 rows=number + 1,
-                once=True,
             )
             try:
                 return read_scores(server.dialect, body, sequence)
@@ -229,7 +228,7 @@ class Canary:
             await server.client.bring_up(client)  # it may have been started again since it loaded the weights
             sampled = await asyncio.gather(
                 *(
-                    server.client.ask(client, one, limit=SAMPLED_TOKENS, seed=index, once=True)
+                    server.client.ask(client, one, limit=SAMPLED_TOKENS, seed=index)
                     for index, one in enumerate(self.sequences)
                 )
             )

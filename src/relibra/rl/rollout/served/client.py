@@ -16,24 +16,9 @@ from numpy import ndarray
 
 from relibra.errors import EngineError
 from relibra.rl.rollout.response import Response, Window
-from relibra.rl.rollout.served.dialects import (
-    HEALTH_PATHS,
-    PATHS,
-    Dialect,
-    TokenAnswer,
-    TokenRequest,
-    read_answer,
-    request_body,
-)
+from relibra.rl.rollout.served.dialects import HEALTH_PATHS, PATHS, Dialect, TokenAnswer, read_answer, request_body
 from relibra.rl.rollout.served.loading import load_weights, read_version, shown
-from relibra.rl.rollout.served.requests import (
-    RequestFailed,
-    ServerAddress,
-    ServerLost,
-    call_server,
-    refused_with,
-    request_json,
-)
+from relibra.rl.rollout.served.requests import RequestFailed, ServerLost, open_connections, request_json
 from relibra.routing.trace import expert_dtype, first_illegal_row
 
 _log = logging.getLogger(__name__)
@@ -91,15 +76,9 @@ class ServerClient:
     key: str = field(default="", repr=False)
     published: PublishedVersion = field(default_factory=PublishedVersion)
 
-    @property
-    def address(self) -> ServerAddress:
-        """Where the server is."""
-        return ServerAddress(url=self.url, key=self.key)
-
-    @property
-    def health_path(self) -> str:
-        """Where it says whether it can be asked."""
-        return HEALTH_PATHS[self.dialect]
+    def hide_key(self, text: str) -> str:
+        """Return a text of the server without the key, which it may repeat."""
+        return text.replace(self.key, "(the key)") if self.key else text
 
     def request_seconds(self, num_tokens: int) -> float:
         """Return the seconds that a request for so many new tokens may take."""
@@ -111,14 +90,8 @@ class ServerClient:
         return _FIXED_BYTES + _TOKEN_BYTES * num_tokens + _ROUTE_BYTES * choices
 
     def connections(self, most: int) -> httpx.AsyncClient:
-        """Return a pool of at most so many connections.
-
-        raises    EngineError where `url` is no address
-        """
-        try:
-            return self.address.connections(most)
-        except RequestFailed as failure:
-            raise EngineError(f"rollout.url {self.url!r}: {failure}") from failure
+        """Return a pool of at most so many connections; raises EngineError where `url` is no address."""
+        return open_connections(self.url, self.key, most)
 
     async def check_health(self, client: httpx.AsyncClient) -> None:
         """Return where the server says that it is healthy, or does not know the question.
@@ -126,7 +99,7 @@ class ServerClient:
         raises    RequestFailed
         """
         try:
-            await request_json(client, self.health_path, None, seconds=LOOK_SECONDS, max_bytes=1 << 16)
+            await request_json(client, HEALTH_PATHS[self.dialect], None, seconds=LOOK_SECONDS, max_bytes=1 << 16)
         except RequestFailed as failure:
             refused = failure.status is not None and not failure.may_pass  # the requests that follow tell what it is
             in_words = isinstance(failure.__cause__, ValueError)
@@ -142,27 +115,26 @@ class ServerClient:
         *,
         tokens: int = 0,
         rows: int = 0,
-        once: bool = False,
     ) -> Any:
-        """Send JSON (None: GET) and return the JSON of the answer.
+        """Send JSON (None: GET) and return the JSON of the answer; one attempt.
 
         tokens, rows   new tokens and rows of routes that are asked for: they limit time and size of the answer
-        once           make one attempt only
         raises         EngineError; ServerLost where the server does not answer, or answers that its engine is dead
         """
         seconds, max_bytes = self.request_seconds(tokens), self.max_answer_bytes(tokens, rows)
         try:
-            return await call_server(client, self.address, path, body, seconds=seconds, max_bytes=max_bytes, once=once)
-        except ServerLost:
-            raise
-        except EngineError as error:
-            if (refused_with(error) or 0) < 500:
-                raise
-            try:
-                await self.check_health(client)
-            except RequestFailed as failure:
-                raise ServerLost(str(error), timed_out=False) from failure
-            raise
+            return await request_json(client, path, body, seconds=seconds, max_bytes=max_bytes)
+        except RequestFailed as failure:
+            lost = failure.may_pass or ((failure.status or 0) >= 500 and not await self._is_healthy(client))
+            text = f"{self.url.rstrip('/')}{path} failed: {self.hide_key(str(failure))}; {_next_step(failure)}"
+            raise (ServerLost(text, timed_out=failure.timed_out) if lost else EngineError(text)) from failure
+
+    async def _is_healthy(self, client: httpx.AsyncClient) -> bool:
+        try:
+            await self.check_health(client)
+        except RequestFailed:
+            return False
+        return True
 
     async def bring_up(self, client: httpx.AsyncClient) -> None:
         """Return when a server can be asked; one that was started again first loads the last weights.
@@ -174,45 +146,39 @@ class ServerClient:
         try:
             await self.check_health(client)
         except RequestFailed as failure:
-            text = self.address.hide_key(str(failure))
-            why = f"{self.url}{self.health_path} failed: {text}; start it, or look at its log"
-            if failure.may_pass:
-                raise ServerLost(why, timed_out=False) from failure
-            raise EngineError(why) from failure
+            path, text = HEALTH_PATHS[self.dialect], self.hide_key(str(failure))
+            why = f"{self.url.rstrip('/')}{path} failed: {text}; start it, or look at its log"
+            raise (ServerLost(why, timed_out=False) if failure.may_pass else EngineError(why)) from failure
         version, folder = self.published.version, self.published.folder
         if version is None or folder is None:
             return
-        call = partial(self.call, client, once=True)
-        if await read_version(call, self.dialect) not in (str(version), None):
+        if await read_version(partial(self.call, client), self.dialect) not in (str(version), None):
             _log.warning("%s was started again: it loads version %d of the weights", self.url, version)
-            await load_weights(call, self.dialect, self.url, folder, version)
+            await self.load(client, folder, version)
 
     async def load(self, client: httpx.AsyncClient, folder: Path, version: int) -> None:
         """Let the server load weights, drop its caches, and know their version; one attempt.
 
         raises    EngineError; ServerLost where it does not answer
         """
-        await load_weights(partial(self.call, client, once=True), self.dialect, self.url, folder, version)
+        await load_weights(partial(self.call, client), self.dialect, self.url, folder, version)
 
-    async def ask(
-        self, client: httpx.AsyncClient, tokens: Sequence[int], *, limit: int, seed: int, once: bool = False
-    ) -> TokenAnswer:
-        """Return at most `limit` tokens after others, and their log-probs, as the server sent them.
+    async def ask(self, client: httpx.AsyncClient, tokens: Sequence[int], *, limit: int, seed: int) -> TokenAnswer:
+        """Return at most `limit` tokens after others, and their log-probs, as the server sent them; one attempt.
 
-        once      make one attempt only
         raises    EngineError for an answer without them; ServerLost where the server does not answer
         """
         wants_routes = self.routes is not None
-        request = TokenRequest(
-            tokens=tokens,
+        body = request_body(
+            self.dialect,
+            tokens,
             limit=limit,
             seed=seed,
             temperature=self.temperature,
             stop_ids=self.stop_ids,
             wants_routes=wants_routes,
         )
-        body, rows = request_body(self.dialect, request), len(tokens) + limit
-        answer = await self.call(client, PATHS[self.dialect], body, tokens=limit, rows=rows, once=once)
+        answer = await self.call(client, PATHS[self.dialect], body, tokens=limit, rows=len(tokens) + limit)
         try:
             return read_answer(self.dialect, answer, wants_routes=wants_routes)
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
@@ -226,7 +192,7 @@ class ServerClient:
 
         raises    EngineError for an answer that cannot be trained on; ServerLost where the server does not answer
         """
-        answer = await self.ask(client, response.tokens_n.tolist(), limit=limit, seed=seed, once=True)
+        answer = await self.ask(client, response.tokens_n.tolist(), limit=limit, seed=seed)
         tokens, reason = answer.tokens, answer.reason
         if not (reason == "stop" and 0 < len(tokens) <= limit) and not (reason == "length" and len(tokens) == limit):
             message = (
@@ -299,3 +265,10 @@ class ServerClient:
                 )
             raise EngineError(f"{self.url} sent the expert ids {ids[row, layer].tolist()} of a token: they must differ")
         return ids
+
+
+def _next_step(failure: RequestFailed) -> str:
+    """Return what to do about a request that failed."""
+    if failure.status in (401, 403):
+        return "set rollout.api_key_from to env:NAME or file:PATH of the key that it was started with (--api-key)"
+    return "increase rollout.timeout_seconds, or look at its log" if failure.timed_out else "look at its log"

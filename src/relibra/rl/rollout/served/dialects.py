@@ -20,22 +20,6 @@ HEALTH_PATHS: dict[Dialect, str] = {"sglang": "/ready", "vllm": "/health"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenRequest:
-    """Tokens to go on from, and how.
-
-    limit         most new tokens
-    wants_routes  the experts of every token are asked for
-    """
-
-    tokens: Sequence[int]
-    limit: int
-    seed: int
-    temperature: float
-    stop_ids: tuple[int, ...]
-    wants_routes: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class TokenAnswer:
     """What a server sent, not yet checked.
 
@@ -51,21 +35,28 @@ class TokenAnswer:
     versions: tuple[str, ...] = ()
 
 
-def request_body(dialect: Dialect, request: TokenRequest) -> dict[str, Any]:
-    """Return the JSON of a request."""
-    stop = {"stop_token_ids": list(request.stop_ids)}
+def request_body(
+    dialect: Dialect,
+    tokens: Sequence[int],
+    *,
+    limit: int,
+    seed: int,
+    temperature: float,
+    stop_ids: Sequence[int],
+    wants_routes: bool,
+) -> dict[str, Any]:
+    """Return the JSON of a request for at most `limit` tokens after others, and the experts of all of them."""
+    sampling = {"temperature": temperature, "top_p": 1.0, "stop_token_ids": list(stop_ids)}
     if dialect == "sglang":
-        sampling = {"max_new_tokens": request.limit, "temperature": request.temperature, "top_p": 1.0, "top_k": -1}
         return {
-            "input_ids": list(request.tokens),
-            "sampling_params": {**sampling, **stop, "sampling_seed": request.seed},
+            "input_ids": list(tokens),
+            "sampling_params": {**sampling, "max_new_tokens": limit, "top_k": -1, "sampling_seed": seed},
             "return_logprob": True,
-            "return_routed_experts": request.wants_routes,
+            "return_routed_experts": wants_routes,
         }
-    sampling = {"max_tokens": request.limit, "temperature": request.temperature, "top_p": 1.0, "logprobs": 0}
     return {
-        "token_ids": list(request.tokens),
-        "sampling_params": {**sampling, **stop, "seed": request.seed, "detokenize": False},
+        "token_ids": list(tokens),
+        "sampling_params": {**sampling, "max_tokens": limit, "logprobs": 0, "seed": seed, "detokenize": False},
     }
 
 

@@ -193,7 +193,7 @@ async def on_every_server(
 ) -> list[R | ServerLost]:
     """Return the result of the same work on all servers, done at once; of those that do not answer, why.
 
-    While none answers, the work is repeated.
+    While none answers, the work is repeated, which a warning says once.
 
     raises    EngineError where one refuses, or none answered for `retry_seconds`
     """
@@ -214,4 +214,6 @@ async def on_every_server(
             return found
         if attempts.are_used_up(timed_out=any(one.timed_out for one in lost)):
             raise EngineError(none_left([str(one) for one in lost], retry_seconds)) from lost[0].__cause__
+        if attempts.failed == 1 and retry_seconds:
+            _log.warning("%s; waiting up to %g s (rollout.start_seconds)", lost[0], retry_seconds)
         await asyncio.sleep(pause_seconds(attempts.failed))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +14,11 @@ from relibra.errors import EngineError
 from relibra.rl.rollout.served.client import ServerClient
 from relibra.rl.rollout.served.dialects import Dialect
 from relibra.rl.rollout.served.loading import shown
-from relibra.rl.rollout.served.requests import RequestFailed, refused_with
+from relibra.rl.rollout.served.pool import on_every_server
+from relibra.rl.rollout.served.requests import ServerLost, refused_with
 
 _log = logging.getLogger(__name__)
 
-POLL_SECONDS = 2.0
-"""Between two looks at a server that starts."""
 _PROBE_TOKENS = 8
 _INFO: dict[Dialect, str] = {"sglang": "/server_info", "vllm": "/server_info?config_format=json"}
 _SGLANG_RESERVE = 6
@@ -50,57 +48,40 @@ def check_servers(
     raises          EngineError naming each flag that is missing
     """
 
-    async def check() -> list[ServedModel]:
-        return await asyncio.gather(*(_check(server, start_seconds, longest, dtype) for server in servers))
+    async def check(server: ServerClient) -> ServedModel:
+        [found] = await on_every_server(
+            [server], lambda one: _check(one, longest, dtype), retry_seconds=start_seconds
+        )
+        assert not isinstance(found, ServerLost), "while the only server is lost, the work is repeated"
+        return found
 
-    return asyncio.run(check())
+    async def check_all() -> list[ServedModel]:
+        return await asyncio.gather(*map(check, servers))
+
+    return asyncio.run(check_all())
 
 
-async def _check(server: ServerClient, start_seconds: float, longest: int, dtype: str) -> ServedModel:
+async def _check(server: ServerClient, longest: int, dtype: str) -> ServedModel:
     async with server.connections(1) as client:
-        await _wait_for_start(server, client, start_seconds)
+        await server.bring_up(client)
         config = await _read_config(server, client)
         needed = list(missing_flags(server.dialect, config, longest=longest, wants_routes=server.routes is not None))
         if needed:
             raise EngineError(f"{server.url} was not started as this run needs it: {'; '.join(needed)}")
-        served = read_model(server.dialect, config)
-        if served.dtype not in ("", dtype):
-            _log.warning(
-                "%s %s and training in %s (model.dtype), so that log-probs and some routes differ "
-                "between them: start it with --dtype %s, or ignore this where the difference is meant",
-                server.url,
-                "chooses the type that it computes in (--dtype auto)"
-                if served.dtype == "auto"
-                else f"computes in {served.dtype}",
-                dtype,
-                dtype,
-            )
         await _probe(server, client)
+    served = read_model(server.dialect, config)
+    if served.dtype not in ("", dtype):
+        _log.warning(
+            "%s %s and training in %s (model.dtype), so that log-probs and some routes differ "
+            "between them: start it with --dtype %s, or ignore this where the difference is meant",
+            server.url,
+            "chooses the type that it computes in (--dtype auto)"
+            if served.dtype == "auto"
+            else f"computes in {served.dtype}",
+            dtype,
+            dtype,
+        )
     return served
-
-
-async def _wait_for_start(server: ServerClient, client: httpx.AsyncClient, start_seconds: float) -> None:
-    """Wait until a server says that it is healthy.
-
-    raises    EngineError when the time is up
-    """
-    deadline, logged = time.monotonic() + start_seconds, False
-    while True:
-        try:
-            return await server.check_health(client)
-        except RequestFailed as failure:
-            why = server.address.hide_key(str(failure))
-            if not failure.may_pass:
-                raise EngineError(f"{server.url}{server.health_path}: {why}") from failure
-            if time.monotonic() >= deadline:
-                raise EngineError(
-                    f"{server.url} did not answer within {start_seconds:g} s (rollout.start_seconds): {why}; start it, "
-                    "or look at its log"
-                ) from failure
-            if not logged:
-                _log.warning("waiting up to %g s (rollout.start_seconds) for %s: %s", start_seconds, server.url, why)
-                logged = True
-            await asyncio.sleep(POLL_SECONDS)
 
 
 async def _read_config(server: ServerClient, client: httpx.AsyncClient) -> dict[str, Any]:

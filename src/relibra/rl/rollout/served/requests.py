@@ -44,40 +44,27 @@ class RequestFailed(Exception):
         self.may_pass, self.timed_out, self.status = may_pass, timed_out, status
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerAddress:
-    """Where a server is, and the key that it asks for.
+def open_connections(url: str, key: str, most: int) -> httpx.AsyncClient:
+    """Return a pool of at most so many connections to a server; proxies of the environment are not used.
 
-    url    as in http://127.0.0.1:8000
-    key    sent as a bearer token; empty: none. It appears in no message
+    url       as in http://127.0.0.1:8000
+    key       sent as a bearer token; empty: none
+    raises    EngineError for what is no address
     """
-
-    url: str
-    key: str = field(default="", repr=False)
-
-    def connections(self, most: int) -> httpx.AsyncClient:
-        """Return a pool of at most so many connections; proxies of the environment are not used.
-
-        raises    RequestFailed for what is no address
-        """
-        try:
-            url = httpx.URL(self.url)
-        except (httpx.InvalidURL, ValueError) as error:
-            raise RequestFailed(f"{type(error).__name__}: {error}", may_pass=False) from error
-        if url.scheme not in ("http", "https") or not url.host:
-            raise RequestFailed("the address does not begin with http:// or https:// and a name", may_pass=False)
-        return httpx.AsyncClient(
-            base_url=url,
-            headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {}),
-            limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
-            follow_redirects=False,
-            trust_env=False,
-            verify=_certificates() if url.scheme == "https" else False,
-        )
-
-    def hide_key(self, text: str) -> str:
-        """Return a text of the server without the key, which it may repeat."""
-        return text.replace(self.key, "(the key)") if self.key else text
+    try:
+        base = httpx.URL(url)
+    except (httpx.InvalidURL, ValueError) as error:
+        raise EngineError(f"rollout.url {url!r} is no address: {error}") from error
+    if base.scheme not in ("http", "https") or not base.host:
+        raise EngineError(f"rollout.url {url!r} does not begin with http:// or https:// and a name")
+    return httpx.AsyncClient(
+        base_url=base,
+        headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {}),
+        limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
+        follow_redirects=False,
+        trust_env=False,
+        verify=_certificates() if base.scheme == "https" else False,
+    )
 
 
 @cache
@@ -228,49 +215,6 @@ def pause_seconds(failed: int) -> float:
     return min(PAUSE_SECONDS * (2 ** min(failed, 16) - 1), LONGEST_PAUSE_SECONDS)
 
 
-async def call_server(
-    client: httpx.AsyncClient,
-    address: ServerAddress,
-    path: str,
-    body: Mapping[str, Any] | None = None,
-    *,
-    seconds: float,
-    max_bytes: int = 1 << 20,
-    once: bool = False,
-) -> Any:
-    """Send JSON (None: GET) and return the JSON of the answer; try again after errors that may pass.
-
-    once     make one attempt only
-    raises   EngineError naming server and path; ServerLost where the error may pass
-    """
-    attempts = Attempts()
-    while True:
-        try:
-            return await request_json(client, path, body, seconds=seconds, max_bytes=max_bytes)
-        except RequestFailed as failure:
-            last = failure.may_pass and (once or attempts.are_used_up(timed_out=failure.timed_out))
-            if failure.may_pass and not last:
-                await asyncio.sleep(pause_seconds(attempts.failed))
-                continue
-            number = f" {attempts.failed} times, at last" if attempts.failed > 1 else ""
-            message = (
-                f"{address.url.rstrip('/')}{path} failed{number}: {address.hide_key(str(failure))}; "
-                f"{_next_step(failure)}"
-            )
-            if failure.may_pass:
-                raise ServerLost(message, timed_out=failure.timed_out) from failure
-            raise EngineError(message) from failure
-
-
-def _next_step(failure: RequestFailed) -> str:
-    """Return what to do about a request that failed."""
-    if failure.status in (401, 403):
-        return (
-            "set rollout.api_key_from to env:NAME or file:PATH of the key that the server was started with (--api-key)"
-        )
-    return "increase rollout.timeout_seconds, or look at its log" if failure.timed_out else "look at its log"
-
-
 def refused_with(error: EngineError) -> int | None:
-    """Return the status that a server refused a request of `call_server` with; None: it failed otherwise."""
+    """Return the status that a server refused a request with; None: it failed otherwise."""
     return error.__cause__.status if isinstance(error.__cause__, RequestFailed) else None
