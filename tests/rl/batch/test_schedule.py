@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relibra.rl.batch.schedule import make_schedule, own_micro_batches
+from relibra.rl.batch.schedule import make_schedule, cut_into_runs
 from tests.planning.levers.schedules import assert_within_limits, bins_of, draw_lengths
 from tests.rl.made_up import mini_batch_of, of_rank
 
@@ -154,7 +154,7 @@ def test_a_step_without_responses_has_no_micro_batch():
 @settings(max_examples=40)
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 100))
 def test_runs_of_one_rank_keep_the_order_and_end_none_too_early(tokens, limit):
-    runs = own_micro_batches(tokens, limit)
+    runs = cut_into_runs(tokens, limit)
     assert [s for run in runs for s in run] == list(range(len(tokens)))
     for run in runs:
         assert len(run) == 1 or sum(tokens[s] for s in run) <= limit

@@ -139,18 +139,18 @@ def _sort_bins(bin_X: Int64[ndarray, " X"], tokens_X: Int[ndarray, " X"]) -> Int
     return place[bin_X]
 
 
-def own_micro_batches(tokens_S: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:
-    """Cut one rank's responses, in order, into runs within a token limit; a longer response is alone.
+def cut_into_runs(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Return the places of consecutive sizes in runs whose sums are within a limit; a larger one is alone.
 
-    >>> own_micro_batches([3, 4, 2, 9], 8)
+    >>> cut_into_runs([3, 4, 2, 9], 8)
     [[0, 1], [2], [3]]
     """
     runs: list[list[int]] = []
     filled = 0
-    for s, tokens in enumerate(tokens_S):
-        if not runs or filled + tokens > micro_batch_tokens:
+    for place, size in enumerate(sizes):
+        if not runs or filled + size > limit:
             runs.append([])
             filled = 0
-        runs[-1].append(s)
-        filled += tokens
+        runs[-1].append(place)
+        filled += size
     return runs

@@ -14,6 +14,7 @@ from numpy import ndarray
 from safetensors.numpy import load, save
 
 from relibra.errors import EngineError, TraceError
+from relibra.rl.batch.schedule import cut_into_runs
 from relibra.rl.rollout.response import Response
 from relibra.routing.tensor_files import TensorFormat, read_tensors, write_tensors
 
@@ -174,16 +175,7 @@ def _num_bytes(response: Response) -> int:
 
 def _cut(responses: Sequence[Response], most_bytes: int) -> list[list[Response]]:
     """Return consecutive pieces of at most so many bytes, or of one larger response."""
-    pieces: list[list[Response]] = []
-    filled = 0
-    for response in responses:
-        size = _num_bytes(response)
-        if not pieces or filled + size > most_bytes:
-            pieces.append([])
-            filled = 0
-        pieces[-1].append(response)
-        filled += size
-    return pieces
+    return [[responses[s] for s in run] for run in cut_into_runs([_num_bytes(one) for one in responses], most_bytes)]
 
 
 def _agree_on_rounds(waiting: Sequence[Sequence[Sequence[Response]]]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from relibra.errors import TraceError
 from relibra.planning.plan import StepPlan
 from relibra.planning.plan_files import write_plan
+from relibra.rl.batch.schedule import cut_into_runs
 from relibra.rl.config.settings import TraceSettings
 from relibra.rl.rollout.response import Response
 from relibra.rl.run.ranks import gather_json, wait_for_ranks
@@ -120,22 +121,10 @@ def record_routes(step: int, responses: Sequence[Response], traces: StepTraces) 
     raises    TraceError where the engine reported illegal routes
     """
     sizes: dict[str, Any] = {"num_experts": traces.num_experts, "layer_ids": traces.layer_ids}
-    traces.write(
-        step, (trace_of(part, **sizes, source=f"rollout of step {step}") for part in _runs(responses, SHARD_ROWS))
-    )
+    runs = cut_into_runs([len(response.tokens_n) for response in responses], SHARD_ROWS)
+    parts = ([responses[s] for s in run] for run in runs)
+    traces.write(step, (trace_of(part, **sizes, source=f"rollout of step {step}") for part in parts))
     return [_narrowed(response, traces.num_experts) for response in responses]
-
-
-def _runs(responses: Sequence[Response], most_tokens: int) -> Iterator[list[Response]]:
-    """Yield consecutive responses with at most so many tokens together, or one longer."""
-    run: list[Response] = []
-    for response in responses:
-        if run and sum(len(one.tokens_n) for one in run) + len(response.tokens_n) > most_tokens:
-            yield run
-            run = []
-        run.append(response)
-    if run:
-        yield run
 
 
 def _narrowed(response: Response, num_experts: int) -> Response:

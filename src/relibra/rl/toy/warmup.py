@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from relibra.errors import ConfigError
-from relibra.rl.batch.schedule import own_micro_batches
+from relibra.rl.batch.schedule import cut_into_runs
 from relibra.rl.config.settings import UpdateSettings, WarmupSettings
 from relibra.rl.model.optimizer import clip_gradients, make_optimizer, not_finite
 from relibra.rl.model.tokenizer import Tokenizer
@@ -110,7 +110,7 @@ def _rows_of_rank(pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer, max_to
     """
     share = pairs[dist.get_rank() :: dist.get_world_size()] or pairs[:1]
     encoded = [(tokenizer.encode(prompt), tokenizer.encode_response(answer)) for prompt, answer in share]
-    runs = own_micro_batches([len(prompt) + len(answer) for prompt, answer in encoded], max_tokens)
+    runs = cut_into_runs([len(prompt) + len(answer) for prompt, answer in encoded], max_tokens)
     filler = _row([([tokenizer.pad_id], [])])  # trains nothing
     return [_row([encoded[i] for i in run]) for run in runs] + [filler] * (largest_over_ranks(len(runs)) - len(runs))
 

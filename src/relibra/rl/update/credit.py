@@ -21,7 +21,7 @@ from relibra.rl.algorithms.advantages import (
     whiten,
 )
 from relibra.rl.algorithms.value_loss import auroc, explained_variance, value_sums
-from relibra.rl.batch.schedule import own_micro_batches
+from relibra.rl.batch.schedule import cut_into_runs
 from relibra.rl.batch.token_batch import TokenBatch, make_token_batch
 from relibra.rl.batch.training_batch import TrainingBatch
 from relibra.rl.config.settings import AlgorithmSettings
@@ -132,7 +132,7 @@ def make_value_batches(
     responses: Sequence[Response], chosen: Sequence[int], micro_batch_tokens: int
 ) -> list[TokenBatch]:
     """Cut this rank's responses into micro-batches for the value model, as many as every other rank has; collective."""
-    runs = own_micro_batches([len(responses[s].tokens_n) for s in chosen], micro_batch_tokens)
+    runs = cut_into_runs([len(responses[s].tokens_n) for s in chosen], micro_batch_tokens)
     runs += [[]] * (largest_over_ranks(len(runs)) - len(runs))
     return [make_token_batch(responses, [chosen[i] for i in run], feed_last=True) for run in runs]
 
