@@ -248,7 +248,7 @@ def test_what_does_not_fit_is_refused_with_a_sentence(tmp_path):
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=VOCAB, interleave_moe_layer_step=1,
     ).save_pretrained(refused)  # fmt: skip
     for overrides, vocab, sentence in (
-        (["model.path=/no/such/folder"], VOCAB, r"model.path '/no/such/folder' is no folder"),
+        (["model.path=/no/such/folder"], VOCAB, r"model.path '/no/such/folder' cannot be loaded"),
         ([f"model.path={tmp_path / 'empty'}"], VOCAB, r"model.path '.*empty' cannot be loaded: "),
         ([experts], VOCAB + 1, r"model.path '.*' has embeddings for 64 tokens, but its tokenizer has 65"),
         (
@@ -372,7 +372,7 @@ def test_two_ranks_train_as_one_does_and_the_copies_follow(tmp_path):
     both = on_ranks(2, train_on_two, tmp_path)
     told = [found["told"] for found in both]
     assert told[0] == told[1]
-    assert "elsewhere' is no folder" in told[0]
+    assert "elsewhere' cannot be loaded" in told[0]
     for name, alone_ in one.items():
         narrow = name.startswith("narrow")
         tolerance = {"rtol": 5e-2, "atol": 5e-2} if narrow else {"rtol": 1e-4, "atol": 1e-5}

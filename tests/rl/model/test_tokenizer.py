@@ -115,7 +115,7 @@ def test_damaged_tokenizers_are_told(saved, tmp_path):
         folder = tmp_path / f"{name}{len(text)}"
         shutil.copytree(saved, folder)
         (folder / name).write_text(text)
-        with pytest.raises(ConfigError, match="no tokenizer that can be loaded"):
+        with pytest.raises(ConfigError, match="the tokenizer of model.path .* cannot be loaded"):
             ModelTokenizer.load(str(folder))
 
 
@@ -165,7 +165,6 @@ def test_a_model_whose_responses_never_end_is_refused(saved, tmp_path):
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"model\.path '.*' has no tokenizer"):
-        ModelTokenizer.load(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"model\.path '.*absent' does not exist"):
-        ModelTokenizer.load(str(tmp_path / "absent"))
+    for folder in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(ConfigError, match=f"the tokenizer of model.path '{folder}' cannot be loaded"):
+            ModelTokenizer.load(str(folder))

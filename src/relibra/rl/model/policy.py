@@ -29,15 +29,13 @@ from relibra.rl.model.packed_sequences import (
 from relibra.rl.model.sharding import (
     check_shards,
     full_parameters,
-    is_missing_folder,
     load_sharded,
-    loading,
     on_all_ranks,
     quiet_loading,
     set_tied,
     without_randomness,
 )
-from relibra.rl.model.tokenizer import Tokenizer
+from relibra.rl.model.tokenizer import Tokenizer, loading
 from relibra.rl.toy.model import built_in_config, initial_model
 from relibra.simulation import ModelShape, counted_model_shape
 
@@ -114,16 +112,7 @@ def build_policy(
     structure = on_all_ranks(lambda: _read_structure(model_config, settings, num_ranks, replay))
     with _initial_weights(settings, seed, model_config, folder) as path:
 
-        def load_copy() -> nn.Module:
-            with loading(f"model.path {settings.path!r}"), quiet_loading():
-                return AutoModelForCausalLM.from_pretrained(
-                    path,
-                    config=copy.deepcopy(model_config),
-                    dtype=getattr(torch, settings.dtype),
-                    trust_remote_code=settings.trust_remote_code,
-                )
-
-        full = on_all_ranks(load_copy).to(device).eval().requires_grad_(False)
+        full = _load_whole(path, f"model.path {settings.path!r}", settings, device, copy.deepcopy(model_config))
         explicit_masks = on_all_ranks(lambda: _needs_masks(full, settings))
         packed = on_all_ranks(lambda: not explicit_masks and can_attend_packed(full))
         if not full.all_tied_weights_keys:  # transformers ties no weights that differ in the files
@@ -157,6 +146,23 @@ def build_policy(
     )
     policy.separate_sequences(trained)
     return policy
+
+
+def _load_whole(
+    path: str, what: str, settings: ModelSettings, device: torch.device, model_config: Any = None
+) -> nn.Module:
+    """Return a model that every rank holds all of, in evaluation mode, without gradients; collective."""
+
+    def load() -> nn.Module:
+        with loading(what), quiet_loading():
+            return AutoModelForCausalLM.from_pretrained(
+                path,
+                config=model_config,
+                dtype=getattr(torch, settings.dtype),
+                trust_remote_code=settings.trust_remote_code,
+            )
+
+    return on_all_ranks(load).to(device).eval().requires_grad_(False)
 
 
 def save_policy(policy: Policy, tokenizer: Tokenizer, folder: Path) -> None:
@@ -224,11 +230,6 @@ class _Structure:
 def _model_config(settings: ModelSettings, vocab_size: int, least_head_dim: int) -> Any:
     if not settings.path:
         return built_in_config(settings, vocab_size, least_head_dim)
-    if is_missing_folder(settings.source):
-        raise ConfigError(
-            f"model.path {settings.path!r} is no folder: set it to one written by save_pretrained, or to a causal "
-            "language model on the hub, as owner/name"
-        )
     with loading(f"model.path {settings.path!r}"):
         model_config = AutoConfig.from_pretrained(settings.source, trust_remote_code=settings.trust_remote_code)
     known = model_config.get_text_config().vocab_size
@@ -337,27 +338,22 @@ def reference_policy(
     if write:
         write_weights(policy, folder)
     what = f"the reference policy {str(folder)!r}"
-
-    def load() -> nn.Module:
-        with loading(what), quiet_loading():
-            return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, settings.dtype))
-
     if policy.balanced:
         with loading(what):
             model_config = AutoConfig.from_pretrained(folder)
-            if not policy.copy.all_tied_weights_keys:
-                set_tied(model_config, tied=False)
-            reference = load_sharded(
-                AutoModelForCausalLM,
-                str(folder),
-                model_config=without_randomness(model_config),
-                settings=settings,
-                device=device,
-                has_experts=True,
-                experts="relibra",
-            )
+        if not policy.copy.all_tied_weights_keys:
+            set_tied(model_config, tied=False)
+        reference = load_sharded(
+            AutoModelForCausalLM,
+            str(folder),
+            model_config=without_randomness(model_config),
+            settings=settings,
+            device=device,
+            has_experts=True,
+            experts="relibra",
+        )
+        reference.eval().requires_grad_(False)
     else:
-        reference = on_all_ranks(load).to(device)
-    reference.eval().requires_grad_(False)
+        reference = _load_whole(str(folder), what, settings, device)
     policy.separate_sequences(reference)
     return reference

@@ -6,7 +6,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -18,11 +17,12 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.mixin import DistributedMixin
 from transformers.utils import logging as transformers_logging
 
-from relibra.errors import ConfigError, RelibraError, in_a_line
+from relibra.errors import ConfigError, RelibraError
 from relibra.parallel import logical_parameters, register
 from relibra.parallel.balanced import NAME
 from relibra.parallel.homes.logical_order import full_tensor, reshard
 from relibra.rl.config.settings import ModelSettings
+from relibra.rl.model.tokenizer import loading as loading
 from relibra.rl.run.ranks import gather_json, wait_for_ranks
 
 T = TypeVar("T")
@@ -187,29 +187,6 @@ def on_all_ranks(work: Callable[[], T]) -> T:
 
 
 @contextmanager
-def loading(what: str) -> Iterator[None]:
-    """Turn errors of transformers while loading into a ConfigError of one sentence.
-
-    what     what is loaded, such as "model.path 'models/mine'"
-    raises   ConfigError
-    """
-    try:
-        yield
-    except Exception as error:  # each model class raises others; damaged pickles raise UnpicklingError
-        if isinstance(error, RelibraError | dist.DistError):
-            raise
-        if "trust_remote_code" in str(error):
-            raise ConfigError(
-                f"{what} brings Python files of its own, which are not run: use a model whose family transformers "
-                "knows, or read the files and set model.trust_remote_code=true"
-            ) from error
-        raise ConfigError(
-            f"{what} cannot be loaded: {in_a_line(error)}; pass a folder written by save_pretrained, or a "
-            "causal language model on the hub"
-        ) from error
-
-
-@contextmanager
 def quiet_loading() -> Iterator[None]:
     """Silence bars and load reports of transformers, also when it saves: every rank loads, heads may be missing."""
     transformers_logging.disable_progress_bar()
@@ -224,9 +201,3 @@ def quiet_loading() -> Iterator[None]:
             yield
     finally:
         transformers_logging.set_verbosity(before)
-
-
-def is_missing_folder(path: str) -> bool:
-    """Return whether a text is a local path that does not exist, and not a hub name (at most `owner/name`)."""
-    given = Path(path).expanduser()
-    return not given.exists() and (given.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from relibra.errors import ConfigError, in_a_line, library_errors
+from relibra.errors import ConfigError, RelibraError, in_a_line, library_errors
 from relibra.printable import excerpt
 from relibra.rl.model.time_limit import OutOfTimeError, time_limit
 from relibra.rl.tasks.task import Messages
@@ -52,6 +53,28 @@ class Tokenizer(Protocol):
         ...
 
 
+@contextmanager
+def loading(what: str) -> Iterator[None]:
+    """Turn errors of transformers while loading into a ConfigError of one sentence.
+
+    what     what is loaded, such as "model.path 'models/mine'"
+    """
+    try:
+        yield
+    except RelibraError:
+        raise
+    except Exception as error:  # each model class raises others; damaged pickles raise UnpicklingError
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"{what} brings Python files of its own, which are not run: use a model whose family transformers "
+                "knows, or read the files and set model.trust_remote_code=true"
+            ) from error
+        raise ConfigError(
+            f"{what} cannot be loaded: {in_a_line(error)}; pass a folder written by save_pretrained, or a "
+            "causal language model on the hub"
+        ) from error
+
+
 def make_tokenizer(model_path: str, characters: str | None, *, trust_remote_code: bool = False) -> Tokenizer:
     """Return the tokenizer of a model, or one of single characters for the built-in model.
 
@@ -86,25 +109,8 @@ class ModelTokenizer:
         """
         from transformers import AutoTokenizer
 
-        if Path(name).is_absolute() and not Path(name).exists():
-            raise ConfigError(f"model.path {name!r} does not exist: set it to a folder written by save_pretrained")
-        try:
+        with loading(f"the tokenizer of model.path {name!r}"):
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-        except Exception as error:  # each tokenizer class raises others
-            if not Path(name).exists():
-                raise ConfigError(
-                    f"model.path {name!r} is no local folder, and the hub gives no tokenizer ({in_a_line(error)}): "
-                    "check the path, or the name and the network"
-                ) from error
-            if "trust_remote_code" in str(error):
-                raise ConfigError(
-                    f"the tokenizer of model.path {name!r} brings Python files of its own, which are not run: use one "
-                    "that transformers knows, or read the files and set model.trust_remote_code=true"
-                ) from error
-            raise ConfigError(
-                f"model.path {name!r} has no tokenizer that can be loaded ({in_a_line(error)}): save one beside the "
-                "weights with tokenizer.save_pretrained(folder)"
-            ) from error
         own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         stop_ids = tuple(dict.fromkeys(own + _generation_stops(name)))
         if not stop_ids:
