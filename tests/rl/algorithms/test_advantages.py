@@ -14,7 +14,6 @@ from relibra.rl.algorithms.advantages import (
     length_adaptive_lambda,
     mixed_groups,
     moments,
-    overlong_penalty,
     whiten,
 )
 from tests.rl.algorithms.gae import gae
@@ -192,13 +191,6 @@ def test_groups_with_equal_rewards_teach_nothing():
     rewards, groups = torch.tensor([0.1, 0.1, 0.0, 1.0]), torch.tensor([9, 9, -4, 3])
     assert group_advantages(rewards, groups).tolist() == [0.0, 0.0, 0.0, 0.0]
     assert not mixed_groups(rewards, groups).any()
-
-
-def test_long_responses_lose_evenly_within_the_buffer():
-    lengths = torch.tensor([1, 16384, 16385, 18432, 20480, 30000])
-    got = overlong_penalty(lengths, max_response=20480, buffer=4096).tolist()
-    assert got == [0.0, 0.0, -1 / 4096, -0.5, -1.0, -1.0]
-    assert not overlong_penalty(lengths, max_response=20480, buffer=0).any()
 
 
 @given(st.integers(0, 1 << 32), st.integers(1, 4))

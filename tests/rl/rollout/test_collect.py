@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from relibra.errors import ConfigError
 from relibra.rl.config.run_config import load_config
 from relibra.rl.rollout.admission import SampleCursor, check_versions
-from relibra.rl.rollout.collect import check_live_responses, collect, compute_rewards
+from relibra.rl.rollout.collect import check_live_responses, collect, compute_rewards, length_penalty
 from relibra.rl.rollout.embedded import EmbeddedEngine
 from relibra.rl.rollout.response import RolloutCost, Window, new_response
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
@@ -266,8 +266,11 @@ def test_long_responses_lose_reward_evenly():
     responses = [response_of(s, length=length, reward=None, routed=False) for s, length in enumerate(lengths)]
     for one in responses:
         one.tokens_n[one.prompt_length :] = 3
-    rewards = [one.reward for one in rewarded(responses, config)]
-    assert rewards == pytest.approx([0.0, 0.0, -0.5, -1.0])
+    assert [one.reward for one in rewarded(responses, config)] == [0.0, 0.0, -0.5, -1.0]
+    lengths = (1, 16384, 16385, 18432, 20480)
+    penalties = [length_penalty(response_of(0, length=n), max_response=20480, overlong_buffer=4096) for n in lengths]
+    assert penalties == [0.0, 0.0, -1 / 4096, -0.5, -1.0]
+    assert length_penalty(response_of(0, length=20), max_response=20, overlong_buffer=0) == 0.0
 
 
 @pytest.mark.parametrize("limit", [2, 3])

@@ -96,19 +96,6 @@ def mixed_groups(rewards_S: Float[Tensor, " S"], group_S: Int[Tensor, " S"]) -> 
     return (lowest_X < highest_X)[index_S]
 
 
-def overlong_penalty(length_S: Int[Tensor, " S"], *, max_response: int, buffer: int) -> Float[Tensor, " S"]:
-    """Return the length penalty of each response: 0 up to `max_response - buffer` tokens, then linearly down to -1.
-
-    DAPO, arXiv 2503.14476, eq. 13. A buffer of 0 tokens switches it off.
-
-    >>> overlong_penalty(torch.tensor([70, 75, 80]), max_response=80, buffer=10).tolist()
-    [0.0, -0.5, -1.0]
-    """
-    if not buffer:
-        return torch.zeros(length_S.shape, device=length_S.device)
-    return ((max_response - buffer - length_S) / buffer).clamp(-1.0, 0.0)
-
-
 def moments(x_BN: Float[Tensor, "B N"], mask_BN: Bool[Tensor, "B N"]) -> Float64[Tensor, " 3"]:
     """Return count, sum and sum of squares of the entries in the mask; they add up over ranks."""
     chosen = x_BN[mask_BN].double()

@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
-from relibra.rl.algorithms.advantages import overlong_penalty
 from relibra.rl.config.rollout_settings import RolloutSettings
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.admission import SampleCursor, check_no_response_lost, plan_admission
@@ -143,6 +141,9 @@ def _response_starter(task: Task, tokenizer: Tokenizer, settings: RolloutSetting
 
 
 def length_penalty(response: Response, *, max_response: int, overlong_buffer: int) -> float:
-    """Return the part of a reward that depends on the length (`algorithm.overlong_buffer`), 0 or below."""
-    length_S = torch.tensor([response.length])
-    return float(overlong_penalty(length_S, max_response=max_response, buffer=overlong_buffer))
+    """Return the part of a reward that depends on the length: 0, and over the last tokens of the buffer down to -1.
+
+    DAPO, arXiv 2503.14476, eq. 13.
+    """
+    over = response.length - (max_response - overlong_buffer)
+    return -min(over / overlong_buffer, 1.0) if overlong_buffer and over > 0 else 0.0
