@@ -301,7 +301,6 @@ class RunConfig(Section):
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def __eq__(self, other: object) -> bool:
-        """Return whether all settings are equal, wherever they came from."""
         return isinstance(other, RunConfig) and dict(self) == dict(other)
 
     @property

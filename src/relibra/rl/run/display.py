@@ -38,7 +38,6 @@ class TrainingDisplay:
     """Shows warm-up and RL steps; only that of rank 0 is `enabled`."""
 
     def __init__(self, *, warmup_steps: int, rl_steps: int, enabled: bool) -> None:
-        """Prepare the display; the `with` block draws it."""
         self.console = Console(stderr=True, quiet=not enabled)
         self._totals = {"warm-up": warmup_steps, "RL": rl_steps}
         columns: list[ProgressColumn] = [
@@ -54,7 +53,6 @@ class TrainingDisplay:
         self._rows: deque[dict[str, Any]] = deque(maxlen=CURVE_STEPS)
 
     def __enter__(self) -> TrainingDisplay:
-        """Start drawing."""
         self._tasks = {
             name: self._bars.add_task(name, total=total, note="", start=False)
             for name, total in self._totals.items()
@@ -68,7 +66,6 @@ class TrainingDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop drawing."""
         if self.console.is_terminal:
             self._live.stop()
 

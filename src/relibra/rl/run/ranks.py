@@ -224,7 +224,6 @@ class StopRequest:
     """Records SIGINT (Ctrl-C) and SIGTERM (of schedulers), so that all ranks stop together after a whole step."""
 
     def __init__(self) -> None:
-        """Install the signal handler."""
         self._requested = False
         self.on_request: Callable[[], None] = lambda: None
         for number in STOP_SIGNALS:

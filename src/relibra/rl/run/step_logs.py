@@ -43,7 +43,6 @@ class StepLogs:
         self._tensorboard = _EventFile(run / "tensorboard", first_step)
 
     def __enter__(self) -> StepLogs:
-        """Return the open logs."""
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -38,7 +38,6 @@ class StepTraces:
     """Writes the routes of steps into a run folder, and removes those of older steps (`TraceSettings`)."""
 
     def __init__(self, run: Path, settings: TraceSettings, *, num_experts: int, layer_ids: Sequence[int]) -> None:
-        """Prepare to write the routes of rollouts of a model with these experts and MoE layers."""
         self._run, self._settings = run, settings
         self.num_experts, self.layer_ids = num_experts, layer_ids
         self.written_bytes = 0

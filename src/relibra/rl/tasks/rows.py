@@ -51,7 +51,6 @@ class JsonLines:
         return cls(path, path.absolute(), digest.hexdigest(), offset_r, line_r)
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self.offset_r)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -110,7 +109,6 @@ class Parquet:
             return cls(path, digest, parquet.read_table(path))
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return int(self.table.num_rows)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -23,7 +23,6 @@ class CharacterTokenizer:
     pad_id: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        """Check that every id has one character."""
         assert len(set(self.characters)) == len(self.characters), f"characters repeat in {self.characters!r}"
         assert PADDING not in self.characters, "the padding character is not part of an alphabet"
 

@@ -39,7 +39,6 @@ class RequestFailed(Exception):
     """A request without a usable answer: why, and whether a repetition may help."""
 
     def __init__(self, why: str, *, may_pass: bool, timed_out: bool = False, status: int | None = None) -> None:
-        """Keep the reason, and the status of an answer that was read."""
         super().__init__(why)
         self.may_pass, self.timed_out, self.status = may_pass, timed_out, status
 
@@ -184,7 +183,6 @@ class ServerLost(EngineError):
     """
 
     def __init__(self, message: str, *, timed_out: bool) -> None:
-        """Keep the message, and whether the time ran out."""
         super().__init__(message)
         self.timed_out = timed_out
 

@@ -27,7 +27,6 @@ class CheckpointWriter:
     """
 
     def __init__(self, run: Path, settings: CheckpointSettings) -> None:
-        """Start with nothing to write."""
         self._run, self._settings = run, settings
         self._staged: StagedCheckpoint | None = None
         self._thread: threading.Thread | None = None
@@ -35,7 +34,6 @@ class CheckpointWriter:
         self._seconds = 0.0
 
     def __enter__(self) -> CheckpointWriter:
-        """Return the writer."""
         return self
 
     def __exit__(self, _kind: type | None, error: BaseException | None, _traceback: TracebackType | None) -> None:
