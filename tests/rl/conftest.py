@@ -2,6 +2,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.rl.joined import alone
+
 
 @pytest.fixture(autouse=True)
 def _one_thread():
@@ -10,6 +12,13 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def group():
+    """Be the only rank of a group, in all tests of a module."""
+    with alone():
+        yield
 
 
 @pytest.fixture

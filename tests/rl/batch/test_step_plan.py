@@ -14,17 +14,11 @@ from relibra.rl.batch.step_plan import count_demand, gather_table, make_step_sch
 from relibra.rl.config.run_config import load_config
 from relibra.rl.run.step_trace import trace_of
 from relibra.routing.demand import Demand
-from tests.rl.joined import alone, on_ranks
+from tests.rl.joined import on_ranks
 from tests.rl.made_up import EXPERTS, LAYERS, TOP_K, mini_batch_of, response_of
 
 EXPERT, MEMORY = ExpertShape(hidden=64, width=32), 8.0
 RESPONSES = [response_of(s, length=3 + s * 5 % 11, group=s // 3) for s in range(12)]
-
-
-@pytest.fixture(scope="module")
-def _group():
-    with alone():
-        yield
 
 
 def config_of(*overrides, ranks=1):
@@ -53,7 +47,7 @@ def demand_of(responses, table, schedule):
     return count_demand(responses, table, schedule, num_experts=EXPERTS, layer_ids=range(LAYERS), top_k=TOP_K)
 
 
-@pytest.mark.usefixtures("_group")
+@pytest.mark.usefixtures("group")
 def test_the_table_is_by_sample_id_and_finds_places():
     table = gather_table([RESPONSES[7], RESPONSES[2], RESPONSES[4]])
     assert table.sample_id_S.tolist() == [2, 4, 7]
@@ -63,7 +57,7 @@ def test_the_table_is_by_sample_id_and_finds_places():
     assert gather_table([]).sample_id_S.tolist() == []
 
 
-@pytest.mark.usefixtures("_group")
+@pytest.mark.usefixtures("group")
 def test_groups_stay_together_if_advantages_are_measured_in_them():
     table = gather_table(RESPONSES)
     by_group = mini_batch_of(schedule_of(table, config_of("algorithm.preset=grpo")))
@@ -73,7 +67,7 @@ def test_groups_stay_together_if_advantages_are_measured_in_them():
     assert np.bincount(uneven).tolist() == [2, 2, 2, 2, 1, 1, 1, 1]
 
 
-@pytest.mark.usefixtures("_group")
+@pytest.mark.usefixtures("group")
 def test_lots_decide_the_mini_batch_the_same_when_repeated():
     table, settings = gather_table(RESPONSES), ("algorithm.preset=ppo", "update.mini_batches=6")
     dealt = mini_batch_of(schedule_of(table, config_of(*settings))).tolist()
@@ -82,7 +76,7 @@ def test_lots_decide_the_mini_batch_the_same_when_repeated():
     assert dealt != mini_batch_of(schedule_of(table, config_of(*settings, "run.seed=1"))).tolist()
 
 
-@pytest.mark.usefixtures("_group")
+@pytest.mark.usefixtures("group")
 def test_the_demand_counts_every_fed_row_of_every_layer():
     table, config = gather_table(RESPONSES), config_of()
     schedule = schedule_of(table, config)
@@ -97,7 +91,7 @@ def test_the_demand_counts_every_fed_row_of_every_layer():
     assert demand.length_S.tolist() == table.tokens_S.tolist()
 
 
-@pytest.mark.usefixtures("_group")
+@pytest.mark.usefixtures("group")
 def test_a_plan_of_one_rank_is_that_of_the_planner():
     table, config = gather_table(RESPONSES), config_of()
     demand = demand_of(RESPONSES, table, schedule_of(table, config))

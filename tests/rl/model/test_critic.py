@@ -15,7 +15,9 @@ from relibra.rl.model.optimizer import clip_gradients, make_optimizer
 from relibra.rl.model.packed_sequences import use_explicit_masks
 from relibra.rl.model.policy import reference_policy
 from tests.replay.tiny_models import CONFIGS, random_tokens, tiny_model
-from tests.rl.joined import CPU, alone, on_ranks, policy_of, tiny_config
+from tests.rl.joined import CPU, on_ranks, policy_of, tiny_config
+
+pytestmark = pytest.mark.usefixtures("group")
 
 LENGTHS = (5, 9, 1, 20)
 PPO = ("algorithm.preset=ppo", "plan.balancer=static")
@@ -32,12 +34,6 @@ def randomise_head(critic):
         weight = critic.score.weight
         local = weight.to_local() if isinstance(weight, DTensor) else weight
         local.copy_(torch.linspace(-1, 1, local.shape[1]).expand_as(local))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _group():
-    with alone():
-        yield
 
 
 @pytest.mark.parametrize(

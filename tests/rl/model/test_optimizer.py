@@ -13,13 +13,8 @@ from relibra.rl.config.settings import UpdateSettings
 from relibra.rl.model import optimizer as optimizers
 from relibra.rl.model.optimizer import StepCount, clip_gradients, make_optimizer, set_learning_rate, step_or_skip
 from tests.replay.tiny_models import tiny_model
-from tests.rl.joined import alone
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _group():
-    with alone():
-        yield
+pytestmark = pytest.mark.usefixtures("group")
 
 
 def test_only_trained_parameters_are_optimized():

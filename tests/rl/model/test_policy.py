@@ -20,15 +20,11 @@ from relibra.rl.model.sharding import full_parameters, is_balanced
 from relibra.rl.run.checkpoints.checkpoint import load_checkpoint
 from tests.replay.tiny_models import random_tokens, tiny_model
 from tests.rl.checkpoints import save_checkpoint
-from tests.rl.joined import VOCAB, alone, on_ranks, policy_of, tiny_config
+from tests.rl.joined import VOCAB, on_ranks, policy_of, tiny_config
+
+pytestmark = pytest.mark.usefixtures("group")
 
 NATIVE = "algorithm.replay=off"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _group():
-    with alone():
-        yield
 
 
 def build(folder, *overrides, ranks=1, vocab=VOCAB):

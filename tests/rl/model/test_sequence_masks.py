@@ -8,13 +8,9 @@ from relibra.errors import ConfigError
 from relibra.replay.forward_cache import CACHE_NAME
 from relibra.rl.model.packed_sequences import mixes_sequences, use_explicit_masks
 from tests.replay.tiny_models import CONFIGS, random_tokens, tiny_model
-from tests.rl.joined import VOCAB, alone, policy_of, tiny_config
+from tests.rl.joined import VOCAB, policy_of, tiny_config
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _group():
-    with alone():
-        yield
+pytestmark = pytest.mark.usefixtures("group")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,17 +16,12 @@ from relibra.rl.rollout.response import RolloutCost, Window, new_response
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
 from relibra.rl.toy.tasks import Arithmetic
 from tests.replay.tiny_models import tiny_model
-from tests.rl.joined import alone
 from tests.rl.made_up import response_of
+
+pytestmark = pytest.mark.usefixtures("group")
 
 TASK = Arithmetic(seed=0, max_terms=6, continue_probability=0.5)
 TOKENIZER = CharacterTokenizer(TASK.characters)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _group():
-    with alone():
-        yield
 
 
 @dataclass

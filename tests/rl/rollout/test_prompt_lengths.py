@@ -11,16 +11,11 @@ from relibra.rl.rollout.prompt_lengths import encode_held_out, encode_prompt, fi
 from relibra.rl.tasks.make import make_task
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
 from relibra.rl.toy.tasks import Arithmetic
-from tests.rl.joined import alone
+
+pytestmark = pytest.mark.usefixtures("group")
 
 TOKENIZER = CharacterTokenizer(Arithmetic.characters)
 LENGTHS = (2, 9, 4, 8, 3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _group():
-    with alone():
-        yield
 
 
 def settings_of(limit):

@@ -31,15 +31,11 @@ from relibra.rl.run.checkpoints import checkpoint
 from relibra.rl.run.checkpoints.checkpoint import load_checkpoint
 from tests.replay.tiny_models import random_tokens
 from tests.rl.checkpoints import save_checkpoint
-from tests.rl.joined import CPU, alone, on_ranks, policy_of, tiny_config
+from tests.rl.joined import CPU, on_ranks, policy_of, tiny_config
+
+pytestmark = pytest.mark.usefixtures("group")
 
 STATE = {"next_sample": 17, "note": "anything", "alpha": 0.1}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _group():
-    with alone():
-        yield
 
 
 def response(sample_id, length=3):

@@ -16,14 +16,10 @@ from relibra.rl.run.checkpoints import checkpoint
 from relibra.rl.run.checkpoints.checkpoint import load_checkpoint
 from relibra.rl.run.checkpoints.checkpoint_writer import CheckpointWriter
 from relibra.rl.run.ranks import is_peer_loss
-from tests.rl.joined import alone, on_ranks
+from tests.rl.joined import on_ranks
 from tests.rl.run.test_checkpoint import contents, learn, models_of, names, response, same, small, small_files
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _group():
-    with alone():
-        yield
+pytestmark = pytest.mark.usefixtures("group")
 
 
 @contextmanager

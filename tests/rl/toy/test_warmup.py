@@ -9,17 +9,13 @@ from relibra.rl.toy.character_tokenizer import CharacterTokenizer
 from relibra.rl.toy.tasks import Arithmetic
 from relibra.rl.toy.warmup import warm_up
 from tests.replay.tiny_models import tiny_model
-from tests.rl.joined import alone, tiny_config
+from tests.rl.joined import tiny_config
 from tests.rl.ranks_at_work import run_on_ranks
+
+pytestmark = pytest.mark.usefixtures("group")
 
 TASK = Arithmetic(seed=0, max_terms=6, continue_probability=0.5)
 TOKENIZER = CharacterTokenizer(TASK.characters)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _group():
-    with alone():
-        yield
 
 
 def warmed(model, tokens):

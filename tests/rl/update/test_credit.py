@@ -17,16 +17,11 @@ from relibra.rl.update.credit import (
     compute_group_advantages,
     filter_groups,
 )
-from tests.rl.joined import alone
 from tests.rl.made_up import response_of
 
+pytestmark = pytest.mark.usefixtures("group")
+
 WINDOW = 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _group():
-    with alone():
-        yield
 
 
 def config_of(*overrides, preset="tppo"):

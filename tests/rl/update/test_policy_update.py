@@ -16,17 +16,12 @@ from relibra.rl.batch.training_batch import TrainingBatch
 from relibra.rl.config.defaults import PRESETS
 from relibra.rl.config.run_config import load_config
 from relibra.rl.update.policy_update import loss_totals
-from tests.rl.joined import alone
 from tests.rl.made_up import response_of, responses_of
+
+pytestmark = pytest.mark.usefixtures("group")
 
 VOCAB = 61
 LENGTHS = (4, 1, 7, 3, 5, 2, 6)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _group():
-    with alone():
-        yield
 
 
 @dataclass(frozen=True)

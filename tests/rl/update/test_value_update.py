@@ -12,14 +12,9 @@ from relibra.rl.config.run_config import load_config
 from relibra.rl.model.optimizer import StepCount
 from relibra.rl.update.credit import compute_values
 from relibra.rl.update.value_update import update_values
-from tests.rl.joined import alone
 from tests.rl.made_up import mini_batch_of, response_of, responses_of
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _group():
-    with alone():
-        yield
+pytestmark = pytest.mark.usefixtures("group")
 
 
 class Running(nn.Module):
