@@ -26,7 +26,7 @@ PROMPT, NEW = [20, 21], 4
 class RawServer:
     """Answers every connection with what `answer` has for its path, and closes it.
 
-    answer   bytes by path; "": for all others
+    answer   bytes by path, or functions that send them; "": for all others
     """
 
     def __init__(self):
@@ -50,7 +50,8 @@ class RawServer:
                             break
                         request += piece
                     path = request.split(b" ", 2)[1].decode() if request.count(b" ") > 1 else ""
-                    connection.sendall(self.answer.get(path.split("?")[0], self.answer.get("", b"")))
+                    answer = self.answer.get(path.split("?")[0], self.answer.get("", b""))
+                    answer(connection) if callable(answer) else connection.sendall(answer)
                 except OSError:
                     continue
 
@@ -113,12 +114,16 @@ def _answer_of(dialect, rng, _):
     assert window.experts_mLK.max() < 8
 
 
-_CONFIG = {
+CONFIG = {
     "vllm": {
         "vllm_config": {
-            "model_config": {"dtype": "torch.float32", "logprobs_mode": "processed_logprobs", "max_model_len": 64},
+            "model_config": {
+                "dtype": "torch.float32",
+                "logprobs_mode": "processed_logprobs",
+                "max_model_len": 64,
+                "enable_return_routed_experts": True,
+            },
             "parallel_config": {"enable_eplb": False},
-            "scheduler_config": {"enable_return_routed_experts": True},
         }
     },
     "sglang": {
@@ -138,7 +143,7 @@ _CONFIG = {
 def _start_of(dialect, rng, _):
     """What is asked before the warm-up: configuration, then one token."""
     body = answer_body(dialect, routes_of(8), 1)
-    parts = {"/server_info": _CONFIG[dialect], PATHS[dialect]: body, "/v1/models": {"data": [{"max_model_len": 64}]}}
+    parts = {"/server_info": CONFIG[dialect], PATHS[dialect]: body, "/v1/models": {"data": [{"max_model_len": 64}]}}
     chosen = list(parts)[int(rng.integers(len(parts)))]
     running().answer = {path: http(json.dumps(part).encode()) for path, part in parts.items()} | {"": http(b"{}")}
     running().answer[chosen] = _damaged(rng, parts[chosen])

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -15,16 +16,14 @@ from relibra.rl.rollout.response import new_response
 from relibra.rl.rollout.served import canary_probe, requests
 from relibra.rl.rollout.served.canary import CanaryScores, find_fault, share_made
 from relibra.rl.rollout.served.canary_probe import Canary, WatchedServer
-from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
+from relibra.rl.rollout.served.client import ServedRoutes
 from relibra.rl.rollout.served.engine import ServerEngine
-from relibra.rl.rollout.served.preflight import check_servers
+from relibra.rl.rollout.served.preflight import check_servers, missing_flags
 from relibra.rl.rollout.served.weights import publish_weights
 from tests.replay.tiny_models import tiny_model
-from tests.rl.rollout import sglang_server, vllm_server
-from tests.rl.rollout.vllm_server import CONFIG, running
+from tests.rl.rollout.stand_in_server import CONFIG, client_of, running
 
-RUNNING = {"sglang": sglang_server.running, "vllm": vllm_server.running}
-both = pytest.mark.parametrize("dialect", RUNNING)
+both = pytest.mark.parametrize("dialect", ["sglang", "vllm"])
 
 
 def scores(*, noise=0.0, update=0.0, fault="", temperature=0.7, exact=True, seed=0):
@@ -97,29 +96,11 @@ def small(monkeypatch):
     monkeypatch.setattr(requests, "PAUSE_SECONDS", 0.001)
 
 
-def client_of(server, model, temperature=0.7):
-    config = model.config
-    return ServerClient(
-        url=server.url,
-        dialect=server.dialect,
-        routes=ServedRoutes(
-            num_experts=config.num_experts,
-            layer_ids=tuple(range(config.num_hidden_layers)),
-            num_layers=config.num_hidden_layers,
-            top_k=config.num_experts_per_tok,
-        ),
-        stop_ids=(),
-        vocab_size=config.vocab_size,
-        temperature=temperature,
-        timeout_seconds=20.0,
-    )
-
-
 class Updates:
     """Publishes a model to servers, each time changed a little, with a canary around it."""
 
     def __init__(self, servers, model, folder, *, retry_seconds=0.0):
-        first = client_of(servers[0], model)
+        first = client_of(servers[0])
         clients = tuple(replace(first, url=server.url) for server in servers)
         self.engine = ServerEngine(servers=clients, seed=0, retry_seconds=retry_seconds)
         watched = [WatchedServer(client, exact=True) for client in clients]
@@ -153,7 +134,7 @@ FAULTS = {
 @both
 def test_a_server_that_goes_wrong_in_an_update_is_named(small, tmp_path, dialect):
     model = tiny_model("qwen3_moe").eval()
-    with RUNNING[dialect](copy.deepcopy(model)) as server:
+    with running(copy.deepcopy(model), dialect) as server:
         updates = Updates([server], model, tmp_path)
         assert updates.make().share_made is None
         for fault, says in FAULTS.items():
@@ -225,8 +206,8 @@ def test_each_of_several_servers_is_compared(small, tmp_path):
 
 @both
 def test_server_gone_during_an_update_gets_the_weights_on_return(small, tmp_path, caplog, dialect):
-    model, running = tiny_model("qwen3_moe").eval(), RUNNING[dialect]
-    with running(copy.deepcopy(model)) as one, running(copy.deepcopy(model)) as other:
+    model = tiny_model("qwen3_moe").eval()
+    with running(copy.deepcopy(model), dialect) as one, running(copy.deepcopy(model), dialect) as other:
         updates = Updates([one, other], model, tmp_path)
         updates.make()
         other.die(looks=1 << 30)
@@ -252,15 +233,14 @@ def test_an_update_waits_for_the_only_server(small, tmp_path, after):
         updates.make()
         server.die(looks=5, after=after)
         assert updates.make().difference < 1e-5
-        assert server.looks == 0
+        assert server.lives is None, "it began anew"
         server.die(looks=1 << 30)
         with pytest.raises(EngineError, match=rf"the server did not answer: {server.url}/.*disconnected"):
             Updates([server], model, tmp_path).make()
 
 
-def check(server, model, longest=64, start_seconds=5.0):
-    client = client_of(server, model)
-    return check_servers([client], start_seconds=start_seconds, longest=longest, dtype="float32")[0]
+def check(server, longest=64, start_seconds=5.0, **changes):
+    return check_servers([client_of(server, **changes)], start_seconds=start_seconds, longest=longest, dtype="float32")[0]
 
 
 def test_a_server_that_starts_is_waited_for(small, caplog):
@@ -268,86 +248,78 @@ def test_a_server_that_starts_is_waited_for(small, caplog):
     with running(model) as server:
         server.starting = 3
         with caplog.at_level(logging.WARNING):
-            served = check(server, model)
+            served = check(server)
         assert (served.context, served.dtype) == (64, "float32")
         [said] = caplog.messages
         assert "waiting up to 5 s (rollout.start_seconds)" in said
         assert server.paths == ["/health"] * 4 + ["/server_info", "/inference/v1/generate"]
         server.starting = 1 << 30
         with pytest.raises(EngineError, match=r"did not answer within 0.05 s \(rollout.start_seconds\).*status 503"):
-            check(server, model, start_seconds=0.05)
+            check(server, start_seconds=0.05)
+
+
+NO_ROUTES = {"enable_return_routed_experts": False}
 
 
 @pytest.mark.parametrize(
-    ("change", "longest", "says"),
+    ("dialect", "change", "longest", "says"),
     [
-        ({"enable_return_routed_experts": False}, 64, "add --enable-return-routed-experts"),
-        ({"logprobs_mode": "raw_logprobs"}, 64, "add --logprobs-mode processed_logprobs .*, got 'raw_logprobs'"),
-        ({}, 65, "raise --max-model-len to 65 .*, got 64"),
-        ({"enable_eplb": True}, 64, "leave out --enable-eplb"),
+        ("vllm", NO_ROUTES, 64, "add --enable-return-routed-experts"),
+        ("vllm", {"logprobs_mode": "raw_logprobs"}, 64, "add --logprobs-mode processed_logprobs .*, got 'raw_logprobs'"),
+        ("vllm", {}, 65, "raise --max-model-len to 65 .*, got 64"),
+        ("vllm", {"enable_eplb": True}, 64, "leave out --enable-eplb"),
+        ("sglang", NO_ROUTES, 64, "add --enable-return-routed-experts"),
+        ("sglang", {}, 123, "raise --context-length to 129 .*, got 122 in all"),
+        ("sglang", {"max_req_input_len": 63}, 64, r".*room for as many \(--mem-fraction-static\), got 63 in all"),
+        ("sglang", {"preferred_sampling_params": '{"min_p": 0.1}'}, 64, "leave out --preferred-sampling-params"),
+        ("sglang", {"enable_hierarchical_cache": True}, 64, "leave out --enable-hierarchical-cache"),
+        ("sglang", {"weight_version": "3", "launch_command": "x --weight-version 3"}, 64, "leave out --weight-version"),
+        ("sglang", {"hicache_storage_backend": "file"}, 64, "leave out --hicache-storage-backend"),
     ],
 )
-def test_each_missing_flag_is_named_before_anything_is_trained(small, change, longest, says):
-    model = tiny_model("qwen3_moe").eval()
-    with running(model) as server:
-        server.config = {"model_config": CONFIG["model_config"] | change}
-        with pytest.raises(EngineError, match=f"was not started as this run needs it: {says}"):
-            check(server, model, longest)
+def test_each_missing_flag_is_named_before_anything_is_trained(dialect, change, longest, says):
+    config = CONFIG["sglang"] if dialect == "sglang" else CONFIG["vllm"]["model_config"]
+    [found] = missing_flags(dialect, config | change, longest=longest, wants_routes=True)
+    assert re.match(says, found)
 
 
 def test_dev_mode_and_another_dtype_are_told(small, caplog):
     model = tiny_model("qwen3_moe").eval()
     with running(model) as server:
-        server.config = {"model_config": CONFIG["model_config"] | {"dtype": "torch.bfloat16"}}
+        server.config = {"model_config": CONFIG["vllm"]["model_config"] | {"dtype": "torch.bfloat16"}}
         with caplog.at_level(logging.WARNING):
-            assert check(server, model).dtype == "bfloat16"
+            assert check(server).dtype == "bfloat16"
         assert "start it with --dtype float32" in caplog.text
+        server.config = {"model_config": CONFIG["vllm"]["model_config"] | NO_ROUTES}
+        with pytest.raises(EngineError, match="was not started as this run needs it: add --enable-return-routed"):
+            check(server)
         server.config = None
         with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
-            check(server, model)
+            check(server)
 
 
 def test_another_model_is_refused_before_anything_is_trained(small):
     model = tiny_model("qwen3_moe").eval()
     with running(model) as server:
-        other = replace(
-            client_of(server, model), routes=ServedRoutes(num_experts=8, layer_ids=(1, 5), num_layers=6, top_k=2)
-        )
+        routes = ServedRoutes(num_experts=8, layer_ids=(1, 5), num_layers=6, top_k=2)
         with pytest.raises(EngineError, match=r"sent routes of shape .* of 6 or 2 layers"):
-            check_servers([other], start_seconds=1.0, longest=64, dtype="float32")
+            check(server, routes=routes)
 
 
 def check_sglang(model, *, longest=64, **changes):
-    with sglang_server.running(model) as server:
-        server.config = sglang_server.CONFIG | changes
-        served = check(server, model, longest)
+    with running(model, "sglang") as server:
+        server.config = CONFIG["sglang"] | changes
+        served = check(server, longest)
         assert server.paths == ["/ready", "/server_info", "/generate"]
         return served
-
-
-@pytest.mark.parametrize(
-    ("change", "longest", "says"),
-    [
-        ({"enable_return_routed_experts": False}, 64, "add --enable-return-routed-experts"),
-        ({}, 123, "raise --context-length to 129 .*, got 122 in all"),
-        ({"max_req_input_len": 63}, 64, r"room for as many \(--mem-fraction-static\), got 63 in all"),
-        ({"preferred_sampling_params": '{"min_p": 0.1}'}, 64, "leave out --preferred-sampling-params"),
-        ({"enable_hierarchical_cache": True}, 64, "leave out --enable-hierarchical-cache"),
-        ({"weight_version": "3", "launch_command": "x --weight-version 3"}, 64, "leave out --weight-version"),
-        ({"hicache_storage_backend": "file"}, 64, "leave out --hicache-storage-backend"),
-    ],
-)
-def test_each_missing_flag_of_sglang_is_named_before_training(small, change, longest, says):
-    with pytest.raises(EngineError, match=f"was not started as this run needs it: .*{says}"):
-        check_sglang(tiny_model("qwen3_moe").eval(), longest=longest, **change)
 
 
 def test_what_fits_the_longest_request_of_sglang_can_be_sampled(small):
     model = tiny_model("qwen3_moe").eval()
     longest = check_sglang(model, longest=122).context
     assert longest == 122
-    with sglang_server.running(model) as server:
-        engine = ServerEngine(servers=(client_of(server, model),), seed=0)
+    with running(model, "sglang") as server:
+        engine = ServerEngine(servers=(client_of(server),), seed=0)
         for given in (longest - 1, longest - 10):
             response = new_response(0, 0, [index % TOKENS for index in range(given)])
             [window], _ = engine.generate([response], window=longest - given, max_response=longest - given)
@@ -361,25 +333,24 @@ def test_a_type_that_sglang_chooses_and_another_engine_are_told(small, caplog):
     with caplog.at_level(logging.WARNING):
         assert check_sglang(model, dtype="auto").dtype == "auto"
     assert "chooses the type that it computes in (--dtype auto) and training in float32" in caplog.text
-    with sglang_server.running(model) as server:
+    with running(model, "sglang") as server:
         server.config = None
         with pytest.raises(EngineError, match="check that this is an SGLang server itself"):
-            check(server, model)
-    with vllm_server.running(model) as server:
-        client = replace(client_of(server, model), dialect="sglang")
+            check(server)
+    with running(model) as server:
         with pytest.raises(EngineError, match=r"without a configuration of sglang .* rollout\.engine"):
-            check_servers([client], start_seconds=1.0, longest=64, dtype="float32")
+            check(server, dialect="sglang")
 
 
 def published(server, model, folder):
-    engine = ServerEngine(servers=(client_of(server, model),), seed=0)
+    engine = ServerEngine(servers=(client_of(server),), seed=0)
     publish_weights(model, folder, engine, 0)
     return engine.published.version
 
 
 def test_what_sglang_says_of_an_update_that_it_refuses_is_told(small, tmp_path):
     model = tiny_model("qwen3_moe").eval()
-    with sglang_server.running(model) as server:
+    with running(model, "sglang") as server:
         server.sees_folders = False
         with pytest.raises(EngineError, match=r"/update_weights_from_disk failed: status 400, .*does not exist"):
             published(server, model, tmp_path)
@@ -387,7 +358,7 @@ def test_what_sglang_says_of_an_update_that_it_refuses_is_told(small, tmp_path):
 
 def test_update_that_drops_no_caches_aborts_requests_of_sglang(small, tmp_path):
     model = tiny_model("qwen3_moe").eval()
-    with sglang_server.running(model) as server:
+    with running(model, "sglang") as server:
         server.busy = True
         assert published(server, model, tmp_path) == 0
         assert server.paths == ["/update_weights_from_disk"] * 2 + ["/model_info"]
@@ -395,7 +366,7 @@ def test_update_that_drops_no_caches_aborts_requests_of_sglang(small, tmp_path):
 
 def test_weights_loaded_by_sglang_without_version_end_the_update(small, tmp_path):
     model = tiny_model("qwen3_moe").eval()
-    with sglang_server.running(model) as server:
+    with running(model, "sglang") as server:
         server.fault = "unversioned"
         with pytest.raises(EngineError, match="weights have version 'default': expected 0"):
             published(server, model, tmp_path)

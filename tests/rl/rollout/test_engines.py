@@ -16,9 +16,7 @@ from relibra.rl.toy.character_tokenizer import CharacterTokenizer
 from relibra.rl.toy.tasks import Arithmetic
 from tests.replay.tiny_models import tiny_model
 from tests.rl.ranks_at_work import run_alone, tiny_config
-from tests.rl.rollout import sglang_server, vllm_server
-
-RUNNING = {"sglang": sglang_server.running, "vllm": vllm_server.running}
+from tests.rl.rollout.stand_in_server import running
 
 
 @pytest.fixture
@@ -33,7 +31,7 @@ def small_canary(monkeypatch):
 def test_server_is_checked_first_and_compared_after_each_update(tmp_path, small_canary, engine):
     served = [f"rollout.engine={engine}", "rollout.url=http://h:1", f"rollout.server_weights={tmp_path / 'weights'}"]
     write_start_folder(tiny_config(*served, ranks=1), tmp_path / "start")
-    with RUNNING[engine](AutoModelForCausalLM.from_pretrained(tmp_path / "start").eval()) as server:
+    with running(AutoModelForCausalLM.from_pretrained(tmp_path / "start").eval(), engine) as server:
         rows = run_alone(
             (*served, f"rollout.url={server.url}", "update.learning_rate=1e-2", "algorithm.group_filter=off"),
             tmp_path / "run",
@@ -59,9 +57,7 @@ def test_windows_go_on_at_other_servers_when_one_ends(tmp_path, small_canary):
     for number, ends in ((1, False), (2, True)):
         with ExitStack() as stack:
             servers = [
-                stack.enter_context(
-                    vllm_server.running(AutoModelForCausalLM.from_pretrained(tmp_path / "start").eval())
-                )
+                stack.enter_context(running(AutoModelForCausalLM.from_pretrained(tmp_path / "start").eval()))
                 for _ in range(number)
             ]
             if ends:
@@ -69,7 +65,7 @@ def test_windows_go_on_at_other_servers_when_one_ends(tmp_path, small_canary):
             urls = ",".join(server.url for server in servers)
             rows = run_alone((*settings, weights, f"rollout.url={urls}"), tmp_path / f"run-{number}")
         assert [server.version for server in servers] == ["3"] * number
-        assert all(server.looks == 0 for server in servers), "it ended"
+        assert all(server.lives is None for server in servers), "it began anew"
         assert all(server.paths.count("/inference/v1/generate") > 20 for server in servers)
         for row in rows:
             assert row["k3_kl"] < 1e-9

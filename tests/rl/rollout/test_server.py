@@ -2,14 +2,11 @@
 
 import asyncio
 import base64
-import contextlib
 import io
 import json
-import socket
 import threading
 import time
 import tracemalloc
-from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -28,7 +25,7 @@ from relibra.rl.rollout.served.requests import RequestFailed, open_connections, 
 from relibra.rl.rollout.served.weights import publish_weights
 from tests.fuzz.servers import RawServer, answer_body, http
 from tests.replay.tiny_models import tiny_model
-from tests.rl.rollout.token_server import STOP, answer_of, engine_of, ids_of, running
+from tests.rl.rollout.stand_in_server import STOP, answer_of, engine_of, ids_of, running
 
 
 @pytest.fixture
@@ -176,30 +173,6 @@ def test_longer_requests_have_more_time_and_larger_answers(served):
     assert engine.max_answer_bytes(8192, 9000) - engine.max_answer_bytes(0, 0) == 8192 * 1024 + 9000 * 3 * 2 * 11
 
 
-@contextmanager
-def raw_server(answer):
-    """Run `answer(socket)` for each connection, after its request was read."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        ended = threading.Event()
-        listener.settimeout(0.02)
-
-        def serve():
-            while not ended.is_set():
-                with contextlib.suppress(OSError), listener.accept()[0] as connection:
-                    connection.settimeout(2)
-                    request = b""
-                    while not request.endswith(b"{}"):
-                        request += connection.recv(1 << 16)
-                    answer(connection)
-                    connection.shutdown(socket.SHUT_WR)
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        ended.set()
-        thread.join(3)
-
-
 def post_json(url, body, *, seconds, max_bytes):
     """Send JSON over a connection of its own and return the JSON of the answer."""
 
@@ -241,17 +214,17 @@ def pour(start, piece=b"1" * (1 << 16)):
         (pour(HEAD + b"Content-Length: 5200000000\r\n\r\n"), "longer than 1,000,000 bytes"),
         (pour(HEAD + b"\r\n"), "longer than 1,000,000 bytes"),
         (pour(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"8000\r\n" + b"1" * 32768 + b"\r\n"), "1,000,000 bytes"),
-        (lambda to: to.sendall(HEAD + b"Content-Length: 10\r\n\r\n123"), "received 3 bytes, expected 10"),
-        (lambda to: to.sendall(b"HTTP/1.1 302 Found\r\nLocation: http://elsewhere/\r\n\r\n"), "'http://elsewhere/'"),
-        (lambda to: to.sendall(HEAD + b"\r\n" + b"[" * 100_000), "nested too deeply"),
-        (lambda to: to.sendall(HEAD + b"\r\n" + b"1" * 5000), "ValueError"),
+        (HEAD + b"Content-Length: 10\r\n\r\n123", "received 3 bytes, expected 10"),
+        (b"HTTP/1.1 302 Found\r\nLocation: http://elsewhere/\r\n\r\n", "'http://elsewhere/'"),
+        (HEAD + b"\r\n" + b"[" * 100_000, "nested too deeply"),
+        (HEAD + b"\r\n" + b"1" * 5000, "ValueError"),
     ],
 )
 def test_slow_large_or_redirected_answers_are_refused(answer, message):
-    with raw_server(answer) as url:
-        began = time.monotonic()
-        with pytest.raises(RequestFailed, match=message):
-            post_json(f"{url}/x", {}, seconds=0.3, max_bytes=1_000_000)
+    server, began = RawServer(), time.monotonic()
+    server.answer = {"": answer}
+    with pytest.raises(RequestFailed, match=message):
+        post_json(f"{server.url}/x", {}, seconds=0.3, max_bytes=1_000_000)
     assert time.monotonic() - began < 2
 
 
@@ -406,7 +379,7 @@ def test_version_of_a_sample_counts_only_if_its_parts_have_none(served):
     served.change = change_meta(weight_versions=spans)
     with pytest.raises(EngineError, match="weights of version '7': expected 8"):
         engine.generate(one, window=4, max_response=4)
-    served.change = change_meta(weight_version="9")
+    served.change = change_meta(weight_version="9", weight_versions=[])
     with pytest.raises(EngineError, match="weights of version '9': expected 8"):
         engine.generate(one, window=4, max_response=4)
 
