@@ -1,4 +1,4 @@
-"""Advantages against slow Python that repeats their formulas, and against what theory says of them."""
+"""Advantages against slow Python that repeats their formulas."""
 
 import math
 
@@ -16,9 +16,6 @@ from relibra.rl.algorithms.advantages import (
     moments,
     whiten,
 )
-from tests.rl.algorithms.gae import gae
-
-GAMMAS, LAMBDAS = (1.0, 0.99), (1.0, 0.95, 0.5)
 
 
 def egae_reference(values, rewards, finished, gamma, lam, bootstrap):
@@ -37,27 +34,14 @@ def egae_reference(values, rewards, finished, gamma, lam, bootstrap):
     return advantages
 
 
-def random_windows(seed, rows, columns, dtype=torch.float64, shortest=0):
+def random_windows(seed, rows, columns, shortest=0):
     """Values, rewards, lengths; nan beyond the length, where nothing may look."""
     rng = np.random.default_rng(seed)
     length_B = rng.integers(shortest, columns + 1, size=rows)
     values_BN1, rewards_BN = rng.normal(size=(rows, columns + 1)), rng.normal(size=(rows, columns))
     values_BN1[np.arange(columns + 1) > length_B[:, None]] = math.nan
     rewards_BN[np.arange(columns) >= length_B[:, None]] = math.nan
-    return torch.from_numpy(values_BN1).to(dtype), torch.from_numpy(rewards_BN).to(dtype), torch.from_numpy(length_B)
-
-
-def unfinished(values_BN1, rewards_BN, length_B, *, gamma, lam, bootstrap="hold"):
-    rows = len(length_B)
-    return egae(
-        values_BN1,
-        rewards_BN,
-        length_B,
-        torch.zeros(rows, dtype=torch.bool),
-        gamma=gamma,
-        lambda_B=torch.full((rows,), lam, dtype=values_BN1.dtype),
-        bootstrap=bootstrap,
-    )
+    return torch.from_numpy(values_BN1), torch.from_numpy(rewards_BN), torch.from_numpy(length_B)
 
 
 @given(
@@ -87,56 +71,20 @@ def test_egae_is_its_walk_back(seed, rows, columns, bootstrap, gamma):
         assert not got_BN[b, n:].any()
 
 
-@pytest.mark.parametrize("gamma", GAMMAS)
-@pytest.mark.parametrize("lam", LAMBDAS)
+@pytest.mark.parametrize("gamma", [1.0, 0.99])
+@pytest.mark.parametrize("lam", [1.0, 0.95, 0.5])
 @pytest.mark.parametrize("bootstrap", ["hold", "value"])
 def test_egae_of_complete_responses_is_gae(gamma, lam, bootstrap):
-    values_BN1, rewards_BN, length_B = random_windows(1, 1000, 40, torch.float32, shortest=1)
-    lambda_B = torch.full((1000,), lam)
-    done_B = torch.ones(1000, dtype=torch.bool)
-    extended_BN = egae(values_BN1, rewards_BN, length_B, done_B, gamma=gamma, lambda_B=lambda_B, bootstrap=bootstrap)
-    classic_BN = gae(values_BN1[:, :-1], rewards_BN, length_B, gamma=gamma, lambda_B=lambda_B)
-    assert torch.equal(extended_BN, classic_BN)
-    for b in range(0, 1000, 97):
-        n = int(length_B[b])
-        rewards, values = rewards_BN[b, :n].double().tolist(), values_BN1[b, : n + 1].double().tolist()
+    """GAE, arXiv 1506.02438, eq. 16, as the sum that it is."""
+    values_BN1, rewards_BN, length_B = random_windows(1, 10, 40, shortest=1)
+    lambda_B, done_B = torch.full((10,), lam, dtype=torch.float64), torch.ones(10, dtype=torch.bool)
+    found_BN = egae(values_BN1, rewards_BN, length_B, done_B, gamma=gamma, lambda_B=lambda_B, bootstrap=bootstrap)
+    for b, n in enumerate(length_B.tolist()):
+        rewards, values = rewards_BN[b, :n].tolist(), values_BN1[b, : n + 1].tolist()
         residuals = [rewards[t] + gamma * (values[t + 1] if t + 1 < n else 0.0) - values[t] for t in range(n)]
         for t in range(n):
             total = sum((gamma * lam) ** k * residual for k, residual in enumerate(residuals[t:]))
-            assert float(classic_BN[b, t]) == pytest.approx(total, rel=1e-5, abs=1e-5)
-
-
-def test_last_token_of_unfinished_window_is_0_without_discount():
-    values_BN1, _, length_B = random_windows(2, 50, 20, shortest=1)
-    rewards_BN = torch.zeros(50, 20, dtype=torch.float64)
-    row_B, last_B = torch.arange(50), length_B - 1
-    for gamma in GAMMAS:
-        got_BN = unfinished(values_BN1, rewards_BN, length_B, gamma=gamma, lam=0.95)
-        wanted_B = (gamma - 1) * values_BN1[row_B, last_B]
-        torch.testing.assert_close(got_BN[row_B, last_B], wanted_B, rtol=0, atol=0 if gamma == 1 else 1e-15)
-
-
-def test_without_decay_an_unfinished_window_telescopes():
-    values_BN1, _, length_B = random_windows(3, 50, 20, torch.float32, shortest=1)
-    got_BN = unfinished(values_BN1, torch.zeros(50, 20), length_B, gamma=1.0, lam=1.0)
-    for b, n in enumerate(length_B.tolist()):
-        torch.testing.assert_close(got_BN[b, :n], values_BN1[b, n - 1] - values_BN1[b, :n], rtol=0, atol=3e-6)
-
-
-@given(st.integers(0, 1 << 32), st.sampled_from(GAMMAS), st.sampled_from(LAMBDAS))
-def test_cutting_a_response_removes_one_damped_tail(seed, gamma, lam):
-    rng = np.random.default_rng(seed)
-    whole = int(rng.integers(2, 30))
-    cut = int(rng.integers(1, whole))
-    values_11N = torch.from_numpy(rng.normal(size=(1, whole + 1)))
-    rewards_1N = torch.zeros(1, whole, dtype=torch.float64)
-    rewards_1N[0, -1] = float(rng.normal())
-    lambda_B = torch.tensor([lam], dtype=torch.float64)
-    full = gae(values_11N[:, :-1], rewards_1N, torch.tensor([whole]), gamma=gamma, lambda_B=lambda_B)[0]
-    short = unfinished(values_11N[:, : cut + 1], rewards_1N[:, :cut], torch.tensor([cut]), gamma=gamma, lam=lam)[0]
-    tail = full[cut - 1] - (gamma - 1) * values_11N[0, cut - 1]
-    damping = (gamma * lam) ** torch.arange(cut - 1, -1, -1, dtype=torch.float64)
-    torch.testing.assert_close(full[:cut] - short, damping * tail, rtol=0, atol=2e-14)
+            assert float(found_BN[b, t]) == pytest.approx(total, rel=1e-9, abs=1e-12)
 
 
 def test_with_an_exact_value_model_the_cut_has_no_bias():

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relibra.rl.algorithms.advantages import egae, moments, whiten
 from relibra.rl.algorithms.terms import (
     LossTotals,
     clipped_surrogate,
@@ -17,7 +16,6 @@ from relibra.rl.algorithms.terms import (
     token_log_probs,
     token_weights,
 )
-from tests.rl.algorithms.gae import gae
 
 AGGREGATES = ("token", "token_over_step", "response", "constant")
 
@@ -57,25 +55,6 @@ def test_sequence_ratio_is_geometric_mean_with_token_gradients(seed, responses):
         assert got_X[x].item() == pytest.approx(mean, rel=1e-9, abs=1e-12)
         expected = weight_X[x] * advantage_S[s] * math.exp(mean)
         assert log_ratio_X.grad[x].item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
-
-
-def test_token_form_has_the_sequence_gradient_for_one_advantage():
-    """Section 4.3 of GSPO: mean over responses of s A equals mean over responses and tokens of s_t A."""
-    _, tokens_S, response_X = random_responses(5, 4)
-    response_X, tokens_S = torch.from_numpy(response_X), torch.from_numpy(tokens_S)
-    advantage_S = torch.tensor([1.0, -0.5, 2.0, -1.5], dtype=torch.float64)
-    start_X = torch.from_numpy(np.random.default_rng(5).normal(scale=0.1, size=len(response_X)))
-    gradients = []
-    for token_form in (True, False):
-        log_ratio_X = start_X.clone().requires_grad_()
-        if token_form:
-            ratio_X = sequence_log_ratio(log_ratio_X, response_X, 4).exp()
-            total = (ratio_X * advantage_S[response_X] / tokens_S[response_X]).sum()
-        else:
-            ratio_S = (log_ratio_X.new_zeros(4).index_add(0, response_X, log_ratio_X) / tokens_S).exp()
-            total = (ratio_S * advantage_S).sum()
-        gradients.append(torch.autograd.grad(total, log_ratio_X)[0])
-    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -134,55 +113,7 @@ def test_extreme_log_ratios_leave_gradients_finite():
     assert got_X[0].item() == pytest.approx(1.2)
 
 
-def test_before_any_step_ratios_are_1_and_none_is_clipped():
-    rng = np.random.default_rng(0)
-    logits_XV = torch.from_numpy(rng.normal(size=(50, 9)).astype(np.float32)).requires_grad_()
-    tokens_X, response_X = torch.from_numpy(rng.integers(9, size=50)), torch.arange(5).repeat_interleave(10)
-    advantage_X = torch.from_numpy(rng.normal(size=50).astype(np.float32))
-    now_X, old_X = token_log_probs(logits_XV, tokens_X, 0.7), token_log_probs(logits_XV, tokens_X, 0.7).detach()
-    for log_ratio_X in (now_X - old_X, sequence_log_ratio(now_X - old_X, response_X, 5)):
-        surrogate_X, clipped_X = clipped_surrogate(log_ratio_X, advantage_X, clip_low=3e-4, clip_high=4e-4)
-        assert torch.equal(surrogate_X, advantage_X)
-        assert not clipped_X.any()
-
-
-def test_truncated_ppo_with_a_whole_window_is_ppo_to_the_bit():
-    rng = np.random.default_rng(1)
-    length_B = torch.from_numpy(rng.integers(1, 13, size=16))
-    mask_BN = torch.arange(12) < length_B[:, None]
-    values_BN1, rewards_BN = torch.from_numpy(rng.normal(size=(2, 16, 13)).astype(np.float32))
-    rewards_BN, lambda_B = rewards_BN[:, :-1], torch.full((16,), 0.95)
-    tokens_X, tokens = torch.from_numpy(rng.integers(7, size=int(mask_BN.sum()))), int(mask_BN.sum())
-    start_XV = torch.from_numpy(rng.normal(size=(tokens, 7)).astype(np.float32))
-    old_X = token_log_probs(start_XV, tokens_X, 1.0) + 0.1
-    advantages = (
-        gae(values_BN1[:, :-1], rewards_BN, length_B, gamma=1.0, lambda_B=lambda_B),
-        egae(
-            values_BN1,
-            rewards_BN,
-            length_B,
-            torch.ones(16, dtype=torch.bool),
-            gamma=1.0,
-            lambda_B=lambda_B,
-            bootstrap="hold",
-        ),
-    )
-    losses, gradients = [], []
-    for advantage_BN in advantages:
-        logits_XV = start_XV.clone().requires_grad_()
-        advantage_X = whiten(advantage_BN, mask_BN, moments(advantage_BN, mask_BN))[mask_BN]
-        surrogate_X, _ = clipped_surrogate(
-            token_log_probs(logits_XV, tokens_X, 1.0) - old_X, advantage_X, clip_low=0.2, clip_high=0.28
-        )
-        weight_X = weights("token_over_step", length_B[:, None].expand(16, 12)[mask_BN], step=tokens, own=tokens)
-        loss = -(weight_X * surrogate_X).sum()
-        losses.append(loss)
-        gradients.append(torch.autograd.grad(loss, logits_XV)[0])
-    assert torch.equal(*losses)
-    assert torch.equal(*gradients)
-
-
-def weights(aggregate, tokens_of_response_X, *, step, own, mini_batches=1, responses=16, max_response=12):
+def weights(aggregate, tokens_of_response_X, *, step, own, mini_batches, responses, max_response):
     totals = LossTotals(
         tokens=own,
         responses=responses,
@@ -217,50 +148,3 @@ def test_weights_are_the_means_they_stand_for(seed, responses, mini_batches):
         )
         got = float((weight_X.double() * torch.from_numpy(surrogate_X)).sum())
         assert got == pytest.approx(expected[aggregate], rel=1e-5, abs=1e-6)
-
-
-@pytest.mark.parametrize("mini_batches", [1, 2, 7])
-@pytest.mark.parametrize("aggregate", ["token_over_step", "response", "constant"])
-def test_mean_gradient_is_the_same_however_a_step_is_cut(aggregate, mini_batches):
-    """14 responses in equal mini-batches without an update between; a mean over a mini-batch's own tokens cannot."""
-    rng, tokens_S, response_X = random_responses(11, 14, longest=30)
-    logits_XV = torch.from_numpy(rng.normal(size=(len(response_X), 5))).requires_grad_()
-    tokens_X = torch.from_numpy(rng.integers(5, size=len(response_X)))
-    advantage_X = torch.from_numpy(rng.normal(size=len(response_X)))
-
-    def gradient(parts):
-        total = torch.zeros_like(logits_XV)
-        for part in np.array_split(np.arange(14), parts):
-            chosen_X = torch.from_numpy(np.isin(response_X, part))
-            old_X = token_log_probs(logits_XV, tokens_X, 1.0).detach()[chosen_X] - 0.05
-            surrogate_X, _ = clipped_surrogate(
-                token_log_probs(logits_XV, tokens_X, 1.0)[chosen_X] - old_X,
-                advantage_X[chosen_X],
-                clip_low=0.2,
-                clip_high=0.28,
-            )
-            weight_X = weights(
-                aggregate,
-                torch.from_numpy(tokens_S[response_X])[chosen_X],
-                step=len(response_X),
-                own=int(chosen_X.sum()),
-                mini_batches=parts,
-                responses=len(part),
-                max_response=30,
-            )
-            total += torch.autograd.grad(-(weight_X * surrogate_X).sum(), logits_XV)[0]
-        return total / parts
-
-    torch.testing.assert_close(gradient(mini_batches), gradient(1), rtol=0, atol=1e-6)
-    assert gradient(1).abs().max() > 1e-4
-
-
-def test_dropped_tokens_are_in_no_gradient_and_no_denominator():
-    """A window of 6 and one of 4 tokens, the last 2 of each dropped: 6 trained tokens weigh 1/6 each."""
-    length_B = torch.tensor([6, 4])
-    mask_BN = torch.arange(6) < (length_B - 2)[:, None]
-    log_ratio_BN = torch.zeros(2, 6, requires_grad=True)
-    trained_X = mask_BN.sum(1, keepdim=True).expand_as(mask_BN)[mask_BN]
-    surrogate_X, _ = clipped_surrogate(log_ratio_BN[mask_BN], torch.ones(6), clip_low=0.2, clip_high=0.2)
-    (weights("token", trained_X, step=6, own=6) * surrogate_X).sum().backward()
-    torch.testing.assert_close(log_ratio_BN.grad, mask_BN.float() / 6)

@@ -5,7 +5,6 @@ from contextlib import ExitStack
 import pytest
 from transformers import AutoModelForCausalLM
 
-from relibra.errors import ConfigError
 from relibra.rl.config.run_config import load_config
 from relibra.rl.model.policy import Policy
 from relibra.rl.rollout.engines import make_engine
@@ -73,13 +72,6 @@ def test_windows_go_on_at_other_servers_when_one_ends(tmp_path, small_canary):
             assert row["canary"]["servers"] == number
         found.append([(row["sampled_tokens"], row["finished"], row["response_length"]) for row in rows])
     assert found[0] == found[1]
-
-
-def test_a_server_needs_an_address_and_a_folder():
-    for settings in ((), ("rollout.url=http://h:1",), ("rollout.server_weights=w",)):
-        with pytest.raises(ConfigError) as caught:
-            load_config(None, ["rollout.engine=vllm", *settings])
-        assert caught.value.what == "rollout.engine"
 
 
 def test_spares_begin_only_where_the_time_left_is_enough():

@@ -7,26 +7,17 @@ from contextlib import contextmanager
 
 import pytest
 
-from relibra.errors import ConfigError, EngineError
+from relibra.errors import EngineError
 from relibra.rl.config.run_config import load_config
 from relibra.rl.rollout.started import server_process
 from relibra.rl.rollout.started.own_server import serve_command
 from relibra.rl.rollout.started.server_process import ServerProcess
-
-ON_RAY = "parallel.launcher=ray"
 
 
 def test_options_of_the_user_come_last():
     words = serve_command(load_config(None, ["rollout.engine=serve", "rollout.server_options=--threads 3"]), "model")
     assert words[-2:] == ["--threads", "3"]
     assert words[3:5] == ["serve", "model"]
-
-
-@pytest.mark.parametrize("words", [["rollout.engine=vllm"], ["rollout.engine=sglang", ON_RAY]])
-def test_servers_of_other_projects_need_an_address(words):
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, words)
-    assert caught.value.what == "rollout.engine"
 
 
 @contextmanager
