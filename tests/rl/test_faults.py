@@ -11,9 +11,6 @@ import time
 
 import pytest
 
-from relibra.environment import STOP_SIGNALS
-from relibra.rl.config.run_config import load_config
-from relibra.rl.run.launch import launch
 from tests.rl.ranks_at_work import TINY
 from tests.rl.runs import (
     RELIBRA,
@@ -202,16 +199,6 @@ def test_a_rank_killed_while_it_starts_ends_the_run(tmp_path):
     assert "Traceback" not in going.stderr
 
 
-def test_disk_that_refuses_routes_is_told_once_and_run_goes_on(tmp_path):
-    with LongRun(tmp_path) as going:
-        going.wait_for_workers(2)
-        (going.run / "traces").write_text("in the way")
-        going.wait_for("(3/")
-    said = rf"cannot write the routes of a step to {going.run}/traces/step-00000 \(rank 0: Not a directory\): training"
-    assert len(re.findall(said, going.stderr)) == going.stderr.count("cannot write the routes") == 1
-    assert "Traceback" not in going.stderr
-
-
 def test_a_second_process_in_the_folder_of_a_run_is_refused(tmp_path):
     with LongRun(tmp_path, "checkpoint.every=1") as going:
         going.wait_for("(1/")
@@ -234,19 +221,6 @@ def test_a_rank_that_hangs_ends_the_run_in_time(tmp_path):
     assert any(sentence in going.stderr for sentence in said)
     assert "error: the run ended early: rank 0 lost its peers" in going.stderr
     check_whole(going.run)
-
-
-def test_killed_run_leaves_only_whole_checkpoints(tmp_path):
-    with LongRun(tmp_path, "checkpoint.every=1") as going:
-        going.wait_for("(3/")
-        workers = going.workers()
-        going.signal_all(signal.SIGKILL)
-        going.exit_code()
-        wait_until_gone(workers, 5)
-    kept = sorted(folder.name for folder in (going.run / "checkpoints").glob("step-*"))
-    assert 1 <= len(kept) <= 3, "checkpoint.keep is 2, and a kill may come before the oldest is removed"
-    for name in kept:
-        assert json.loads((going.run / "checkpoints" / name / "manifest.json").read_text())
 
 
 @pytest.mark.parametrize("whom", ["group", "parent"])
@@ -296,16 +270,6 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path):
     assert "Traceback" not in going.stderr
     assert going.stderr.splitlines()[-2] == f"to resume from its last checkpoint: relibra train --resume {going.run}"
     check_whole(going.run)
-
-
-def test_launch_leaves_the_signal_handler_as_it_was(tmp_path):
-    before = [signal.getsignal(number) for number in STOP_SIGNALS]
-    config = load_config(None, ["run.steps=0", "warmup.steps=0", "parallel.ranks=1", f"run.folder={tmp_path}"])
-    finished = launch(config)
-    assert finished is not None
-    assert finished.complete
-    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)
 
 
 MESSY = """

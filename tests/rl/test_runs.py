@@ -185,15 +185,3 @@ def test_a_second_run_gets_a_folder_of_its_own(tmp_path):
         "report": None,
     }
     assert (tmp_path / "run-2" / "policy" / "config.json").is_file()
-
-
-def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    for folder, said in ((blocked, "Not a directory"), (Path("/proc/none"), "No such file or directory")):
-        done = train(folder)
-        assert done.returncode == 1
-        assert done.stdout == ""
-        assert done.stderr == f"error: cannot create the run folder {folder}/run (run.folder): {said}\n"
-    (tmp_path / "run").write_text("")
-    assert train(tmp_path).stderr == f"error: cannot create the run folder {tmp_path}/run: a file has that name\n"

@@ -10,7 +10,6 @@ import resource
 import shutil
 import signal
 from contextlib import contextmanager
-from dataclasses import fields
 from itertools import product
 from pathlib import Path
 from unittest import mock
@@ -26,43 +25,20 @@ from relibra.parallel.balanced import balanced_layers
 from relibra.rl.model.critic import build_critic
 from relibra.rl.model.optimizer import make_optimizer
 from relibra.rl.model.sharding import full_parameters
-from relibra.rl.rollout.response import Response
 from relibra.rl.run.checkpoints import checkpoint
 from relibra.rl.run.checkpoints.checkpoint import load_checkpoint
 from tests.replay.tiny_models import random_tokens
 from tests.rl.checkpoints import save_checkpoint
 from tests.rl.joined import CPU, on_ranks, policy_of, tiny_config
+from tests.rl.rollout.made_up import random_response, same as same_response
 
 pytestmark = pytest.mark.usefixtures("group")
 
 STATE = {"next_sample": 17, "note": "anything", "alpha": 0.1}
 
 
-def response(sample_id, length=3):
-    rng = np.random.default_rng(sample_id)
-    return Response(
-        sample_id=sample_id,
-        group_id=sample_id // 2,
-        tokens_n=rng.integers(0, 9, 2 + length),
-        prompt_length=2,
-        log_probs_r=rng.normal(size=length).astype(np.float32),
-        versions_r=np.arange(length, dtype=np.int32),
-        values_r=np.full(length, np.nan, np.float32),
-        windows=1,
-        window_length=length,
-        reward=0.25 if sample_id % 2 else None,
-    )
-
-
-def same_response(one, other):
-    for field in fields(Response):
-        a, b = getattr(one, field.name), getattr(other, field.name)
-        if isinstance(a, np.ndarray):
-            assert a.dtype == b.dtype
-            assert np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
-        else:
-            assert a == b
-    return True
+def response(sample_id):
+    return random_response(sample_id, 0, dtype=None)
 
 
 def models_of(folder, *overrides, ranks=1, seed=0, reference=False):
@@ -260,29 +236,6 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(tmp_path, caplog, file, damag
     [record] = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "step-00002 is damaged and was skipped: " in record.message
     assert re.search(told, record.message)
-
-
-FILES_OF_OTHER_TYPES = (
-    7,
-    [],
-    None,
-    "x",
-    {"state.json": 5},
-    {"state.json": []},
-    {"state.json": [1, 2]},
-    {"a\0": [1, "x"]},
-)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [*({"format": 1, "files": files} for files in FILES_OF_OTHER_TYPES), [], 3, None, {"format": [[]], "files": {}}],
-    ids=str,
-)
-def test_a_manifest_of_other_types_is_passed_over(tmp_path, body):
-    save(tmp_path, 1, number=1)
-    (save(tmp_path, 2, number=2) / "manifest.json").write_text(json.dumps(body))
-    assert load_checkpoint(tmp_path, models=small()).step == 1
 
 
 def test_when_all_are_damaged_nothing_is_trained_on(tmp_path):
