@@ -24,9 +24,6 @@ def by_letters(response, row):
 
 def raising(response, row):
     raise ValueError("no idea")
-
-def nothing(response, row):
-    return float("nan")
 """
 
 
