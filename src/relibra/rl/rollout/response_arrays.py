@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,15 +18,11 @@ from relibra.rl.batch.schedule import cut_into_runs
 from relibra.rl.rollout.response import Response
 from relibra.routing.tensor_files import TensorFormat, read_tensors, write_tensors
 
+_FACTS = ("sample_id", "group_id", "prompt_length", "windows", "window_length")
+_TOKENS = {"tokens_T": "tokens_n", "log_probs_X": "log_probs_r", "versions_X": "versions_r", "values_X": "values_r"}
+"""Arrays and the fields of a response that lie end to end in them."""
 FIELDS: Mapping[str, type[np.generic]] = {
-    "sample_id_S": np.int64,
-    "group_id_S": np.int64,
-    "length_S": np.int64,
-    "prompt_length_S": np.int64,
-    "windows_S": np.int64,
-    "window_length_S": np.int64,
-    "finish_reason_S": np.int64,
-    "rewarded_S": np.int64,
+    **dict.fromkeys((*(f"{name}_S" for name in _FACTS), "length_S", "finish_reason_S", "rewarded_S"), np.int64),
     "reward_S": np.float64,
     "tokens_T": np.int64,
     "log_probs_X": np.float32,
@@ -75,31 +71,22 @@ def load_responses(path: Path) -> list[Response]:
 
 def to_arrays(responses: Sequence[Response]) -> dict[str, ndarray]:
     """Return the fields of responses, without routes, end to end."""
-    facts = {
-        "sample_id_S": [one.sample_id for one in responses],
-        "group_id_S": [one.group_id for one in responses],
+    for one in responses:
+        same = len(one.tokens_n) - one.prompt_length == one.length == len(one.versions_r) == len(one.values_r)
+        assert same, f"sample {one.sample_id}: its fields have different numbers of tokens"
+    facts: dict[str, list[Any]] = {f"{name}_S": [getattr(one, name) for one in responses] for name in _FACTS}
+    facts |= {
         "length_S": [len(one.tokens_n) for one in responses],
-        "prompt_length_S": [one.prompt_length for one in responses],
-        "windows_S": [one.windows for one in responses],
-        "window_length_S": [one.window_length for one in responses],
         "finish_reason_S": [_FINISH_REASONS.index(one.finish_reason) for one in responses],
         "rewarded_S": [one.reward is not None for one in responses],
         "reward_S": [0.0 if one.reward is None else one.reward for one in responses],
     }
-    flat = {
-        "tokens_T": [one.tokens_n for one in responses],
-        "log_probs_X": [one.log_probs_r for one in responses],
-        "versions_X": [one.versions_r for one in responses],
-        "values_X": [one.values_r for one in responses],
-    }
-    for one in responses:
-        same = len(one.tokens_n) - one.prompt_length == one.length == len(one.versions_r) == len(one.values_r)
-        assert same, f"sample {one.sample_id}: its fields have different numbers of tokens"
+    tokens = {name: [getattr(one, field) for one in responses] for name, field in _TOKENS.items()}
     return {
         **{name: np.array(values, dtype=FIELDS[name]) for name, values in facts.items()},
         **{
             name: np.concatenate([np.zeros(0, FIELDS[name]), *pieces], dtype=FIELDS[name])
-            for name, pieces in flat.items()
+            for name, pieces in tokens.items()
         },
     }
 
@@ -107,31 +94,16 @@ def to_arrays(responses: Sequence[Response]) -> dict[str, ndarray]:
 def from_arrays(arrays: Mapping[str, ndarray]) -> list[Response]:
     """Return the responses of `to_arrays`, each with memory of its own, so that one can be kept without the others."""
     facts = {name: arrays[name].tolist() for name in FIELDS if name.endswith("_S")}
-    stops_n, stops_r = np.cumsum(arrays["length_S"]), np.cumsum(arrays["length_S"] - arrays["prompt_length_S"])
-    tokens, log_probs, versions, values = (
-        np.split(arrays[name], stops[:-1])
-        for name, stops in (
-            ("tokens_T", stops_n),
-            ("log_probs_X", stops_r),
-            ("versions_X", stops_r),
-            ("values_X", stops_r),
-        )
-    )
+    ends = {"T": np.cumsum(arrays["length_S"]), "X": np.cumsum(arrays["length_S"] - arrays["prompt_length_S"])}
+    tokens: dict[str, Any] = {f: np.split(arrays[name], ends[name[-1]][:-1]) for name, f in _TOKENS.items()}
     return [
         Response(
-            sample_id=sample_id,
-            group_id=facts["group_id_S"][s],
-            tokens_n=tokens[s].copy(),
-            prompt_length=facts["prompt_length_S"][s],
-            log_probs_r=log_probs[s].copy(),
-            versions_r=versions[s].copy(),
-            values_r=values[s].copy(),
-            windows=facts["windows_S"][s],
-            window_length=facts["window_length_S"][s],
+            **{name: facts[f"{name}_S"][s] for name in _FACTS},
+            **{f: pieces[s].copy() for f, pieces in tokens.items()},
             finish_reason=_FINISH_REASONS[facts["finish_reason_S"][s]],
             reward=facts["reward_S"][s] if facts["rewarded_S"][s] else None,
         )
-        for s, sample_id in enumerate(facts["sample_id_S"])
+        for s in range(len(facts["sample_id_S"]))
     ]
 
 
