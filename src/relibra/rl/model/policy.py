@@ -40,17 +40,29 @@ from relibra.rl.toy.model import built_in_config, initial_model
 from relibra.simulation import ModelShape, counted_model_shape
 
 
-@dataclass(frozen=True)
-class Policy:
-    """The trained model and its full copy on this rank.
+@dataclass(frozen=True, kw_only=True)
+class ModelStructure:
+    """What is known of a model before its weights are loaded.
 
-    trained       sharded over the ranks (plain on one rank); parameters and gradients in float32
-    copy          not sharded, in evaluation mode, without gradients; the rollout engine samples from it
     num_experts   experts of each MoE layer; 0: a dense model
     layer_ids     decoder layers (absolute, from 0) whose routes can be recorded; none: a dense model, or (with replay
                   off) one with unknown routers
     top_k         experts per token in each of them; 0 if there are none
     shape         sizes of the model, for plans; None: a dense model
+    """
+
+    num_experts: int
+    layer_ids: tuple[int, ...]
+    top_k: int
+    shape: ModelShape | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(ModelStructure):
+    """The trained model and its full copy on this rank.
+
+    trained       sharded over the ranks (plain on one rank); parameters and gradients in float32
+    copy          not sharded, in evaluation mode, without gradients; the rollout engine samples from it
     balanced      `trained` has experts and can execute plans
     packed        the model supports attention within each packed sequence (`packed_sequences.py`)
     explicit_masks   the model needs explicit masks to keep packed sequences independent
@@ -58,11 +70,7 @@ class Policy:
 
     trained: nn.Module
     copy: nn.Module
-    num_experts: int
-    layer_ids: tuple[int, ...]
-    top_k: int
     balanced: bool
-    shape: ModelShape | None = None
     packed: bool = False
     explicit_masks: bool = False
 
@@ -134,13 +142,10 @@ def build_policy(
             ) from error
     check_shards(trained, full, _name(settings))
     policy = Policy(
+        **vars(structure),
         trained=trained,
         copy=full,
-        num_experts=structure.num_experts,
-        layer_ids=structure.layer_ids,
-        top_k=structure.top_k,
         balanced=follows_plans and structure.num_experts > 0,
-        shape=structure.shape,
         packed=packed,
         explicit_masks=explicit_masks,
     )
@@ -214,19 +219,6 @@ def _needs_masks(full: nn.Module, settings: ModelSettings) -> bool:
     return True
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Structure:
-    """Structure of a model, known before its weights are loaded.
-
-    shape   None: a dense model
-    """
-
-    num_experts: int
-    layer_ids: tuple[int, ...]
-    top_k: int
-    shape: ModelShape | None
-
-
 def _model_config(settings: ModelSettings, vocab_size: int, least_head_dim: int) -> Any:
     if not settings.path:
         return built_in_config(settings, vocab_size, least_head_dim)
@@ -241,7 +233,7 @@ def _model_config(settings: ModelSettings, vocab_size: int, least_head_dim: int)
     return model_config
 
 
-def _read_structure(model_config: Any, settings: ModelSettings, ranks: int, replay: str) -> _Structure:
+def _read_structure(model_config: Any, settings: ModelSettings, ranks: int, replay: str) -> ModelStructure:
     """Return the structure of a model; raises ConfigError if it cannot be trained with these settings."""
     name = _name(settings)
     with loading(name), torch.device("meta"):
@@ -272,7 +264,7 @@ def _read_structure(model_config: Any, settings: ModelSettings, ranks: int, repl
     if num_experts:
         expert, text = _expert_shape(model_config, stacked, settings), model_config.get_text_config()
         shape = counted_model_shape(text.to_dict(), len(sites) or text.num_hidden_layers, num_experts, top_k, expert)
-    return _Structure(
+    return ModelStructure(
         num_experts=num_experts,
         layer_ids=tuple(site.layer_id for site in sites),
         top_k=top_k,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from relibra.errors import EngineError
 from relibra.rl.rollout.served.dialects import Dialect
@@ -17,12 +17,8 @@ _NOT_FLUSHED = "cache was not flushed"
 """What SGLang says of an update whose weights are loaded, and whose caches are those of the weights before."""
 
 
-class Call(Protocol):
-    """Sends JSON (None: GET) to a path of a server, and returns the JSON of the answer."""
-
-    def __call__(self, path: str, body: dict[str, Any] | None = None, /) -> Awaitable[Any]:
-        """Raise EngineError, or what the caller of `load_weights` handles."""
-        ...
+Call = Callable[..., Awaitable[Any]]
+"""Sends JSON (without: GET) to a path of a server, and returns the JSON of the answer; raises EngineError."""
 
 
 def shown(value: Any, longest: int = 40) -> str:
