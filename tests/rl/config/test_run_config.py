@@ -19,6 +19,7 @@ from relibra.rl.config.run_config import (
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo.toml"
 TPPO = "algorithm.preset=tppo"
+SERVED = ("rollout.engine=vllm", "rollout.url=http://h:1", "rollout.server_weights=w")
 
 
 def refused(*overrides, path=None):
@@ -76,6 +77,7 @@ def test_an_override_has_section_key_and_value(override):
         ("algorithm.tail_drop", ("algorithm.tail_drop=20", TPPO, "rollout.window=20")),
         ("rollout.refill", ("rollout.refill=true", TPPO, "rollout.window=0")),
         ("rollout.max_batch", ("rollout.max_batch=127", "rollout.refill=true", TPPO, "rollout.window=20")),
+        ("rollout.refill", ("rollout.refill=true", TPPO, "rollout.window=20", *SERVED)),
         ("algorithm.overlong_buffer", ("algorithm.overlong_buffer=81",)),
         ("algorithm.dual_clip", ("algorithm.dual_clip=0.5",)),
         ("algorithm.loss", ("algorithm.loss=cispo",)),
@@ -93,11 +95,6 @@ def test_settings_that_do_not_fit_each_other_are_refused(what, overrides):
 
 def test_a_window_that_does_not_divide_names_two_that_do():
     assert refused("rollout.window=30", TPPO).next_step.endswith("rollout.max_response to 90 or the window to 20")
-
-
-def test_refill_needs_an_engine_that_reports_steps():
-    server = ("rollout.engine=vllm", "rollout.url=http://h:1", "rollout.server_weights=w")
-    assert refused(TPPO, "rollout.window=20", "rollout.refill=true", *server).what == "rollout.refill"
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
 """Weights in shards against the same weights in one piece."""
 
 import logging
-from datetime import timedelta
+from functools import partial
 
 import pytest
-import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -12,39 +11,38 @@ from relibra.errors import ConfigError
 from relibra.rl.config.run_config import load_config
 from relibra.rl.model.sharding import check_shards, load_sharded
 from tests.replay.model_zoo import tiny_causal_model
-from tests.spawned_ranks import run_spawned
+from tests.rl.joined import CPU, on_ranks
 
 
-def work(rank, folder, family):
-    torch.set_num_threads(1)
+def refusal_of(family, folder):
+    """Return what is wrong with the shards of a family on this rank; None: nothing."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/r", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
     whole = tiny_causal_model(family)
-    if rank == 0:
+    if dist.get_rank() == 0:
         whole.save_pretrained(folder / "model")
     dist.barrier()
-    settings = load_config(None, ["model.dtype=float32", "model.activation_checkpointing=false"]).model
     sharded = load_sharded(
         AutoModelForCausalLM,
         str(folder / "model"),
         model_config=AutoConfig.from_pretrained(folder / "model"),
-        settings=settings,
-        device=torch.device("cpu"),
+        settings=load_config(None, ["model.dtype=float32", "model.activation_checkpointing=false"]).model,
+        device=CPU,
         has_experts=True,
         experts="relibra",
     )
     try:
         check_shards(sharded, whole, "the model")
     except ConfigError as error:
-        (folder / f"error-{rank}").write_text(str(error))
+        return str(error)
+    return None
 
 
 @pytest.mark.parametrize(("family", "same"), [("Qwen3MoeForCausalLM", True), ("BailingHybridForCausalLM", False)])
 def test_shards_with_other_values_than_the_files_are_refused(family, same, tmp_path):
     """Of BailingHybrid transformers 5.24 converts a convolution shard by shard, which mixes its rows."""
-    run_spawned(work, (tmp_path, family), 2, 200)
-    errors = [path.read_text() for path in sorted(tmp_path.glob("error-*"))]
-    assert len(errors) == (0 if same else 2)
-    assert all("conv1d.weight" in error and "parallel.ranks=1" in error for error in errors)
+    for refusal in on_ranks(2, partial(refusal_of, family), tmp_path):
+        if same:
+            assert refusal is None
+        else:
+            assert "conv1d.weight" in refusal
+            assert "parallel.ranks=1" in refusal

@@ -1,21 +1,16 @@
 """All-to-all of responses between processes."""
 
-import socket
-from datetime import timedelta
-
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
 from relibra.errors import EngineError
 from relibra.rl.rollout import response_arrays
+from tests.rl.joined import on_ranks
 from tests.rl.rollout.made_up import random_response, same
-from tests.spawned_ranks import run_spawned
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT_S = 120
 TYPES = [None, "uint8", "int16", "int32"]
 
 
@@ -44,15 +39,8 @@ def expected_on(case, target, num_ranks):
     return sorted((one for one, to in pairs if to == target), key=lambda one: one.sample_id)
 
 
-def work(rank, num_ranks, port):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=60),
-    )
+def exchange_cases(_folder):
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     for round_bytes in (response_arrays.ROUND_BYTES, 2003 * num_ranks):  # one round; several, cut at odd places
         response_arrays.ROUND_BYTES = round_bytes
         for case in CASES:
@@ -64,19 +52,13 @@ def work(rank, num_ranks, port):
             wanted = expected_on(case, rank, num_ranks)
             assert [one.sample_id for one in arrived] == [one.sample_id for one in wanted], case
             assert all(same(one, other) for one, other in zip(arrived, wanted, strict=True)), case
-    limit, response_arrays.MAX_EXCHANGE_BYTES = response_arrays.MAX_EXCHANGE_BYTES, 5000
+    response_arrays.MAX_EXCHANGE_BYTES = 5000
     with pytest.raises(EngineError, match=r"a rank would receive .* at most 5000 are allowed"):
         response_arrays.exchange_responses(*responses_of(("all to the last", 9), rank, num_ranks))
-    response_arrays.MAX_EXCHANGE_BYTES = limit
-    response_arrays.exchange_responses(
-        *responses_of(CASES[0], rank, num_ranks)
-    )  # all refused together, so all go on together
-    dist.barrier()
-    dist.destroy_process_group()
+    response_arrays.MAX_EXCHANGE_BYTES = 16 << 30
+    response_arrays.exchange_responses(*responses_of(CASES[0], rank, num_ranks))  # all were refused, and all go on
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_responses_arrive_where_they_belong_bit_for_bit(num_ranks):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    run_spawned(work, (num_ranks, port), num_ranks, TIMEOUT_S)
+def test_responses_arrive_where_they_belong_bit_for_bit(num_ranks, tmp_path):
+    on_ranks(num_ranks, exchange_cases, tmp_path)

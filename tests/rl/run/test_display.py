@@ -77,13 +77,6 @@ def test_what_is_not_known_is_a_dash_or_left_out(plain):
     assert "evaluation 0.75" in second
 
 
-def test_alarms_stand_under_their_step(plain):
-    make, lines = plain
-    with make() as display:
-        display.rl_step(metrics(2, alarms=["k3_kl is 0.2, harmless is 0 to 0.1: the sampler is another policy"]))
-    assert lines()[1] == "step 2: k3_kl is 0.2, harmless is 0 to 0.1: the sampler is another policy"
-
-
 def test_a_warm_up_is_told_now_and_then_and_at_its_end(plain):
     make, lines = plain
     steps = LINE_EVERY_WARMUP_STEPS + 3
@@ -93,29 +86,21 @@ def test_a_warm_up_is_told_now_and_then_and_at_its_end(plain):
     assert lines() == [f"warm-up {step}/{steps}  loss 1.500" for step in (1, LINE_EVERY_WARMUP_STEPS + 1, steps)]
 
 
-def test_a_run_that_goes_on_says_from_where(plain):
+def test_lines_around_a_step_say_where_a_run_is(plain):
     make, lines = plain
     with make(warmup_steps=3) as display:
+        display.baseline({"reward": 0.125, "response_length": 40.4})
         display.resumed(4)
-        display.rl_step(metrics(4))
-    assert [line.partition("  ")[0] for line in lines()] == [
+        display.rl_step(metrics(4, alarms=["k3_kl is 0.2, harmless is 0 to 0.1: the sampler is another policy"]))
+        display.resumed(9)
+    baseline, *others, done = lines()
+    assert baseline == "before step 0  evaluation 0.12  length 40"
+    assert [line.partition("  ")[0] for line in others] == [
         "resuming from the checkpoint after 4 steps, with step 4",
         "step 4 (5/9)",
+        "step 4: k3_kl is 0.2, harmless is 0 to 0.1: the sampler is another policy",
     ]
-
-
-def test_a_finished_run_that_is_resumed_says_that_it_is_done(plain):
-    make, lines = plain
-    with make() as display:
-        display.resumed(9)
-    assert "all are done" in lines()[0]
-
-
-def test_a_baseline_stands_before_the_first_step(plain):
-    make, lines = plain
-    with make() as display:
-        display.baseline({"reward": 0.125, "response_length": 40.4})
-    assert lines() == ["before step 0  evaluation 0.12  length 40"]
+    assert "all are done" in done
 
 
 def test_ranks_that_are_not_asked_say_nothing(plain):

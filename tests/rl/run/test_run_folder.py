@@ -108,36 +108,26 @@ def test_only_a_run_with_a_checkpoint_can_go_on(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("left", "kept"),
+    ("left", "text", "kept"),
     [
-        ((), False),
-        (("metrics.jsonl", "tensorboard/events", "traces/step-00000/a.safetensors", ".lock"), False),
-        (("checkpoints/.step-00000.partial/state.json",), False),
-        (("checkpoints/step-00000/state.json",), True),
-        (("policy/config.json",), True),
-        (("stacks/rank-00000.txt",), False),
+        ((), "", False),
+        (("metrics.jsonl", "tensorboard/events", "traces/step-00000/a.safetensors", ".lock"), "", False),
+        (("checkpoints/.step-00000.partial/state.json",), "", False),
+        (("checkpoints/step-00000/state.json",), "", True),
+        (("policy/config.json",), "", True),
+        (("stacks/rank-00000.txt",), "", False),
+        (("metrics.jsonl",), "{}", True),  # a finished step
+        (("stacks/rank-00000.txt",), "Thread", True),  # of a rank that hung
     ],
 )
-def test_run_that_failed_before_any_result_leaves_no_folder(left, kept, tmp_path):
+def test_run_that_failed_before_any_result_leaves_no_folder(left, text, kept, tmp_path):
     run = create_run_folder(config_of(tmp_path))
     for name in left:
         (run / name).parent.mkdir(parents=True, exist_ok=True)
-        (run / name).write_text("")
+        (run / name).write_text(text)
     remove_if_unused(run)
     assert run.exists() == kept
     remove_if_unused(run)
-
-
-def test_a_run_with_a_finished_step_stays(tmp_path):
-    run = create_run_folder(config_of(tmp_path))
-    (run / "metrics.jsonl").write_text("{}\n")
-    remove_if_unused(run)
-    assert run.exists()
-    (run / "metrics.jsonl").unlink()
-    (run / "stacks").mkdir()
-    (run / "stacks" / "rank-00000.txt").write_text("Thread")
-    remove_if_unused(run)
-    assert run.exists(), "stacks of a rank that hung"
 
 
 def test_the_latest_checkpoint_is_that_after_the_most_steps(tmp_path):
