@@ -18,7 +18,7 @@ from relibra.rl.run.ranks import Rendezvous, connect_ranks, joined_ranks
 
 CPU = torch.device("cpu")
 VOCAB = 64
-GROUP_TIMEOUT_S, TIMEOUT_S = 120.0, 480.0
+GROUP_TIMEOUT_S, TIMEOUT_S = 120.0, 900.0
 TINY = (
     "model.num_layers=2",
     "model.hidden_size=16",

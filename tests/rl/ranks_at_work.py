@@ -14,17 +14,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
 from relibra.environment import STOP_SIGNALS
 from relibra.rl import step, trainer
 from relibra.rl.config.run_config import RunConfig, load_config
-from relibra.rl.run.ranks import joined_ranks
 from relibra.rl.tasks.task import Prompt
 from relibra.rl.toy.tasks import Arithmetic
 from relibra.rl.update.policy_update import update_policy
-from tests.rl.joined import CPU, GROUP_TIMEOUT_S, free_port, rendezvous
+from tests.rl.joined import CPU, alone, on_ranks
 
 TINY = (
     "warmup.steps=2",
@@ -105,7 +103,7 @@ def _noting(note: Any) -> Any:
 
 def run_alone(overrides: Sequence[str], run: Path, **options: Any) -> list[dict]:
     """Make a whole run on one rank, in this process."""
-    with joined_ranks(GROUP_TIMEOUT_S, CPU, rendezvous()):
+    with alone():
         return run_in_group(overrides, run, **options)
 
 
@@ -131,23 +129,12 @@ def run_on_ranks(
 ) -> dict[str, Outcome]:
     """Make all runs one after another in a few processes; return what each left, by case."""
     folder.mkdir(parents=True, exist_ok=True)
-    mp.spawn(
-        partial(_work, num_ranks=num_ranks, port=free_port(), cases=dict(cases), folder=folder, descent=descent),
-        nprocs=num_ranks,
-    )
-    found = {}
-    for name in cases:
-        of_ranks = [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(num_ranks)]
-        found[name] = outcome_of(folder / name, of_ranks)
-    return found
+    of_ranks = on_ranks(num_ranks, partial(_make_runs, dict(cases), descent), folder)
+    return {name: outcome_of(folder / name, [rows[name] for rows in of_ranks]) for name in cases}
 
 
-def _work(rank: int, *, num_ranks: int, port: int, cases: dict, folder: Path, descent: bool) -> None:
-    torch.set_num_threads(1)
-    with joined_ranks(GROUP_TIMEOUT_S, CPU, rendezvous(rank, num_ranks, port)):
-        for name, overrides in cases.items():
-            rows = run_in_group(overrides, folder / name, descent=descent)
-            (folder / f"{name}-{rank}.json").write_text(json.dumps(rows))
+def _make_runs(cases: dict[str, Sequence[str]], descent: bool, folder: Path) -> dict[str, list[dict]]:
+    return {name: run_in_group(overrides, folder / name, descent=descent) for name, overrides in cases.items()}
 
 
 _MAY_DIFFER = ("seconds", "plan_seconds")

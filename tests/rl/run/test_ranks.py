@@ -24,13 +24,12 @@ from relibra.rl.run.ranks import (
     largest_over_ranks,
     sum_over_ranks,
 )
-from tests.rl.joined import free_port, on_ranks
-from tests.rl.ranks_at_work import CPU, rendezvous
+from tests.rl.joined import CPU, alone, free_port, on_ranks
 
 
 def test_a_rank_alone_gets_back_what_it_gives(monkeypatch):
     value = {"text": "ä\n", "numbers": [1, 0.1, None], "empty": {}}
-    with joined_ranks(60.0, CPU, rendezvous()):
+    with alone():
         assert broadcast_json(value) == value
         assert gather_json(value) == [value]
         assert sum_over_ranks(torch.tensor([1, 2])).tolist() == [1, 2]
@@ -49,7 +48,7 @@ def test_arrays_of_any_type_and_shape_come_back_as_they_were(monkeypatch):
         np.array(["a", "bc"]),
         np.arange(8).reshape(2, 4).T,
     ]
-    with joined_ranks(60.0, CPU, rendezvous()):
+    with alone():
         for array in arrays:
             [found] = gather_arrays(array)
             assert found.dtype == array.dtype
@@ -125,7 +124,7 @@ def test_a_port_in_use_is_one_sentence(monkeypatch):
 )
 @pytest.mark.usefixtures("_leave_group")
 def test_only_trouble_between_processes_counts_as_a_lost_peer(error, expected):
-    with pytest.raises(expected) as caught, joined_ranks(60.0, CPU, rendezvous()):
+    with pytest.raises(expected) as caught, alone():
         raise error
     assert type(caught.value) is expected
     assert "GLHF" not in str(caught.value)
