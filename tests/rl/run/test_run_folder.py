@@ -19,7 +19,6 @@ from relibra.rl.run.run_folder import (
     latest_checkpoint,
     locked_run_folder,
     open_launched,
-    open_or_create,
     read_settings,
     remove_if_unused,
 )
@@ -69,8 +68,7 @@ def test_the_path_of_a_run_is_absolute(tmp_path, monkeypatch):
     """A reward function may change the working folder."""
     monkeypatch.chdir(tmp_path)
     config = load_config(None, ["run.folder=runs", "run.name=a"])
-    assert open_or_create(config, None) == open_or_create(config, tmp_path / "runs" / "a") == tmp_path / "runs" / "a"
-    assert open_or_create(config, Path("runs/a")) == tmp_path / "runs" / "a"
+    assert create_run_folder(config) == tmp_path / "runs" / "a"
     launched = LaunchedRank(rank=0, num_ranks=1, local_rank=0, num_local_ranks=1, launch="one", restarts=0)
     (made, _), (again, _) = open_launched(config, None, launched), open_launched(config, Path("runs/a"), launched)
     assert (made, again) == (tmp_path / "runs" / "a-2", tmp_path / "runs" / "a")

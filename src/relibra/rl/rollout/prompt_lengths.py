@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import torch.distributed as dist
@@ -88,7 +89,7 @@ def _without(task: Prompts, over_r: np.ndarray, settings: RolloutSettings, *, te
         raise ConfigError(f"{told}, and none is left to train on (the first: {first}): set a larger one")
     if tell:
         _log.warning("%s and are left out; the first: %s", told, first)
-    return task.with_training_rows(task.training_rows[~over_r])
+    return replace(task, training_rows=task.training_rows[~over_r])
 
 
 def _check_length(prompt: Prompt, group: int, length: int, max_prompt: int) -> None:

@@ -24,9 +24,9 @@ from relibra.rl.run.node_ranks import Node, run_node_ranks
 from relibra.rl.run.ray_nodes import check_ray, connected_ray, run_on_ray
 from relibra.rl.run.run_failure import LostRankError, check_ended, print_resume_hint
 from relibra.rl.run.run_folder import (
+    create_run_folder,
     latest_checkpoint,
     locked_run_folder,
-    open_or_create,
     remove_if_unused,
     running_file,
 )
@@ -104,7 +104,7 @@ def _run_as_rank(config: RunConfig, launched: LaunchedRank, resume: Path | None,
 
 def _start_ranks(config: RunConfig, resume: Path | None, *, supervise: bool) -> Finished:
     """Start the ranks of a run, new or resumed, and wait until it ends."""
-    run = open_or_create(config, resume)
+    run = create_run_folder(config) if resume is None else resume.absolute()
     if resume is not None:
         with locked_run_folder(run):  # fail before processes start if the run is in use; rank 0 locks it later
             pass

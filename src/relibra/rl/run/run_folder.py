@@ -77,11 +77,6 @@ def folders_of_run(folder: Path, name: str) -> list[Path]:
     return sorted((path for path in numbered if path.is_dir()), key=numbered.__getitem__)
 
 
-def open_or_create(config: RunConfig, resume: Path | None) -> Path:
-    """Return the folder of a resumed run, or create one; an absolute path."""
-    return create_run_folder(config) if resume is None else resume.absolute()
-
-
 def open_launched(config: RunConfig, resume: Path | None, launched: LaunchedRank) -> tuple[Path, str | None]:
     """Return the folder of a resumed run, of the run that `torchrun` starts again, or a new one; an absolute path.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from relibra.rl.config.settings import TaskSettings
-from relibra.rl.tasks.prompts import check_prompts, open_prompts
+from relibra.rl.tasks.prompts import open_files, open_prompts
+from relibra.rl.tasks.rewards import check_reward
 from relibra.rl.tasks.task import Task
 from relibra.rl.toy.tasks import Arithmetic, Strings
 
@@ -25,9 +26,13 @@ def make_task(settings: TaskSettings, seed: int, evaluation_prompts: int) -> Tas
 
 
 def check_task(settings: TaskSettings, evaluation_prompts: int) -> None:
-    """Raise ConfigError as `make_task` does; nothing stays in memory, and no module of the user is imported."""
+    """Raise ConfigError as `make_task` does, without importing the module of the user's reward.
+
+    Importing it may load a model, which the process that only waits for the others must not hold.
+    """
     if settings.name == "prompts":
-        check_prompts(settings, evaluation_prompts)
+        check_reward(settings.reward)
+        open_files(settings, evaluation_prompts)
 
 
 def settings_without_effect(settings: TaskSettings) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from numpy import ndarray
 from relibra.errors import ConfigError
 from relibra.printable import excerpt
 from relibra.rl.config.settings import TaskSettings
-from relibra.rl.tasks.rewards import NEEDS_ANSWER, Reward, check_reward, make_reward, right_answer
+from relibra.rl.tasks.rewards import NEEDS_ANSWER, Reward, make_reward, right_answer
 from relibra.rl.tasks.rows import Rows, column, open_rows
 from relibra.rl.tasks.task import TRAINING_STREAM, Prompt, Task
 
@@ -55,10 +55,6 @@ class Prompts:
         """Return the prompt of a row of the training file."""
         return self._at(self.rows, row)
 
-    def with_training_rows(self, rows: Int64[ndarray, " r"]) -> Prompts:
-        """Return the task with other rows to train on."""
-        return replace(self, training_rows=rows)
-
     def evaluation_prompts(self, count: int) -> list[Prompt]:
         """Return the first held-out prompts, in the order of the file; fewer if it has no more."""
         last = min(self.first_held + count, len(self.held))
@@ -82,7 +78,7 @@ def open_prompts(settings: TaskSettings, seed: int, evaluation_prompts: int) -> 
     raises                ConfigError naming file and line if a row cannot be used, or the reward's name
     """
     rate = make_reward(settings.reward, settings.answer_column)
-    rows, held = _open_files(settings, evaluation_prompts)
+    rows, held = open_files(settings, evaluation_prompts)
     if held is not rows:
         num_training, first_held = len(rows), 0
     else:
@@ -115,16 +111,7 @@ def check_same_rows(task: Task, state: Mapping[str, Any]) -> None:
         )
 
 
-def check_prompts(settings: TaskSettings, evaluation_prompts: int) -> None:
-    """Raise ConfigError as `open_prompts` does, without importing the module of the user's reward.
-
-    Importing it may load a model, which the process that only waits for the others must not hold.
-    """
-    check_reward(settings.reward)
-    _open_files(settings, evaluation_prompts)
-
-
-def _open_files(settings: TaskSettings, evaluation_prompts: int) -> tuple[Rows, Rows]:
+def open_files(settings: TaskSettings, evaluation_prompts: int) -> tuple[Rows, Rows]:
     """Return the checked rows to train on and those to evaluate on; the same object where one file has both."""
     assert settings.file is not None, "RunConfig refuses the task 'prompts' without a file"
     rows = _checked(settings.file, "task.file", settings)
