@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
 from relibra.errors import ConfigError, RelibraError, in_a_line, library_errors
 from relibra.printable import excerpt
-from relibra.rl.model.time_limit import OutOfTimeError, time_limit
 from relibra.rl.tasks.task import Messages
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
 
@@ -137,7 +139,7 @@ class ModelTokenizer:
                 "text, or put a chat_template.jinja beside its tokenizer"
             )
         try:
-            with time_limit(TEMPLATE_SECONDS):
+            with _time_limit(TEMPLATE_SECONDS):
                 ids = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
         except OutOfTimeError as error:
             raise ConfigError(
@@ -175,3 +177,29 @@ def _generation_stops(name: str) -> list[int]:
         return []
     listed = stops if isinstance(stops, list) else [stops]
     return [i for i in listed if type(i) is int and i >= 0]
+
+
+class OutOfTimeError(BaseException):
+    """The time is over. No `Exception`, so that code which catches those does not go on."""
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise OutOfTimeError inside when the time is over.
+
+    By a signal, which only the main thread of a process gets, between two bytecodes: elsewhere there is no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise OutOfTimeError
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
