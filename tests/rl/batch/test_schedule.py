@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relibra.rl.batch.schedule import make_schedule, cut_into_runs
+from relibra.rl.batch.schedule import cut_into_runs, make_schedule
 from tests.planning.levers.schedules import assert_within_limits, bins_of, draw_lengths
 from tests.rl.made_up import mini_batch_of, of_rank
 

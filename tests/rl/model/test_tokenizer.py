@@ -115,7 +115,7 @@ def test_damaged_tokenizers_are_told(saved, tmp_path):
         folder = tmp_path / f"{name}{len(text)}"
         shutil.copytree(saved, folder)
         (folder / name).write_text(text)
-        with pytest.raises(ConfigError, match="the tokenizer of model.path .* cannot be loaded"):
+        with pytest.raises(ConfigError, match=r"the tokenizer of model\.path .* cannot be loaded"):
             ModelTokenizer.load(str(folder))
 
 

@@ -1,4 +1,4 @@
-"""A stand-in for rollout servers, as SGLang 0.5.23 and vLLM 0.29: it counts, or computes with a model, and goes wrong."""
+"""A stand-in for servers of SGLang (0.5.23) and vLLM (0.29): it counts, or computes with a model, and goes wrong."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ def test_slow_large_or_redirected_answers_are_refused(answer, message):
 
 def test_an_address_without_a_server_is_told():
     for url in ("127.0.0.1:3000", "ftp://127.0.0.1/", "http://a:b/"):
-        with pytest.raises(EngineError, match="rollout.url"):
+        with pytest.raises(EngineError, match=r"rollout\.url"):
             open_connections(url, "", 1)
 
 

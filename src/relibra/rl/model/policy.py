@@ -119,7 +119,6 @@ def build_policy(
     model_config = on_all_ranks(lambda: _model_config(settings, vocab_size, least_head_dim))
     structure = on_all_ranks(lambda: _read_structure(model_config, settings, num_ranks, replay))
     with _initial_weights(settings, seed, model_config, folder) as path:
-
         full = _load_whole(path, f"model.path {settings.path!r}", settings, device, copy.deepcopy(model_config))
         explicit_masks = on_all_ranks(lambda: _needs_masks(full, settings))
         packed = on_all_ranks(lambda: not explicit_masks and can_attend_packed(full))

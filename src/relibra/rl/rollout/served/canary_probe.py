@@ -199,9 +199,7 @@ class Canary:
 
     async def _fill_cache(self, server: WatchedServer) -> None:
         async with server.client.connections(_REQUESTS) as client:
-            await asyncio.gather(
-                *(server.client.ask(client, one, limit=1, seed=0) for one in self.sequences)
-            )
+            await asyncio.gather(*(server.client.ask(client, one, limit=1, seed=0) for one in self.sequences))
 
     async def _scored(self, server: ServerClient, client: httpx.AsyncClient) -> ndarray:
         """Return the server's log-probs of the sequences' tokens."""

@@ -49,9 +49,7 @@ def check_servers(
     """
 
     async def check(server: ServerClient) -> ServedModel:
-        [found] = await on_every_server(
-            [server], lambda one: _check(one, longest, dtype), retry_seconds=start_seconds
-        )
+        [found] = await on_every_server([server], lambda one: _check(one, longest, dtype), retry_seconds=start_seconds)
         assert not isinstance(found, ServerLost), "while the only server is lost, the work is repeated"
         return found
 
