@@ -132,10 +132,6 @@ def test_values_of_the_rank_are_found_by_token_and_written_back(lengths, data):
     assert torch.equal(values_X, back_X)
 
 
-def test_without_routes_a_batch_routes_anew():
-    assert make_token_batch(RESPONSES, [1]).routes is None
-
-
 def test_routes_with_another_number_of_rows_are_refused():
     short = replace(RESPONSES[3], experts_mLK=RESPONSES[3].experts_mLK[:-1])
     rows = len(RESPONSES[3].tokens_n) - 1

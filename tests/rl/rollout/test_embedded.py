@@ -212,8 +212,12 @@ def test_prefill_in_pieces_changes_nothing(monkeypatch):
         check_against_forward_pass(model, response)
 
 
-def test_responses_say_how_they_ended():
-    responses, _ = roll_out(engine(model_of("qwen3_moe")), fresh())
+def test_responses_say_how_they_ended_and_what_they_cost():
+    responses, cost = roll_out(engine(model_of("qwen3_moe")), fresh())
+    lengths = [response.length for response in responses]
+    assert (cost.decode_steps, cost.busy_slot_steps) == (max(lengths), sum(lengths))
+    assert cost.slot_steps == max(lengths) * len(PROMPTS)
+    assert cost.prefilled_tokens == sum(map(len, PROMPTS))
     for response, prompt in zip(responses, PROMPTS, strict=True):
         assert response.tokens_n[: len(prompt)].tolist() == prompt
         added = response.tokens_n[len(prompt) :].tolist()
@@ -267,15 +271,6 @@ def test_a_finished_response_cannot_go_on():
     done = replace(new_response(3, 0, [1]), finish_reason="stop")
     with pytest.raises(AssertionError, match="sample 3 is finished"):
         engine(model_of("qwen3_moe")).generate([done], window=4, max_response=4)
-
-
-def test_cost_without_refill_is_that_of_the_longest_response():
-    responses, cost = roll_out(engine(model_of("qwen3_moe")), fresh())
-    lengths = [response.length for response in responses]
-    assert cost.decode_steps == max(lengths)
-    assert cost.slot_steps == max(lengths) * len(PROMPTS)
-    assert cost.busy_slot_steps == sum(lengths)
-    assert cost.prefilled_tokens == sum(map(len, PROMPTS))
 
 
 def test_refill_keeps_places_busy_and_its_cost_adds_up(monkeypatch):

@@ -186,13 +186,6 @@ def test_windows_train_every_token_once_but_for_dropped_tails():
         assert times.max() == 1
 
 
-def test_a_window_shorter_than_the_dropped_tail_trains_nothing():
-    config = config_of("rollout.window=6", "algorithm.tail_drop=5")
-    response = response_of(0, length=4, finished=False, routed=False)
-    credit = estimate([response], values_for([response]), config, train_unfinished=True)
-    assert credit.trained_Sr[0].tolist() == [False] * 4
-
-
 def test_windows_of_any_length_have_advantages_of_their_own():
     """Of a response that began inside a step: the first window is short, later ones do not begin at multiples."""
     config = config_of("algorithm.whiten=false")

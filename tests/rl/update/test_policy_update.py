@@ -16,7 +16,7 @@ from relibra.rl.batch.training_batch import TrainingBatch
 from relibra.rl.config.defaults import PRESETS
 from relibra.rl.config.run_config import load_config
 from relibra.rl.update.policy_update import loss_totals
-from tests.rl.made_up import response_of, responses_of
+from tests.rl.made_up import responses_of
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -265,16 +265,6 @@ def test_untrained_tokens_have_no_gradient_and_no_share(name):
     assert float(step.loss(config, list(range(7)), totals).detach()) == loss
 
 
-def test_a_sequence_ratio_is_the_mean_over_trained_tokens_only():
-    step, config = step_of(5), CONFIGS["gspo"]
-    old_Sr = [old.copy() for old in step.targets.log_probs_old_Sr]
-    for old, trained in zip(old_Sr, step.targets.trained_Sr, strict=True):
-        old[~trained] += 5.0
-    other = replace(step, targets=replace(step.targets, log_probs_old_Sr=old_Sr))
-    losses = [float(one.loss(config, list(range(7)), totals_of(one)).detach()) for one in (step, other)]
-    assert losses[0] == losses[1]
-
-
 def test_positive_examples_are_learned_by_all_their_tokens():
     """The language-model loss on finished responses with a positive reward, trained by the surrogate or not."""
     step = step_of(6)
@@ -348,9 +338,3 @@ def test_totals_count_trained_tokens_and_responses_with_some():
     assert first.step_tokens == second.step_tokens == 2 + LENGTHS[2] + 1
     assert first.step_positive_tokens == 14
     assert first.mini_batches == 2
-
-
-def test_made_up_windows_are_what_they_seem():
-    response = response_of(3, earlier=4, length=2)
-    assert (response.length, response.window_length) == (6, 2)
-    assert response.versions_r.tolist() == [-1, -1, -1, -1, 0, 0]

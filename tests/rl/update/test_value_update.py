@@ -145,17 +145,6 @@ def test_mini_batches_are_those_that_the_policy_would_have():
     assert 0.1 < share < 0.7, "the oldest is in the first mini-batch as often as any"
 
 
-def test_few_finished_responses_make_a_small_step():
-    moved = []
-    for copies in (1, 4):
-        critic = Running()
-        one = with_values([response_of(0, length=3, routed=False)], critic)
-        config = config_of("update.mini_batches=1", "update.max_grad_norm=1000", "critic.learning_rate=0.01")
-        learn(critic, one * copies, config)
-        moved.append((critic.worth - Running().worth).detach())
-    torch.testing.assert_close(moved[0] * 4, moved[1], atol=1e-6, rtol=1e-4)
-
-
 def test_the_learning_rate_rises_over_the_first_steps():
     critic, moved = Running(), []
     responses = with_values([response_of(0, length=3, routed=False)], critic)
