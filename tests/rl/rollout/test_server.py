@@ -11,8 +11,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from relibra.errors import EngineError
@@ -21,7 +19,7 @@ from relibra.rl.rollout.served import requests
 from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
 from relibra.rl.rollout.served.dialects import PATHS
 from relibra.rl.rollout.served.engine import ServerEngine
-from relibra.rl.rollout.served.requests import RequestFailed, open_connections, parse_in_place, request_json
+from relibra.rl.rollout.served.requests import RequestFailed, open_connections, request_json
 from relibra.rl.rollout.served.weights import publish_weights
 from tests.fuzz.servers import RawServer, answer_body, http
 from tests.replay.tiny_models import tiny_model
@@ -104,21 +102,6 @@ def test_an_answer_takes_at_most_twice_its_bytes_in_memory(dialect):
     assert np.array_equal(window.experts_mLK, ids[:, 1:])
     assert len(window.log_probs_w) == new
     assert peak <= 2 * len(text)
-
-
-@given(
-    st.recursive(
-        st.none() | st.text(max_size=5) | st.integers(),
-        lambda x: st.lists(x) | st.dictionaries(st.text('\\"[{:', max_size=3), x),
-        max_leaves=8,
-    )
-)
-def test_routes_in_place_change_nothing_else(rest):
-    value = {"a": rest, "b": ["routed_experts", '"routed_experts": "', rest], "routed_experts": "A" * 80}
-    for indent in (None, 1):
-        found = parse_in_place(json.dumps(value | {"c": {"logprob": 1, "d": rest}}, indent=indent).encode())
-        assert bytes(found.pop("routed_experts")) == b"A" * 80
-        assert found == {"a": rest, "b": value["b"], "c": {"logprob": 1}}
 
 
 def test_no_responses_ask_for_nothing(served):
@@ -216,8 +199,8 @@ def pour(start, piece=b"1" * (1 << 16)):
         (pour(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"8000\r\n" + b"1" * 32768 + b"\r\n"), "1,000,000 bytes"),
         (HEAD + b"Content-Length: 10\r\n\r\n123", "received 3 bytes, expected 10"),
         (b"HTTP/1.1 302 Found\r\nLocation: http://elsewhere/\r\n\r\n", "'http://elsewhere/'"),
-        (HEAD + b"\r\n" + b"[" * 100_000, "nested too deeply"),
-        (HEAD + b"\r\n" + b"1" * 5000, "ValueError"),
+        (HEAD + b"\r\n" + b"[" * 100_000, "recursion"),
+        (HEAD + b"\r\n" + b"1" * 5000, "cannot be read"),
     ],
 )
 def test_slow_large_or_redirected_answers_are_refused(answer, message):
@@ -241,20 +224,20 @@ def change_meta(**changes):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda _: b"<html>", "JSONDecodeError"),
-        (lambda _: {"text": "hello"}, r"without the requested fields \(KeyError\('meta_info'\)\)"),
+        (lambda _: b"<html>", "cannot be read: JSON is malformed"),
+        (lambda _: {"text": "hello"}, "missing required field `meta_info`"),
         (change_meta(routed_experts=None), "without the requested fields"),
         (change_meta(output_token_logprobs=[]), "0 of 4 tokens"),
         (change_meta(output_token_logprobs=[[-1.0, 3, None]]), "1 of 4 tokens, ended by 'length'"),
-        (change_meta(output_token_logprobs=[[float("-inf"), 3, None]] * 4), "log-prob -inf: expected finite"),
+        (change_meta(output_token_logprobs=[[float("-inf"), 3, None]] * 4), "JSON is malformed"),
         (change_meta(output_token_logprobs=[[5.0, 3, None]] * 4), "log-prob 5.0"),
-        (change_meta(output_token_logprobs=[["-1", 3, None]] * 4), "log-prob '-1'"),
+        (change_meta(output_token_logprobs=[["-1", 3, None]] * 4), "Expected `float`, got `str`"),
         (change_meta(output_token_logprobs=[[-1.0, -5, None]] * 4), "token -5: expected whole numbers from 0 to 49"),
-        (change_meta(output_token_logprobs=[[-1.0, 1.9, None]] * 4), r"token 1\.9"),
+        (change_meta(output_token_logprobs=[[-1.0, 1.9, None]] * 4), "Expected `int`, got `float`"),
         (change_meta(output_token_logprobs=[[-1.0, 10**9, None]] * 4), "token 1000000000"),
-        (change_meta(output_token_logprobs=[[-1.0, True, None]] * 4), "token True"),
-        (change_meta(finish_reason={"type": [[]]}), r"ended by \(list\)"),
-        (change_meta(finish_reason=3), "without the requested fields"),
+        (change_meta(output_token_logprobs=[[-1.0, True, None]] * 4), "Expected `int`, got `bool`"),
+        (change_meta(finish_reason={"type": [[]]}), "Expected `str`, got `array`"),
+        (change_meta(finish_reason=3), "Expected `object [|] null`, got `int`"),
         (change_meta(routed_experts="!" * 128), "no base64"),
         (change_meta(routed_experts=base64.b64encode(b"\1\0\0\0" * 24).decode()), r"\[1, 1\] of a token: they must"),
         (change_meta(finish_reason={"type": "abort"}), "ended by 'abort'"),

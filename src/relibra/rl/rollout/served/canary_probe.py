@@ -17,7 +17,7 @@ from relibra.errors import EngineError
 from relibra.replay import record_routing
 from relibra.rl.rollout.served.canary import CanaryScores, find_fault, share_made
 from relibra.rl.rollout.served.client import ServerClient
-from relibra.rl.rollout.served.dialects import PATHS, TokenAnswer, read_scores, scoring_body
+from relibra.rl.rollout.served.dialects import PATHS, SCORES, TokenAnswer, read_scores, scoring_body
 from relibra.rl.rollout.served.pool import on_every_server
 from relibra.rl.rollout.served.requests import ServerLost
 
@@ -205,18 +205,18 @@ class Canary:
         """Return the server's log-probs of the sequences' tokens."""
 
         async def score(sequence: Sequence[int]) -> list[float]:
-            number = len(sequence)
-            body = await server.call(
+            answer = await server.call(
                 client,
                 PATHS[server.dialect],
                 scoring_body(server.dialect, sequence),
-                tokens=number,
-                rows=number + 1,
+                kind=SCORES[server.dialect],
+                tokens=len(sequence),
+                rows=len(sequence) + 1,
             )
             try:
-                return read_scores(server.dialect, body, sequence)
-            except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-                raise EngineError(f"{server.url} answered without log-probs of given tokens ({error!r})") from error
+                return read_scores(answer, sequence)
+            except ValueError as error:
+                raise EngineError(f"{server.url} answered without log-probs of given tokens ({error})") from error
 
         return np.concatenate(await asyncio.gather(*(score(one) for one in self.sequences))).astype(np.float64)
 

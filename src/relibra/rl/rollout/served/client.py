@@ -16,7 +16,15 @@ from numpy import ndarray
 
 from relibra.errors import EngineError
 from relibra.rl.rollout.response import Response, Window
-from relibra.rl.rollout.served.dialects import HEALTH_PATHS, PATHS, Dialect, TokenAnswer, read_answer, request_body
+from relibra.rl.rollout.served.dialects import (
+    ANSWERS,
+    HEALTH_PATHS,
+    PATHS,
+    Dialect,
+    TokenAnswer,
+    read_answer,
+    request_body,
+)
 from relibra.rl.rollout.served.loading import load_weights, read_version, shown
 from relibra.rl.rollout.served.requests import RequestFailed, ServerLost, open_connections, request_json
 from relibra.routing.trace import expert_dtype, first_illegal_row
@@ -29,6 +37,7 @@ LOOK_SECONDS = 10.0
 """For an answer to whether a server is healthy."""
 LARGEST_LOG_PROB, LEAST_LOG_PROB = 1e-3, -1e6
 """Log-probs are at most 0, up to rounding."""
+_WRONG_ANSWER = "start it with log-probs and routed experts, and check that rollout.engine names the engine there"
 _FIXED_BYTES, _TOKEN_BYTES, _ROUTE_BYTES = 1 << 20, 1 << 10, 11
 """Largest answer: fixed part, of each token with its text and log-prob, of each choice (8 bytes in base64)."""
 
@@ -99,11 +108,9 @@ class ServerClient:
         raises    RequestFailed
         """
         try:
-            await request_json(client, HEALTH_PATHS[self.dialect], None, seconds=LOOK_SECONDS, max_bytes=1 << 16)
+            await request_json(client, HEALTH_PATHS[self.dialect], seconds=LOOK_SECONDS, max_bytes=1 << 16)
         except RequestFailed as failure:
-            refused = failure.status is not None and not failure.may_pass  # the requests that follow tell what it is
-            in_words = isinstance(failure.__cause__, ValueError)
-            if not refused and not in_words:
+            if failure.status is None or failure.may_pass:  # else the requests that follow tell what it is
                 raise
 
     async def call(
@@ -113,17 +120,18 @@ class ServerClient:
         body: Mapping[str, Any] | None = None,
         /,
         *,
+        kind: Any = Any,
         tokens: int = 0,
         rows: int = 0,
     ) -> Any:
-        """Send JSON (None: GET) and return the JSON of the answer; one attempt.
+        """Send JSON (None: GET) and return the JSON of the answer, decoded into a type; one attempt.
 
         tokens, rows   new tokens and rows of routes that are asked for: they limit time and size of the answer
         raises         EngineError; ServerLost where the server does not answer, or answers that its engine is dead
         """
         seconds, max_bytes = self.request_seconds(tokens), self.max_answer_bytes(tokens, rows)
         try:
-            return await request_json(client, path, body, seconds=seconds, max_bytes=max_bytes)
+            return await request_json(client, path, body, seconds=seconds, max_bytes=max_bytes, kind=kind)
         except RequestFailed as failure:
             lost = failure.may_pass or ((failure.status or 0) >= 500 and not await self._is_healthy(client))
             text = f"{self.url.rstrip('/')}{path} failed: {self.hide_key(str(failure))}; {_next_step(failure)}"
@@ -178,14 +186,12 @@ class ServerClient:
             stop_ids=self.stop_ids,
             wants_routes=wants_routes,
         )
-        answer = await self.call(client, PATHS[self.dialect], body, tokens=limit, rows=len(tokens) + limit)
+        path, kind, rows = PATHS[self.dialect], ANSWERS[self.dialect], len(tokens) + limit
+        answer = await self.call(client, path, body, kind=kind, tokens=limit, rows=rows)
         try:
-            return read_answer(self.dialect, answer, wants_routes=wants_routes)
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-            raise EngineError(
-                f"{self.url} answered without the requested fields ({error!r}): start it with log-probs and routed "
-                f"experts, and check that it speaks the dialect {self.dialect!r}"
-            ) from error
+            return read_answer(answer, wants_routes=wants_routes)
+        except ValueError as error:
+            raise EngineError(f"{self.url} answered without the requested fields ({error}): {_WRONG_ANSWER}") from error
 
     async def window(self, client: httpx.AsyncClient, response: Response, *, limit: int, seed: int) -> Window:
         """Return at most `limit` tokens after a response, checked; one attempt.
@@ -222,15 +228,15 @@ class ServerClient:
                 "else update the weights of this server?"
             )
         for token in tokens:
-            if type(token) is not int or not 0 <= token < self.vocab_size:
+            if not 0 <= token < self.vocab_size:
                 raise EngineError(
-                    f"{self.url} gave the token {shown(token)}: expected whole numbers from 0 to "
+                    f"{self.url} gave the token {token}: expected whole numbers from 0 to "
                     f"{self.vocab_size - 1}, the vocabulary; does it serve this model?"
                 )
         for value in log_probs:
-            if type(value) not in (int, float) or not LEAST_LOG_PROB <= value <= LARGEST_LOG_PROB:
+            if not LEAST_LOG_PROB <= value <= LARGEST_LOG_PROB:
                 raise EngineError(
-                    f"{self.url} gave the log-prob {shown(value)}: expected finite numbers up to 0; start it with "
+                    f"{self.url} gave the log-prob {value}: expected finite numbers up to 0; start it with "
                     "log-probs of the tempered policy"
                 )
         if len(log_probs) != len(tokens):
@@ -271,4 +277,6 @@ def _next_step(failure: RequestFailed) -> str:
     """Return what to do about a request that failed."""
     if failure.status in (401, 403):
         return "set rollout.api_key_from to env:NAME or file:PATH of the key that it was started with (--api-key)"
+    if failure.status == 200:
+        return _WRONG_ANSWER
     return "increase rollout.timeout_seconds, or look at its log" if failure.timed_out else "look at its log"

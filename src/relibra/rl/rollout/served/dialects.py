@@ -1,4 +1,7 @@
-"""The token endpoints of SGLang and vLLM: what is sent, and what an answer holds; `engine.py` checks it."""
+"""The token endpoints of SGLang and vLLM: what is sent, and what is read of an answer; `client.py` checks the values.
+
+Answers are decoded into the types below: what they do not name is passed over, and routes are views of the answer.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +9,99 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-from jaxtyping import UInt8
+from msgspec import Raw, Struct
 from numpy import ndarray
 
-from relibra.routing.readers.encodings.base64_text import decode_base64
+from relibra.routing.readers.formats.wire_routes import decode_text
 from relibra.routing.readers.npz_arrays import parse_npy
 
 Dialect = Literal["sglang", "vllm"]
 PATHS: dict[Dialect, str] = {"sglang": "/generate", "vllm": "/inference/v1/generate"}
 HEALTH_PATHS: dict[Dialect, str] = {"sglang": "/ready", "vllm": "/health"}
 """SGLang's `/health` samples a token and takes a second; `/ready` says what it knows."""
+_NULL = Raw(b"null")
+
+
+class _Span(Struct):
+    version: str | int
+
+
+class _Versions(Struct, kw_only=True):
+    weight_version: str | int | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Reason(Struct):
+    type: str
+
+
+class _MetaInfo(_Versions, kw_only=True):
+    """Log-probs are (log-prob, token, text)."""
+
+    finish_reason: _Reason | None = None
+    output_token_logprobs: list[tuple[float, int, str | None]]
+    routed_experts: Raw = _NULL
+
+
+class SglangAnswer(Struct):
+    """An answer of SGLang with new tokens."""
+
+    meta_info: _MetaInfo
+
+
+class _ScoredInfo(Struct):
+    input_token_logprobs: list[tuple[float | None, int, str | None]]
+
+
+class SglangScores(Struct):
+    """An answer of SGLang with the log-probs of given tokens."""
+
+    meta_info: _ScoredInfo
+
+
+class _LogProb(Struct, gc=False):
+    logprob: float
+
+
+class _LogProbs(Struct):
+    content: list[_LogProb]
+
+
+class _Choice(_Versions, kw_only=True):
+    token_ids: list[int]
+    logprobs: _LogProbs
+    finish_reason: str | None = None
+    routed_experts: Raw = _NULL
+
+
+class VllmAnswer(Struct):
+    """An answer of vLLM with new tokens."""
+
+    choices: list[_Choice]
+
+
+class VllmScores(Struct):
+    """An answer of vLLM with the log-probs of given tokens."""
+
+    prompt_logprobs: list[dict[str, _LogProb] | None]
+
+
+ANSWERS: dict[Dialect, type[SglangAnswer | VllmAnswer]] = {"sglang": SglangAnswer, "vllm": VllmAnswer}
+SCORES: dict[Dialect, type[SglangScores | VllmScores]] = {"sglang": SglangScores, "vllm": VllmScores}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenAnswer:
-    """What a server sent, not yet checked.
+    """What a server sent; values are not yet checked.
 
     reason     why the response ended
     routes     as sent: any shape and type; None where none were asked for
     versions   of the weights that sampled the tokens, where the server says so
     """
 
-    tokens: list[Any]
-    log_probs: list[Any]
-    reason: Any
+    tokens: list[int]
+    log_probs: list[float]
+    reason: str | None
     routes: ndarray | None
     versions: tuple[str, ...] = ()
 
@@ -60,37 +131,31 @@ def request_body(
     }
 
 
-def read_answer(dialect: Dialect, body: Any, *, wants_routes: bool) -> TokenAnswer:
-    """Return what an answer holds; log-probs are taken out of it, which frees them before the routes are decoded.
-
-    raises    KeyError, IndexError, TypeError, AttributeError or ValueError for an answer of another form
-    """
-    if dialect == "sglang":
-        about = body["meta_info"]
-        both = [(pair[0], pair[1]) for pair in about.pop("output_token_logprobs")]  # (log-prob, token, text)
+def read_answer(answer: SglangAnswer | VllmAnswer, *, wants_routes: bool) -> TokenAnswer:
+    """Return what an answer holds; raises ValueError where it has no choice or no routes."""
+    if isinstance(answer, SglangAnswer):
+        about = answer.meta_info
         return TokenAnswer(
-            tokens=[token for _, token in both],
-            log_probs=[log_prob for log_prob, _ in both],
-            reason=about["finish_reason"]["type"],
-            routes=np.frombuffer(_decoded(about["routed_experts"]), dtype="<i4") if wants_routes else None,
+            routes=decode_text("routed_experts", about.routed_experts).view("<i4") if wants_routes else None,
+            tokens=[token for _, token, _ in about.output_token_logprobs],
+            log_probs=[log_prob for log_prob, _, _ in about.output_token_logprobs],
+            reason=about.finish_reason.type if about.finish_reason else None,
             versions=_versions_of(about),
         )
-    choice = body["choices"][0]
+    [choice] = answer.choices
     return TokenAnswer(
-        tokens=list(choice["token_ids"]),
-        log_probs=[one["logprob"] for one in choice.pop("logprobs")["content"]],
-        reason=choice["finish_reason"],
-        routes=parse_npy(_decoded(choice["routed_experts"])) if wants_routes else None,
+        routes=parse_npy(decode_text("routed_experts", choice.routed_experts)) if wants_routes else None,
+        tokens=choice.token_ids,
+        log_probs=[one.logprob for one in choice.logprobs.content],
+        reason=choice.finish_reason,
         versions=_versions_of(choice),
     )
 
 
-def _versions_of(about: Any) -> tuple[str, ...]:
+def _versions_of(about: _Versions) -> tuple[str, ...]:
     """Return the versions that sampled parts of an answer; of a server that tells no parts, the last one."""
-    spans = about.get("weight_versions")
-    if spans:
-        return tuple(str(span["version"])[:80] for span in spans)
-    return (str(about["weight_version"])[:80],) if about.get("weight_version") is not None else ()
+    told: list[str | int | None] = [span.version for span in about.weight_versions or ()]
+    return tuple(str(version)[:80] for version in told or [about.weight_version] if version is not None)
 
 
 def scoring_body(dialect: Dialect, tokens: Sequence[int]) -> dict[str, Any]:
@@ -108,31 +173,15 @@ def scoring_body(dialect: Dialect, tokens: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def read_scores(dialect: Dialect, body: Any, tokens: Sequence[int]) -> list[float]:
-    """Return the log-probs of all tokens but the first.
-
-    raises    KeyError, IndexError, TypeError, AttributeError or ValueError for an answer of another form
-    """
-    listed = body["meta_info"]["input_token_logprobs"] if dialect == "sglang" else body["prompt_logprobs"]
-    if len(listed) != len(tokens):
-        raise ValueError(f"log-probs of {len(listed)} of {len(tokens)} tokens")
-    later = list(zip(listed[1:], tokens[1:], strict=True))
-    if dialect == "sglang":  # (log-prob, token, text)
-        if any(one[1] != token for one, token in later):
-            raise ValueError("log-probs of other tokens than were sent")
-        found = [one[0] for one, _ in later]
+def read_scores(answer: SglangScores | VllmScores, tokens: Sequence[int]) -> list[float]:
+    """Return the log-probs of all tokens but the first; raises ValueError where one is missing, or of other tokens."""
+    if isinstance(answer, SglangScores):
+        listed = zip(answer.meta_info.input_token_logprobs, tokens, strict=True)
+        values = [value if one == token else None for (value, one, _), token in listed]
     else:
-        found = [one[str(token)]["logprob"] for one, token in later]
-    if not all(isinstance(value, int | float) for value in found):
-        raise TypeError("log-probs are no numbers")
-    return [float(value) for value in found]
-
-
-def _decoded(text: Any) -> UInt8[ndarray, " X"]:
-    """Return the bytes of a text in base64, a view of the answer where it is long.
-
-    raises    TypeError or ValueError for anything else
-    """
-    if not isinstance(text, str | memoryview):
-        raise TypeError(f"routed_experts is {type(text).__name__}, not text")
-    return decode_base64("routed_experts", text.encode() if isinstance(text, str) else text)
+        known = zip(answer.prompt_logprobs, tokens, strict=True)
+        values = [one[str(token)].logprob if one and str(token) in one else None for one, token in known]
+    found = [value for value in values[1:] if value is not None]
+    if len(found) < len(tokens) - 1:
+        raise ValueError(f"log-probs of {len(found)} of {len(tokens) - 1} tokens")
+    return found

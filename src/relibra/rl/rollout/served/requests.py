@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
-import secrets
 import ssl
 import time
 from collections.abc import Mapping
@@ -15,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import httpx
+import msgspec
 
 from relibra.errors import EngineError
 
@@ -29,10 +28,6 @@ BUSY = (429, 502, 503, 504)
 """Statuses of a server that may answer a later request."""
 _SHOWN_BYTES = 300
 """Bytes of a refusal, and of an error, that are shown."""
-MAX_CONTAINERS, MAX_REST_BYTES = 1 << 22, 1 << 27
-"""Most lists and objects of an answer, and most bytes besides its routes: values take up to 25 times their bytes."""
-_ROUTES = re.compile(rb'"routed_experts"[ \t\r\n]*:[ \t\r\n]*"')
-"""In valid JSON this is a key and the beginning of its text: inside a text, quotes have a backslash before them."""
 
 
 class RequestFailed(Exception):
@@ -72,13 +67,20 @@ def _certificates() -> ssl.SSLContext:
 
 
 async def request_json(
-    client: httpx.AsyncClient, path: str, body: Mapping[str, Any] | None, *, seconds: float, max_bytes: int
+    client: httpx.AsyncClient,
+    path: str,
+    body: Mapping[str, Any] | None = None,
+    *,
+    seconds: float,
+    max_bytes: int,
+    kind: Any = Any,
 ) -> Any:
-    """Send JSON (None: GET) and return the JSON of the answer, long texts of routes as views of its bytes.
+    """Send JSON (None: GET) and return the JSON of the answer.
 
     seconds     for the whole request: connecting, the server's work, and reading the answer
     max_bytes   largest answer that is read
-    raises      RequestFailed
+    kind        type that the answer is decoded into
+    raises      RequestFailed; with status 200 where the answer is no JSON, or of another type
     """
     try:
         async with asyncio.timeout(seconds):
@@ -89,40 +91,9 @@ async def request_json(
         why = f"{type(error).__name__}: {_reason(error)}"
         raise RequestFailed(why, may_pass=isinstance(error, OSError | httpx.TransportError)) from error
     try:
-        return parse_in_place(data or b"{}")
-    except ValueError as error:
-        raise RequestFailed(f"{type(error).__name__}: {error}", may_pass=False) from error
-
-
-def parse_in_place(data: bytes | bytearray) -> Any:
-    """Return the value of a JSON text, with texts of routes as views of it; of an object with a "logprob" that alone.
-
-    raises    ValueError for what is no JSON, or takes far more memory than routes do
-    """
-    nonce, rest, at = secrets.token_hex(16), bytearray(), 0
-    texts: dict[str, memoryview] = {}
-    while (found := _ROUTES.search(data, at)) and (end := data.find(b'"', found.end())) >= 0:
-        begin, name = found.end(), f"{nonce}:{len(texts)}"
-        whole = data.find(b"\\", begin, end) < 0
-        if whole:
-            texts[name] = memoryview(data)[begin:end]
-        rest += data[at:begin] + (name.encode() if whole else data[begin:end])
-        at = end
-    rest += memoryview(data)[at:]
-    containers = rest.count(b"[") + rest.count(b"{")
-    if containers > MAX_CONTAINERS or len(rest) > MAX_REST_BYTES:
-        raise ValueError(f"the answer has {containers:,} lists and objects in {len(rest):,} bytes besides its routes")
-
-    def with_texts(one: dict[str, Any]) -> dict[str, Any]:
-        if "logprob" in one:  # there are as many as tokens, and the rest takes more memory than the answer
-            return {"logprob": one["logprob"]}
-        routes = one.get("routed_experts")
-        return one | {"routed_experts": texts.get(routes, routes)} if isinstance(routes, str) else one
-
-    try:
-        return json.loads(rest, object_hook=with_texts)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+        return msgspec.json.decode(data or b"{}", type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise RequestFailed(f"its answer cannot be read: {error}", may_pass=False, status=200) from error
 
 
 async def _exchange(client: httpx.AsyncClient, path: str, body: Mapping[str, Any] | None, max_bytes: int) -> bytearray:
