@@ -5,16 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import msgspec
+from msgspec import Struct
 
 from relibra.files import sync_folder, write_text
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 
-Digest = list[int | str]
+Digest = tuple[int, str]
 """Size in bytes, SHA-256."""
+
+
+class _Manifest(Struct):
+    format: int
+    files: dict[str, Digest]
 
 
 def digest_files(folder: Path, share: int, shares: int) -> dict[str, Digest]:
@@ -25,8 +33,8 @@ def digest_files(folder: Path, share: int, shares: int) -> dict[str, Digest]:
     return {name: _digest(folder / name, sync=True) for name in _files(folder)[share::shares]}
 
 
-def write_manifest(folder: Path, files: Mapping[str, Digest]) -> None:
-    """Write the manifest of a folder whose files are synced."""
+def write_manifest(folder: Path, files: Mapping[str, Sequence[int | str]]) -> None:
+    """Write the manifest of a folder whose files are synced; `files` as of `digest_files`."""
     for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
         sync_folder(path)
     text = json.dumps({"format": FORMAT, "files": dict(sorted(files.items()))}, indent=1)
@@ -39,14 +47,12 @@ def find_damage(folder: Path, share: int, shares: int) -> str | None:
     share   index among `shares`, as in `digest_files`
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        wanted = manifest["files"]
-        if manifest["format"] != FORMAT:
-            return f"its format is {str(manifest['format'])[:40]}, this version of relibra reads {FORMAT}"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_Manifest)
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
         return f"its {MANIFEST} cannot be read ({type(error).__name__})"
-    if not isinstance(wanted, dict) or not all(_is_digest(found) for found in wanted.values()):
-        return f"its {MANIFEST} names no sizes and digests of files"
+    if manifest.format != FORMAT:
+        return f"its format is {manifest.format}, this version of relibra reads {FORMAT}"
+    wanted = manifest.files
     if extra := set(_files(folder)) - set(wanted):
         return f"{min(extra)} is not in its manifest"
     for name in sorted(wanted)[share::shares]:
@@ -61,10 +67,6 @@ def find_damage(folder: Path, share: int, shares: int) -> str | None:
     return None
 
 
-def _is_digest(found: object) -> bool:
-    return isinstance(found, list) and [type(part) for part in found] == [int, str]
-
-
 def _files(folder: Path) -> list[str]:
     paths = (path for path in folder.rglob("*") if path.is_file())
     return sorted(name for path in paths if (name := path.relative_to(folder).as_posix()) != MANIFEST)
@@ -74,4 +76,4 @@ def _digest(path: Path, *, sync: bool) -> Digest:
     with path.open("rb") as file:
         if sync:
             os.fsync(file.fileno())
-        return [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+        return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
