@@ -9,9 +9,8 @@ import pytest
 
 from relibra.errors import EngineError
 from relibra.rl.config.run_config import load_config
-from relibra.rl.rollout.started import server_process
-from relibra.rl.rollout.started.own_server import serve_command
-from relibra.rl.rollout.started.server_process import ServerProcess
+from relibra.rl.rollout.started import own_server
+from relibra.rl.rollout.started.own_server import ServerProcess, serve_command
 
 
 def test_options_of_the_user_come_last():
@@ -43,7 +42,8 @@ def test_ended_or_silent_server_is_told_from_a_running_one(tmp_path, monkeypatch
         with pytest.raises(EngineError, match="the rollout server ended; it printed last: no such option"):
             server.wait_for_address(60.0)
         assert server.wait_for_end(0.0) == 3
-    monkeypatch.setattr(server_process, "STOPPING_SECONDS", 0.1)
-    with started(tmp_path, "import time; time.sleep(600)") as silent:
-        assert silent.wait_for_address(0.05) is None
+    monkeypatch.setattr(own_server, "STOPPING_SECONDS", 0.1)
+    late = r"did not start within 0\.05 s"
+    with started(tmp_path, "import time; time.sleep(600)") as silent, pytest.raises(EngineError, match=late):
+        silent.wait_for_address(0.05)
     assert silent.wait_for_end(0.0) == -signal.SIGKILL

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,18 @@ from relibra.rl.config.rollout_settings import RolloutSettings
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.served.weights import write_version
-from relibra.rl.rollout.started.server_process import ServerProcess
 from relibra.rl.run.ranks import broadcast_json
 
 LEAST_CACHE = 1 << 16
 """Tokens of the KV cache of each attention worker, unless responses are long."""
+POLL_SECONDS = 0.2
+STOPPING_SECONDS = 15.0
+"""How long a server may take to end, before it is killed."""
+LAST_LINES = 15
+"""Lines of its log that say why a server did not start."""
+ERROR = "error: "
+"""How the sentence of an error of `relibra` begins."""
+_ADDRESS = re.compile(r"at (http://[^\s/]+:\d+)/v1 ")
 
 
 @contextmanager
@@ -50,9 +60,7 @@ def own_server(config: RunConfig, run: Path, model: Any, tokenizer: Tokenizer) -
     if dist.get_rank() == 0:
         try:
             server = _start(config, run / "server", model, tokenizer)
-            url = server.wait_for_address(rollout.start_seconds)
-            late = f"the rollout server did not start within {rollout.start_seconds:g} s (rollout.start_seconds)"
-            outcome = {"url": url} if url else {"error": f"{late}; {server.end_of_log()}"}
+            outcome = {"url": server.wait_for_address(rollout.start_seconds)}
         except EngineError as error:
             outcome = {"error": str(error)}
     try:
@@ -85,3 +93,67 @@ def serve_command(config: RunConfig, model: str) -> list[str]:
     words += ["--max-batch", str(rollout.max_batch), "--max-waiting", str(1 << 20)]
     words += ["--deadline", str(rollout.timeout_seconds * max(1.0, longest / 1024))]
     return words + shlex.split(rollout.server_options)
+
+
+class ServerProcess:
+    """A server that ends when its standard input ends: with this process, which alone holds the other end."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        """Start it; log receives what it prints, after what an earlier one printed."""
+        self.log = log
+        with log.open("ab") as output:
+            self._printed = output.tell()
+            self._process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=dict(environment),
+                start_new_session=True,
+            )
+
+    def wait_for_address(self, seconds: float) -> str:
+        """Return the address when the server takes requests.
+
+        raises   EngineError, with the end of what it printed, where it ended, or does not within so many seconds
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            over = self._process.poll() is not None
+            if found := _ADDRESS.search(self._log_text()):
+                return found.group(1)
+            if over:
+                raise EngineError(f"the rollout server ended; {self._end_of_log()}")
+            if time.monotonic() >= deadline:
+                late = f"the rollout server did not start within {seconds:g} s (rollout.start_seconds)"
+                raise EngineError(f"{late}; {self._end_of_log()}")
+            time.sleep(POLL_SECONDS)
+
+    def wait_for_end(self, seconds: float) -> int | None:
+        """Return the exit code of the server; None: it did not end within so many seconds."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(seconds)
+        return None
+
+    def _end_of_log(self) -> str:
+        """Return the last lines that the server printed, in one; of `relibra` itself the sentence of its error.
+
+        Not the path: the folder of a run without a step is removed, and its log with it.
+        """
+        printed = [line.strip() for line in self._log_text().splitlines() if line.strip()]
+        sentence = next((line for line in reversed(printed) if line.startswith(ERROR)), None)
+        return f"it printed last: {sentence.removeprefix(ERROR) if sentence else ' | '.join(printed[-LAST_LINES:])}"
+
+    def stop(self) -> None:
+        """End the server: its standard input ends; it is killed where it stays."""
+        assert self._process.stdin is not None, "it was started with a pipe"
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        if self.wait_for_end(STOPPING_SECONDS) is None:
+            self._process.kill()
+            self._process.wait()
+
+    def _log_text(self) -> str:
+        with self.log.open("rb") as file:
+            file.seek(self._printed)
+            return file.read().decode(errors="replace")
