@@ -1,4 +1,4 @@
-"""Made-up responses for tests of what is done with them after the rollout."""
+"""Made-up responses and windows, without a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from relibra.rl.batch.schedule import Schedule
-from relibra.rl.rollout.response import Response
+from relibra.rl.rollout.response import Response, Window
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 """As of `tests.replay.tiny_models.tiny_model()`."""
@@ -65,3 +65,51 @@ def of_rank(schedule: Schedule, rank: int) -> list[np.ndarray]:
 def mini_batch_of(schedule: Schedule) -> np.ndarray:
     """Return the mini-batch of each response."""
     return schedule.mini_batch_M[schedule.micro_batch_S]
+
+
+def window_of(length: int, *, rows: int | None, stopped: bool, seed: int = 0, experts: int = 8) -> Window:
+    """Return a window of random tokens; `rows` of routes, None: no experts."""
+    rng = np.random.default_rng(seed)
+    return Window(
+        tokens_w=rng.integers(3, 60, length),
+        log_probs_w=-rng.random(length, dtype=np.float32),
+        experts_mLK=None if rows is None else rng.integers(0, experts, (rows, 2, 3)).astype(np.uint8),
+        stopped=stopped,
+    )
+
+
+def random_response(sample_id: int, seed: int, *, dtype: str | None = "uint8", longest: int = 30) -> Response:
+    """Return a response with every field random; dtype None: no experts."""
+    rng = np.random.default_rng([sample_id, seed])
+    prompt, added = int(rng.integers(1, longest)), int(rng.integers(0, longest))
+    n, layers, choices = prompt + added, int(rng.integers(1, 4)), int(rng.integers(1, 4))
+    values_r = rng.standard_normal(added).astype(np.float32)
+    values_r[rng.random(added) < 0.5] = np.nan
+    return Response(
+        sample_id=sample_id,
+        group_id=int(rng.integers(0, 1 << 40)),
+        tokens_n=rng.integers(0, 1 << 20, n),
+        prompt_length=prompt,
+        log_probs_r=rng.standard_normal(added).astype(np.float32),
+        versions_r=rng.integers(0, 1 << 30, added).astype(np.int32),
+        values_r=values_r,
+        experts_mLK=None if dtype is None else rng.integers(0, 100, (n - 1, layers, choices)).astype(dtype),
+        windows=int(rng.integers(0, 5)),
+        window_length=int(rng.integers(0, added + 1)),
+        finish_reason=[None, "stop", "length"][int(rng.integers(3))],
+        reward=[None, float(rng.standard_normal()), 0.0][int(rng.integers(3))],
+    )
+
+
+def same(one: Response, other: Response) -> bool:
+    """Compare all fields bit by bit, types and shapes included."""
+    for name, value in vars(one).items():
+        twin = getattr(other, name)
+        if isinstance(value, np.ndarray) or isinstance(twin, np.ndarray):
+            if value is None or twin is None or value.dtype != twin.dtype or value.shape != twin.shape:
+                return False
+            if value.tobytes() != twin.tobytes():
+                return False
+        elif value != twin or type(value) is not type(twin):
+            return False
+    return True

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from relibra.errors import TraceError
 from relibra.rl.rollout.admission import SampleCursor, check_no_response_lost, check_versions, plan_admission
 from relibra.rl.rollout.response import new_response
-from tests.rl.rollout.made_up import window_of
+from tests.rl.made_up import window_of
 
 
 @given(

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from relibra.errors import EngineError
 from relibra.rl.rollout import response_arrays
 from tests.rl.joined import on_ranks
-from tests.rl.rollout.made_up import random_response, same
+from tests.rl.made_up import random_response, same
 
 pytestmark = pytest.mark.slow
 

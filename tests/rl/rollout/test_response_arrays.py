@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from relibra.errors import TraceError
 from relibra.rl.rollout.response import new_response
 from relibra.rl.rollout.response_arrays import from_arrays, load_responses, save_responses, to_arrays
-from tests.rl.rollout.made_up import random_response, same
+from tests.rl.made_up import random_response, same
 
 RESPONSES = st.lists(
     st.builds(random_response, st.integers(0, 1 << 50), st.integers(0, 1000), dtype=st.none()), max_size=6

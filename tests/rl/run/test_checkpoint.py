@@ -30,8 +30,8 @@ from relibra.rl.run.checkpoints.checkpoint import load_checkpoint
 from tests.replay.tiny_models import random_tokens
 from tests.rl.checkpoints import save_checkpoint
 from tests.rl.joined import CPU, on_ranks, policy_of, tiny_config
-from tests.rl.rollout.made_up import random_response
-from tests.rl.rollout.made_up import same as same_response
+from tests.rl.made_up import random_response
+from tests.rl.made_up import same as same_response
 
 pytestmark = pytest.mark.usefixtures("group")
 
