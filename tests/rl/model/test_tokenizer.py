@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from relibra.errors import ConfigError
-from relibra.rl.model.tokenizer import ModelTokenizer, Tokenizer, make_tokenizer
+from relibra.rl.model.tokenizer import ModelTokenizer
 from relibra.rl.toy.character_tokenizer import PADDING, CharacterTokenizer
 from relibra.rl.toy.tasks import STOP, Arithmetic, Strings
 
@@ -69,14 +69,6 @@ def test_saved_character_tokenizer_has_same_ids_in_transformers(tmp_path, charac
         assert loaded.decode(ids) == own.decode(ids)
 
     same()
-
-
-def test_both_are_tokenizers_and_the_path_decides(saved):
-    character, model = make_tokenizer("", CHARACTERS), make_tokenizer(str(saved), CHARACTERS)
-    assert character == TOKENIZER
-    assert isinstance(model, ModelTokenizer)
-    assert isinstance(character, Tokenizer)
-    assert isinstance(model, Tokenizer)
 
 
 def test_messages_go_through_the_chat_template(saved, tmp_path):

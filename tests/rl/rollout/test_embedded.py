@@ -255,11 +255,6 @@ def test_no_responses_cost_nothing_and_begin_none(spares):
     assert set(asdict(cost).values()) == {0}
 
 
-def test_an_empty_prompt_is_refused_by_name():
-    with pytest.raises(EngineError, match="sample 3 has an empty prompt"):
-        engine(model_of("qwen3_moe")).generate([new_response(3, 0, [])], window=4, max_response=4)
-
-
 def test_broken_weights_are_told():
     model = tiny_model("qwen3_moe").eval().requires_grad_(False)
     model.model.norm.weight.fill_(float("nan"))

@@ -12,7 +12,6 @@ from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
 
-from relibra.errors import TraceError
 from relibra.replay import BatchRoutes
 from relibra.rl.rollout.response import Response
 
@@ -120,17 +119,13 @@ def with_routes(
     """Return the batch with routes `[m, L, K]` per response, one row per fed token; filler is unchanged.
 
     responses   of the rank, for ids and weight versions
-    raises      TraceError where a response has another number of rows than fed tokens
     """
     if not batch.num_responses:
         return batch
     picked = [responses[s] for s in batch.samples_B.tolist()]
     for one, experts_mLK in zip(picked, experts_B, strict=True):
-        if len(experts_mLK) != len(one.tokens_n) - 1:
-            raise TraceError(
-                f"sample {one.sample_id}: {len(experts_mLK)} rows of routes, {len(one.tokens_n) - 1} fed tokens: the "
-                "engine has to report one row for each token that it was fed"
-            )
+        rows, fed = len(experts_mLK), len(one.tokens_n) - 1
+        assert rows == fed, f"sample {one.sample_id}: {rows} rows of routes, {fed} fed tokens"
     routes = BatchRoutes.of_rows(
         experts_B,
         num_experts=num_experts,

@@ -66,8 +66,8 @@ class EmbeddedEngine:
     ) -> tuple[list[Window], RolloutCost]:
         """Add up to `window` tokens to each response, none beyond `max_response`; see `RolloutEngine`.
 
-        raises    EngineError for an empty prompt, probabilities that are not finite, or where the model's routes cannot
-                  be recorded (`record_routing`)
+        raises    EngineError for probabilities that are not finite, or where the model's routes cannot be recorded
+                  (`record_routing`)
         """
         assert spare is None or len(responses) <= self.max_batch, "with spares, each response needs a slot"
         sequences = [self._sequence(response, min(window, max_response - response.length)) for response in responses]
@@ -135,8 +135,7 @@ class EmbeddedEngine:
         sample = f"sample {response.sample_id}"
         assert response.finish_reason is None, f"{sample} is finished: it cannot be continued"
         assert limit > 0, f"{sample} may not grow: its window is {limit}"
-        if not len(response.tokens_n):
-            raise EngineError(f"{sample} has an empty prompt: a policy needs one token to start from; drop this prompt")
+        assert len(response.tokens_n), f"{sample} has an empty prompt"
         sampling = SamplingParameters(
             limit=limit,
             temperature=self.temperature,
