@@ -73,7 +73,7 @@ class TrainingDisplay:
         """Show that a run resumes after `step` finished steps."""
         done = step >= self._totals["RL"]
         what = "all are done: the policy is written again; a larger run.steps goes on" if done else f"with step {step}"
-        self.console.print(f"resuming from the checkpoint after {step} steps, {what}", highlight=False)
+        self._print(f"resuming from the checkpoint after {step} steps, {what}")
         if "warm-up" in self._tasks:
             self._bars.update(self._tasks["warm-up"], completed=self._totals["warm-up"])
         if "RL" in self._tasks:
@@ -81,21 +81,19 @@ class TrainingDisplay:
 
     def baseline(self, evaluation: Mapping[str, float]) -> None:
         """Show the evaluation before the first RL step."""
-        self.console.print(
-            f"before step 0  evaluation {evaluation['reward']:.2f}  length {evaluation['response_length']:.0f}",
-            highlight=False,
-        )
+        reward, length = evaluation["reward"], evaluation["response_length"]
+        self._print(f"before step 0  evaluation {reward:.2f}  length {length:.0f}")
 
     def compiling(self) -> None:
         """Show why the first RL step may take long."""
-        self.console.print("the first RL step compiles kernels where none are cached: half a minute", highlight=False)
+        self._print("the first RL step compiles kernels where none are cached: half a minute")
 
     def warmup_step(self, step: int, loss: float) -> None:
         """Show a finished warm-up step."""
         self._advance("warm-up", f"loss {loss:.3f}")
         last = step + 1 == self._totals["warm-up"]
         if not self.console.is_terminal and (step % LINE_EVERY_WARMUP_STEPS == 0 or last):
-            self.console.print(f"warm-up {step + 1}/{self._totals['warm-up']}  loss {loss:.3f}", highlight=False)
+            self._print(f"warm-up {step + 1}/{self._totals['warm-up']}  loss {loss:.3f}")
 
     def rl_step(self, metrics: dict[str, Any]) -> None:
         """Show a finished RL step."""
@@ -107,24 +105,20 @@ class TrainingDisplay:
             self._live.update(Group(self._bars, metrics_table(self._rows, wide=self.console.width >= NARROW)))
         else:
             done = f"step {metrics['step']} ({metrics['step'] + 1}/{self._totals['RL']})"
-            line = f"{done}  {_note(metrics)}  {seconds:.1f} s" + (f"  left {_long(left)}" if left else "")
-            self.console.print(line, highlight=False, soft_wrap=True)
+            self._print(f"{done}  {_note(metrics)}  {seconds:.1f} s" + (f"  left {_long(left)}" if left else ""))
             if metrics.get("expected_seconds") is not None:
-                self.console.print(f"plan  {describe_plan(metrics)}", highlight=False, soft_wrap=True)
+                self._print(f"plan  {describe_plan(metrics)}")
         for sentence in metrics["alarms"]:
-            self.console.print(
-                printable(f"step {metrics['step']}: {sentence}"),
-                style="yellow",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
-            )
+            self._print(printable(f"step {metrics['step']}: {sentence}"), style="yellow")
 
     def stopping(self) -> None:
         """Confirm Ctrl-C above the table, which would overwrite lines printed by others."""
         if self.console.is_terminal:
-            text = "stopping after this step; press Ctrl-C again to stop at once"
-            self.console.print(text, highlight=False, soft_wrap=True)
+            self._print("stopping after this step; press Ctrl-C again to stop at once")
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        """Print a line as it is, however wide the terminal."""
+        self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
     def _seconds_left(self, step: int) -> float:
         """Return the seconds of the steps that are left, at the median speed of the latest ones."""
