@@ -7,8 +7,6 @@ import logging
 import os
 import re
 import resource
-import shutil
-import signal
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -382,29 +380,11 @@ def fail_on_one_rank(folder):
     return {"told": told, "after": learn(models), "step": load_checkpoint(folder, models=models).step}
 
 
-def die_while_saving(folder):
-    """Rank 1 is killed when its weights are about to be written over an earlier checkpoint's head."""
-    models = models_of(folder, ranks=2)
-    save_checkpoint(folder, 1, models=models, responses=[], state={"number": 1}, keep=1)
-    if dist.get_rank() == 1:
-
-        def die(*_args):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        mock.patch.object(checkpoint, "digest_files", die).start()
-    save_checkpoint(folder, 2, models=models, responses=[], state={"number": 2}, keep=1)
-
-
 @pytest.mark.slow
-def test_rank_without_room_or_killed_leaves_the_last_checkpoint(tmp_path):
+def test_a_rank_without_room_leaves_the_last_checkpoint(tmp_path):
     both = on_ranks(2, fail_on_one_rank, tmp_path)
     for found in both:
         assert len(found["told"]) == 4
         assert all("No space left on device): earlier checkpoints are unchanged" in told for told in found["told"])
         assert found["step"] == 1
     assert both[0]["told"] == both[1]["told"]
-    shutil.rmtree(tmp_path / "checkpoints")
-    on_ranks(2, die_while_saving, tmp_path, expect_deaths=True)
-    assert names(tmp_path) == [".step-00002.partial", "step-00001"]
-    loaded = load_checkpoint(tmp_path, models=models_of(tmp_path))
-    assert loaded.state == {"number": 1}
