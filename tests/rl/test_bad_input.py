@@ -50,14 +50,9 @@ def test_a_run_without_plans_needs_no_machine(override, tmp_path):
 def user_task(tmp_path_factory):
     folder = tmp_path_factory.mktemp("user")
     task = make_user_task(folder)
-    (folder / "broken.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n{"prompt": "1+')
     return folder, task
 
 
-UNREADABLE_TASKS = {
-    "broken_line": ("task.file=broken.jsonl", "broken.jsonl, line 2: not JSON"),
-    "no_such_function": ("task.reward=my_rewards:absent", "has no such function"),
-}
 UNUSABLE_TASKS = {
     "raises": ("task.reward=my_rewards:raising", "raised ValueError: no idea; a reward returns a number"),
     "long_prompt": ("rollout.max_prompt=1", "and none is left to train on"),
@@ -65,30 +60,13 @@ UNUSABLE_TASKS = {
 }
 
 
-def refused_task(override, user_task, runs):
-    """Return what a run with a task of the user says when it is refused; check that nothing is left of it."""
-    folder, task = user_task
-    stderr = refused(train(runs, *task, ONE_RANK, override, cwd=folder))
-    assert not (runs / "run").exists(), "the next try takes the name again"
-    check_nothing_half_written(runs / "run")
-    return stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", UNREADABLE_TASKS)
-def test_unreadable_task_is_refused_before_processes_start(name, user_task, tmp_path):
-    overrides, said = UNREADABLE_TASKS[name]
-    *settings, error = refused_task(overrides, user_task, tmp_path).splitlines()
-    assert error.startswith("error: ")
-    assert said in error
-    assert not any("starting" in line or line.startswith("rank ") for line in settings)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", UNUSABLE_TASKS)
 def test_a_task_that_cannot_be_used_is_one_sentence(name, user_task, tmp_path):
-    overrides, said = UNUSABLE_TASKS[name]
-    stderr = refused_task(overrides, user_task, tmp_path)
+    override, said = UNUSABLE_TASKS[name]
+    folder, task = user_task
+    stderr = refused(train(tmp_path, *task, ONE_RANK, override, cwd=folder))
+    assert not (tmp_path / "run").exists(), "the next try takes the name again"
     [message] = [line for line in stderr.splitlines() if line.startswith("rank 0: ")]
     assert said in message
     assert stderr.splitlines()[-1].startswith("error: the run ended early: rank 0 failed (see above)")

@@ -26,27 +26,20 @@ from tests.rl.runs import (
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.13, 0.29])
+@pytest.mark.parametrize("delay_s", [None, 0.0, 0.13, 0.29])
 def test_killing_every_process_leaves_whole_steps(delay_s, tmp_path):
+    """At moments after the second step, or (None) while the ranks start."""
     with LongRun(tmp_path) as going:
-        going.wait_for("(2/")
-        time.sleep(delay_s)
-        workers = going.workers()
+        workers = going.wait_for_workers(2)
+        if delay_s is not None:
+            going.wait_for("(2/")
+            time.sleep(delay_s)
         going.signal_all(signal.SIGKILL)
         assert going.exit_code() == -signal.SIGKILL
         wait_until_gone(workers, 5)
-    assert check_whole(going.run) >= 2
+    steps = check_whole(going.run)
+    assert steps == 0 if delay_s is None else steps >= 2
     assert not (going.run / "policy").exists()
-    check_report(going.run)
-
-
-def test_run_killed_before_its_first_step_leaves_nothing_whole(tmp_path):
-    with LongRun(tmp_path) as going:
-        workers = going.wait_for_workers(2)
-        going.signal_all(signal.SIGKILL)
-        going.exit_code()
-        wait_until_gone(workers, 5)
-    assert check_whole(going.run) == 0
     check_report(going.run)
 
 
@@ -92,14 +85,6 @@ def test_stopped_rank_is_named_and_others_leave_their_stacks(rank, tmp_path):
     assert re.search(rf"rank {1 - rank}: no sign of life of {told} for 8 s", going.stderr)
     assert f"error: the run ended early: rank {1 - rank} lost its peers (see above)" in going.stderr
     assert "Thread" in (going.run / "stacks" / f"rank-{1 - rank:05d}.txt").read_text()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_stopped_before_it_joins_is_named(rank, tmp_path):
-    with LongRun(tmp_path, "parallel.heartbeat_seconds=1") as going:
-        os.kill(going.wait_for_workers(2)[rank], signal.SIGSTOP)
-        assert going.exit_code(90) == 1
-    assert f"the process of rank {rank} is stopped (SIGSTOP)" in going.stderr
 
 
 def test_a_supervised_run_goes_on_after_a_lost_rank(tmp_path):
