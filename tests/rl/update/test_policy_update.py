@@ -265,23 +265,6 @@ def test_untrained_tokens_have_no_gradient_and_no_share(name):
     assert float(step.loss(config, list(range(7)), totals).detach()) == loss
 
 
-def test_positive_examples_are_learned_by_all_their_tokens():
-    """The language-model loss on finished responses with a positive reward, trained by the surrogate or not."""
-    step = step_of(6)
-    nothing = [np.zeros_like(advantage) for advantage in step.targets.advantage_Sr]
-    step = replace(step, targets=replace(step.targets, advantage_Sr=nothing))
-    config = preset_config("tppo")
-    totals = totals_of(step)
-    gradients, _ = step.gradients(config, [[0, 1, 2], [3, 4, 5, 6]], totals)
-    positive_tokens = totals[0].step_positive_tokens
-    assert positive_tokens == sum(LENGTHS[s] for s in (0, 1, 3, 6))
-    for s, one in enumerate(step.responses):
-        tokens_r = torch.from_numpy(one.tokens_n[one.prompt_length :])
-        slope_rV = torch.nn.functional.one_hot(tokens_r, VOCAB) - step.logits_SrV[s].detach().softmax(-1)
-        expected = -POSITIVE_WEIGHT / positive_tokens * slope_rV * float(step.targets.positive_S[s])
-        torch.testing.assert_close(gradients[s], expected, atol=1e-7, rtol=0)
-
-
 def test_a_reference_policy_pulls_and_is_measured():
     step = step_of(7, reference=True)
     free, held = preset_config("grpo"), preset_config("grpo", "algorithm.kl_coefficient=0.5")
