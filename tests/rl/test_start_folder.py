@@ -1,6 +1,7 @@
 """The folder that a server starts from: the weights that a run without a warm-up publishes first."""
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from relibra.errors import ConfigError
@@ -20,9 +21,9 @@ def test_the_folder_holds_the_model_before_the_first_step(tmp_path, capsys):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
     task = make_task(config.task, 5, 0)
     tokenizer = make_tokenizer("", task.characters, trust_remote_code=False)
-    expected = initial_model(built_in_config(config.model, tokenizer.vocab_size), 5).state_dict()
+    expected = initial_model(built_in_config(config.model, tokenizer.vocab_size, config.rollout.least_head_dim), 5)
     assert loaded.config.head_dim == 32
-    assert all((loaded.state_dict()[name] == value).all() for name, value in expected.items())
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in expected.state_dict().items())
     assert len(AutoTokenizer.from_pretrained(tmp_path / "start")) == tokenizer.vocab_size
     assert oct((tmp_path / "start" / "model.safetensors").stat().st_mode & 0o777) == "0o644"
     with pytest.raises(ConfigError, match="is not empty: choose a new folder"):

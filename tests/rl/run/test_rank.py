@@ -68,7 +68,7 @@ def test_expected_error_is_a_sentence_even_with_half_a_surrogate(failed, capfd):
 
 
 def test_unexpected_error_is_recorded_and_printed_with_traceback(failed, capfd):
-    code, told = failed(ZeroDivisionError("no idea"))
+    code, told = failed(ZeroDivisionError("no idea"), prints=True)
     assert code == Exit.CRASHED
     assert told["message"].startswith("Traceback")
     assert "ZeroDivisionError: no idea" in capfd.readouterr().err
