@@ -48,6 +48,11 @@ def ray_address() -> str:
     return os.environ.get("RAY_ADDRESS", "")
 
 
+def hides_gpus() -> bool:
+    """Return whether all GPUs are hidden from this process: CUDA_VISIBLE_DEVICES is set, and empty."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+
+
 def has_columns() -> bool:
     """Return whether COLUMNS gives the width of what is printed."""
     return "COLUMNS" in os.environ
