@@ -48,12 +48,13 @@ def shards_of(run):
 def test_stdout_is_the_outcome_and_nothing_else(done, run):
     outcome = json.loads(done.stdout)
     assert done.stdout.count("\n") == 1
+    rewards = {name: outcome.pop(name) for name in list(outcome) if name.endswith("_reward")}
+    assert rewards.keys() == {"first_reward", "last_reward", "first_mean_reward", "last_mean_reward"}
     assert outcome == {
         "run": str(run),
         "complete": True,
         "steps": 2,
-        "first_reward": outcome["first_reward"],
-        "last_reward": outcome["last_reward"],
+        "steps_averaged": 1,
         "report": str(run / "report.html"),
     }
 
@@ -180,8 +181,7 @@ def test_a_second_run_gets_a_folder_of_its_own(tmp_path):
         "run": str(tmp_path / "run-2"),
         "complete": True,
         "steps": 0,
-        "first_reward": None,
-        "last_reward": None,
+        **dict.fromkeys(("first_reward", "last_reward", "first_mean_reward", "last_mean_reward", "steps_averaged")),
         "report": None,
     }
     assert (tmp_path / "run-2" / "policy" / "config.json").is_file()
