@@ -196,7 +196,7 @@ def _lay_out(
         sample_ids=tuple(trace.sample_ids.tolist()),
         weight_versions=tuple(trace.weight_versions.tolist()),
         fallback_samples=tuple(fallback.tolist()),
-        coverage=float((valid_n & due_n).sum() / due_n.sum()) if due_n.any() else 1.0,
+        coverage=float((valid_n & expected_n).sum() / expected_n.sum()) if expected_n.any() else 1.0,
     )
 
 
