@@ -50,7 +50,6 @@ TOLERANCES = (1, 5, 20)
 _WORTH_MOVING_AGAIN = 0.05
 """Share of a layer's seconds that new homes must save to replace planned ones: the next step has other samples."""
 _PROBE_LAYERS, _PROBE_MICRO_BATCHES, _PACKED_LAYERS = 6, 32, 12
-"""Sizes of the probe on which numbers of slots are priced, and layers of the one for packed samples."""
 _LARGE_STEP = 1024
 """Layers x micro-batches above which probes have half as many micro-batches."""
 _ALL_LAYERS_BUDGET = 20_000

@@ -28,8 +28,7 @@ class LayerCosts:
 
     home_MLR, replica_MLR    forward seconds of each rank's experts at home and replicas; backward takes twice them
     exchange                 dispatch and combine
-    push, push_again         copies of weights before forward, and again before backward
-    gradients                gradients home after backward
+    push, push_again, gradients   weights before forward and again before backward, gradients home after it
     host_seconds             launches and host work of a layer's forward pass; backward takes twice them
     decision_seconds         between a layer's router and its exchange in the forward pass: 0 where the plan is made
                              before the step; where it is live, the exchange of counts and the solver
@@ -78,9 +77,8 @@ class LayerCosts:
         """Return the waits for pushes, which run one after another beside everything before the replicas.
 
         Resident slots are free from the start of the pass, the slots of all layers when results of the layer before are
-        back, and a live balancer pushes after its decision. Of two clocks per micro-batch `t` runs always, `v` stops
-        while rows cross between nodes, as pushes there pause. met: before dispatch; free: a push may start; there: it
-        has arrived.
+        back, and a live balancer pushes after its decision. Of two clocks `t` runs always, and `v` stops while rows
+        cross between nodes, as pushes there pause. free: a push may start; there: it has arrived.
         """
         rows_ML = self.exchange.dispatch_ML + self.exchange.gates_ML
         inside_ML, inside_back_ML = self.exchange.inside_ML
