@@ -90,11 +90,6 @@ def agent_has_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def gpus_are_hidden() -> bool:
-    """Return whether the user hides all GPUs from this process."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-
-
 def cache_folder() -> Path:
     """Return the folder of the user for files that can be made again; it may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relibra"

@@ -9,7 +9,7 @@ from hypothesis import given
 from relibra.reporting.data.compared_plans import compare_plan, compare_static
 from relibra.reporting.html.step_figures import load_figures
 from tests.planning.plans import planned_steps
-from tests.reporting.planned import compared_step
+from tests.reporting.planned import compared_step, planned_step
 
 
 @given(planned_steps())
@@ -54,6 +54,15 @@ def test_heatmaps_of_both_plans_share_a_scale_in_percent_of_mean() -> None:
     assert found["first"] == (layer, m)
     lost_M = (before.rank_load_MLR.max(axis=2) - after.rank_load_MLR.max(axis=2)).sum(axis=1)
     assert lost_M[m] == lost_M.max()
+
+
+def test_a_missing_micro_batch_has_no_loads() -> None:
+    plan, demand = planned_step()
+    shorter = demand.with_schedule(np.arange(40) % 3, np.arange(40) // 3 % 4, 4)
+    step = compared_step(compare_static(plan, shorter), compare_plan("the plan", plan, demand))
+    (_, ranks), _ = load_figures(step)["micro_batches"]
+    assert load_figures(step)["numbers"] == [0, 1, 2, 3, 4]
+    assert [len(heatmap.z) for heatmap in ranks.data] == [4, 4, 4, 4, 4, 4, 0, 4, 0, 4]
 
 
 def test_large_steps_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:

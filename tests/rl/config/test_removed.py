@@ -8,7 +8,13 @@ import pytest
 
 from relibra.errors import ConfigError
 from relibra.rl.config.removed import REMOVED
-from relibra.rl.config.run_config import RunConfig, changed_settings, load_config
+from relibra.rl.config.run_config import (
+    RunConfig,
+    changed_settings,
+    describe_training,
+    drop_operational,
+    load_config,
+)
 
 RUNS = json.loads((Path(__file__).parent / "settings_before.json").read_text())
 """By kind of run: the overrides that made it, and its resolved configuration, as commit 7339a76 wrote it."""
@@ -49,3 +55,23 @@ def test_what_replaces_a_setting_is_one_or_a_reason(name):
 def test_a_ratio_of_then_is_read_where_its_loss_has_it():
     assert load_config(None, ["algorithm.preset=gspo", "algorithm.ratio=sequence"]).algorithm.loss == "gspo"
     assert load_config(None, base={"plan": {"objective": "seconds", "slots": 4}}).plan.slots == 4
+
+
+def test_a_run_resumes_without_operational_settings_of_then():
+    base = {
+        "parallel": {"threads_per_rank": 4, "ranks": 2},
+        "rollout": {"retry_seconds": 600.0},
+        "task": {"max_letters": 9},
+    }
+    warned = drop_operational(base)
+    assert base == {"parallel": {"ranks": 2}, "rollout": {}, "task": {"max_letters": 9}}
+    assert [line.split()[1] for line in warned] == ["rollout.retry_seconds", "parallel.threads_per_rank"]
+
+
+def test_lambda_of_a_tppo_run_of_then_keeps_its_meaning():
+    then = {"algorithm": {"preset": "tppo", "lambda_mode": "fixed"}}
+    assert load_config(None, base=then).algorithm.lambda_policy == 0.95
+    then["algorithm"]["lambda_mode"] = "length_adaptive"
+    assert load_config(None, base=then).algorithm.lambda_policy == "length_adaptive"
+    fixed = load_config(None, ["algorithm.preset=tppo", "algorithm.lambda_policy=0.9"])
+    assert any("algorithm.lambda_policy 0.9" in line for line in describe_training(fixed))

@@ -53,13 +53,14 @@ def load_figures(step: ComparedStep) -> dict[str, Any]:
     layer_ids, (before, after) = step.before.plan.layer_ids.tolist(), step.plans
     sizes = step.before.plan.num_ranks + step.before.plan.num_experts
     room = max(1, min(MAX_VIEWS, MAX_CELLS // (4 * len(layer_ids) * sizes)))
-    shown = [evenly_chosen(len(plan.plan.replica_MLRB), room) for plan in step.plans]
+    lengths = [len(plan.plan.replica_MLRB) for plan in step.plans]
+    numbers = evenly_chosen(max(lengths), room)
+    shown = [[number for number in numbers if number < length] for length in lengths]
     cubes = {
         "ranks": [times_mean(plan.rank_load_MLR) for plan in step.plans],
         "experts": [times_mean(plan.demand.load_MLE, of=plan.instance_load_MLE()) for plan in step.plans],
     }
     names, (m, layer) = (before.name, after.name), step.most_improved()
-    numbers = sorted({*shown[0], *shown[1]})
     of_layers, of_micro_batches = [], []
     for rows, pair in cubes.items():
         end = 100 * max(2.0, *(float(np.quantile(cube.max(axis=-1), 0.99)) for cube in pair))
@@ -67,7 +68,7 @@ def load_figures(step: ComparedStep) -> dict[str, Any]:
         views: list[list[Any]] = [[cube[:, i] for cube in kept] for i in range(len(layer_ids))]
         of_layers.append((rows, _heatmaps(views, shown, names, ("micro-batch", rows[:-1]), end)))
         views = [
-            [cube[own.index(number)] if number in own else None for cube, own in zip(kept, shown, strict=True)]
+            [cube[number] if number < length else None for cube, length in zip(pair, lengths, strict=True)]
             for number in numbers
         ]
         of_micro_batches.append((rows, _heatmaps(views, [layer_ids] * 2, names, ("layer", rows[:-1]), end)))
