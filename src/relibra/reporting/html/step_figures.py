@@ -82,7 +82,7 @@ def load_figures(step: ComparedStep) -> dict[str, Any]:
 
 
 def _heatmaps(
-    views: Sequence[Sequence[Float64[ndarray, "X Y"] | None]],
+    views: Sequence[Sequence[Float64[ndarray, "_ _"] | None]],
     columns: Sequence[Sequence[int]],
     names: Sequence[str],
     axes: tuple[str, str],
