@@ -21,7 +21,7 @@ from relibra import RoutingTrace
 from relibra.timeline import merged, read_timeline
 from tests.replay.tiny_models import random_experts, tiny_model
 
-RANKS, SAMPLES, LENGTH = 2, 8, 12
+RANKS, SAMPLES, LENGTH = 2, 8, 1024  # so many tokens that moved homes pay
 
 
 def run_blocks(blocks: list[str], folder: Path) -> dict:
@@ -57,8 +57,8 @@ def _work(rank: int, program: str, folder: Path) -> None:
 def _taken_for_granted(rank: int) -> dict:
     rng, s = np.random.default_rng(0), np.arange(SAMPLES)
     tokens_SN = torch.from_numpy(rng.integers(1, 64, size=(SAMPLES, LENGTH)))
-    experts = [random_experts(LENGTH, 3, 8, 2, seed) // (1 + seed % 2) for seed in s.tolist()]
-    for of_sample in experts:  # two experts of a token differ; odd samples take the first half of the experts
+    experts = [random_experts(LENGTH, 3, 8, 2, seed) // (1 + (seed % 4 > 0)) for seed in s.tolist()]
+    for of_sample in experts:  # two experts of a token differ; three of four samples take the first half of the experts
         of_sample[..., 1] += (of_sample[..., 1] == of_sample[..., 0]) * np.where(of_sample[..., 1] == 7, -1, 1)
     trace = RoutingTrace.from_samples(experts, num_experts=8, tokens=list(tokens_SN.numpy()))
 

@@ -27,11 +27,22 @@ TPPO = (
     "algorithm.tail_drop=1",
     "critic.min_finished=5",  # so that finished responses wait in the checkpoint too
     "update.lr_warmup_steps=9",
-    "plan.balancer=relibra_paper_tokens",  # homes of experts this small never move for seconds
     f"run.steps={STEPS}",
     "checkpoint.every=3",
     "trace.keep=99",
 )
+MOVING = """
+from dataclasses import replace
+
+from relibra.planning.balancers import relibra
+
+
+def decide(request):
+    before = request.previous
+    moved = replace(before, physical_to_logical_map=before.physical_to_logical_map[:, ::-1])
+    return relibra.decide(replace(request, previous=moved))
+"""
+"""A balancer that moves every home in every step: experts this small never move for seconds."""
 
 
 def shards_of(run):
@@ -40,10 +51,12 @@ def shards_of(run):
 
 def test_a_run_killed_six_times_ends_as_one_that_never_was(tmp_path):
     """T-PPO with unfinished responses, a critic and experts that moved; every second time only one rank is killed."""
-    task = make_user_task(tmp_path / "calm")
+    task = (*make_user_task(tmp_path / "calm"), "plan.balancer=my_balancer:decide")
+    (tmp_path / "calm" / "my_balancer.py").write_text(MOVING)
     calm = train(tmp_path / "calm", *task, *TPPO, cwd=tmp_path / "calm")
     assert calm.returncode == 0, calm.stderr
     make_user_task(tmp_path / "killed")
+    (tmp_path / "killed" / "my_balancer.py").write_text(MOVING)
     (tmp_path / "killed" / "model").rename(tmp_path / "killed" / "other")
     os.symlink(tmp_path / "calm" / "model", tmp_path / "killed" / "model")
     rng = random.Random(0)
