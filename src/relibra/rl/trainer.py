@@ -116,6 +116,7 @@ def _train(
             metrics["seconds"]["checkpoint"] = round(writer.take_seconds(), 4)
             if logs:
                 logs.append(metrics, result.responses, task, tokenizer)
+            traces.remove_old(step - 1)
             display.rl_step(metrics)
             writer.start()  # only now: no checkpoint is newer than the metrics
             writer.check()

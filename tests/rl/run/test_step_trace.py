@@ -85,6 +85,9 @@ def test_routes_of_latest_and_of_some_other_steps_stay(keep, every, left, tmp_pa
             one = response_of(step)
             [back] = record_routes(step, [one], traces)
             np.testing.assert_array_equal(back.experts_mLK, one.experts_mLK)
+            before = written(tmp_path)
+            traces.remove_old(step)
+            assert set(range(max(0, step - keep), step + 1 if keep else 0)) <= set(before), "a run killed here has them"
     assert written(tmp_path) == left
     assert (tmp_path / "traces" / "step-00007.mine").exists()
     for step in left:

@@ -45,7 +45,7 @@ class StepTraces:
         self._dropped = False
 
     def write(self, step: int, pieces: Iterable[RoutingTrace]) -> None:
-        """Write this rank's routes of a step, if steps of this number are kept, and remove older ones; collective.
+        """Write this rank's routes of a step, if steps of this number are kept; collective.
 
         Where a rank cannot write, as on a full disk, the routes of the step are dropped with a warning.
 
@@ -85,8 +85,16 @@ class StepTraces:
             self._drop(folder, problems[0])
             return
         self._dropped = False
+
+    def remove_old(self, latest: int) -> None:
+        """Remove routes that are no longer kept after step `latest`, whose metrics are written: a killed run has them.
+
+        Only rank 0 removes.
+        """
+        if dist.get_rank() != 0:
+            return
         for number, old in step_folders(self._run / "traces"):
-            if number < step and not is_kept(number, self._settings, latest=step):
+            if number < latest and not is_kept(number, self._settings, latest=latest):
                 shutil.rmtree(old, ignore_errors=True)
 
     def write_plan(self, step: int, plan: StepPlan | None, demand: ScheduledDemand | None) -> None:
