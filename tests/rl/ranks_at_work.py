@@ -140,7 +140,7 @@ def _make_runs(cases: dict[str, Sequence[str]], descent: bool, folder: Path) -> 
 _MAY_DIFFER = ("seconds", "plan_seconds")
 PLAN_COLUMNS = (
     *("planned_skew", "plan_bound", "replicas", "pushes", "moved_experts", "rank_skew", "expert_skew"),
-    *("expected_seconds", "expected_static_seconds", "expected_moving_seconds", "bytes", "slots"),
+    *("expected_seconds", "expected_static_seconds", "expected_moving_seconds", "bytes", "slots", "pass_skews"),
 )
 """What a plan changes in the metrics of the same training."""
 

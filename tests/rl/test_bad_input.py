@@ -43,7 +43,7 @@ def test_impossible_settings_are_refused_before_anything_is_made(override, said,
 def test_a_run_without_plans_needs_no_machine(override, tmp_path):
     done = train(tmp_path, override, "plan.cluster=measure", "run.steps=1")
     assert done.returncode == 0, done.stderr
-    assert "measur" not in done.stderr
+    assert "measur" not in done.stderr.replace("plan.cluster=measure", "")
 
 
 @pytest.fixture(scope="module")

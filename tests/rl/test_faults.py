@@ -81,7 +81,7 @@ def test_stopped_rank_is_named_and_others_leave_their_stacks(rank, tmp_path):
         os.kill(workers[rank], signal.SIGSTOP)
         assert going.exit_code(60) == 1
         wait_until_gone(workers, 1)
-    told = rf"rank {rank} \(\w[\w ]*, for \d+ s\)"
+    told = rf"rank {rank} \(\w[\w -]*, for \d+ s\)"
     assert re.search(rf"rank {1 - rank}: no sign of life of {told} for 8 s", going.stderr)
     assert f"error: the run ended early: rank {1 - rank} lost its peers (see above)" in going.stderr
     assert "Thread" in (going.run / "stacks" / f"rank-{1 - rank:05d}.txt").read_text()
