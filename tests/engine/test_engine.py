@@ -8,6 +8,7 @@ from relibra.engine.engine import Engine, EngineLimits
 from relibra.engine.forward import local_forward
 from relibra.engine.sequence import SamplingParameters, Sequence
 from relibra.replay import record_routing
+from tests.replay.model_zoo import tiny_causal_model
 from tests.replay.tiny_models import tiny_model
 
 MODELS = {}
@@ -54,9 +55,9 @@ def prompt_of(number, length):
     return [(7 * number + 3 * n) % 57 + 3 for n in range(length)]
 
 
-def assert_same(one, other):
+def assert_same(one, other, rounding=2e-5):
     assert one.tokens == other.tokens
-    assert np.abs(np.subtract(one.log_probs, other.log_probs)).max() <= 2e-5
+    assert np.abs(np.subtract(one.log_probs, other.log_probs)).max() <= rounding
     assert np.array_equal(one.routes, other.routes)
 
 
@@ -142,3 +143,14 @@ def test_a_cancelled_sequence_leaves_at_once_wherever_it_is():
         assert watched.engine.step() == []
     assert not any((watched.engine.running, watched.engine.waiting, watched.engine.prefills))
     assert_same(watched.run([sequence(3, [5, 6])])[0], Watched("qwen3_moe").run([sequence(3, [5, 6])])[0])
+
+
+@pytest.mark.parametrize("name", ["MiniMaxForCausalLM", "Qwen3NextForCausalLM"])
+def test_rows_leave_the_cache_that_a_model_makes_itself(name):
+    """States of linear attention: rows with prompts of one length begin together and end one after another."""
+    model = MODELS.setdefault(name, tiny_causal_model(name).requires_grad_(False))
+    model.config.use_cache = True
+    prompts, limits = [prompt_of(number, 9) for number in range(4)], (3, 24, 9, 16)
+    together = Watched(name).run([sequence(n, prompt, limits[n]) for n, prompt in enumerate(prompts)])
+    for n, (one, prompt) in enumerate(zip(together, prompts, strict=True)):
+        assert_same(one, Watched(name).run([sequence(n, prompt, limits[n])])[0], rounding=1e-4)

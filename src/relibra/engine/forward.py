@@ -6,8 +6,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import Cache
 
+from relibra.engine.kv_cache import SlottedCache
 from relibra.replay import RoutingRecorder
 from relibra.replay.forward_cache import CACHE_NAME
 
@@ -17,7 +17,7 @@ class Forward(Protocol):
     """Runs a model."""
 
     def __call__(
-        self, input_BN: Int[Tensor, "B N"], mask_BC: Bool[Tensor, "B C"], cache: Cache, *, last: int = 1
+        self, input_BN: Int[Tensor, "B N"], mask_BC: Bool[Tensor, "B C"], cache: SlottedCache, *, last: int = 1
     ) -> tuple[Float[Tensor, "B Z V"], Tensor | None]:
         """Return the logits of the last columns and the routes `[B * N, L, K]`; the cache has the tokens then.
 
@@ -32,7 +32,7 @@ def local_forward(model: nn.Module, recorder: RoutingRecorder | None) -> Forward
     device = next(model.parameters()).device
 
     def forward(
-        input_BN: Int[Tensor, "B N"], mask_BC: Bool[Tensor, "B C"], cache: Cache, *, last: int = 1
+        input_BN: Int[Tensor, "B N"], mask_BC: Bool[Tensor, "B C"], cache: SlottedCache, *, last: int = 1
     ) -> tuple[Float[Tensor, "B Z V"], Tensor | None]:
         logits_BZV = run_model(model, input_BN.to(device), mask_BC.to(device), cache, last)
         return logits_BZV, recorder.take()[0].cpu() if recorder else None
@@ -41,7 +41,7 @@ def local_forward(model: nn.Module, recorder: RoutingRecorder | None) -> Forward
 
 
 def run_model(
-    model: Any, input_BN: Int[Tensor, "B N"], mask_BC: Bool[Tensor, "B C"], cache: Cache, last: int
+    model: Any, input_BN: Int[Tensor, "B N"], mask_BC: Bool[Tensor, "B C"], cache: SlottedCache, last: int
 ) -> Float[Tensor, "B Z V"]:
     """Return the logits of the last columns."""
     width = input_BN.shape[1]
@@ -55,6 +55,8 @@ def run_model(
         position_ids=position_BN,
         use_cache=True,
         logits_to_keep=last,
-        **{CACHE_NAME: cache},
+        **{CACHE_NAME: cache.for_model},
     )
+    if not cache.can_join:
+        cache.made_by_model = output[CACHE_NAME]
     return output.logits

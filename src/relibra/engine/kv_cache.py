@@ -4,7 +4,7 @@ Each layer has a buffer `[slots, ..., columns, dim]` for keys and one for values
 Their latest tokens lie in one column, the end, so that a step writes one column behind it; a shorter row has zeros
 before its first token. The columns in use are a view, whose start moves when the longest row leaves.
 
-Layers of other kinds, such as states of linear attention, stay those of transformers; rows then leave, and none joins.
+A model with layers of other kinds, such as states of linear attention, makes its own cache; rows leave, and none joins.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ class SlottedLayer(DynamicLayer):  # type: ignore[misc]
 class SlottedCache(DynamicCache):  # type: ignore[misc]
     """Keys and values of all layers.
 
-    can_join   all layers keep plain keys and values, or none, so that rows may join
+    can_join        all layers keep plain keys and values, or none, so that rows may join
+    made_by_model   else: the cache of the model's own class, after its first pass; this one has no layers then
     """
 
     def __init__(self, config: PreTrainedConfig, room: Room) -> None:
@@ -187,7 +188,13 @@ class SlottedCache(DynamicCache):  # type: ignore[misc]
         super().__init__(config=config)
         self.room = room
         self.can_join = all(type(layer) in _PLAIN for layer in self.layers)
-        self.layers: list[Any] = [_slotted(layer, room) for layer in self.layers]
+        self.layers: list[Any] = [_slotted(layer, room) for layer in self.layers] if self.can_join else []
+        self.made_by_model: Cache | None = None
+
+    @property
+    def for_model(self) -> Cache | None:
+        """Return the cache that a pass gets; None: the model makes one, which is then set as `made_by_model`."""
+        return self if self.can_join else self.made_by_model
 
     def make_room(self, rows: int, columns: int, most_tokens: int) -> None:
         """Have room for so many rows and columns, within the tokens.
@@ -197,7 +204,7 @@ class SlottedCache(DynamicCache):  # type: ignore[misc]
         slots_fit = rows <= self.room.slots and columns <= self.room.columns
         if not slots_fit or self.room.tokens > most_tokens:
             self.room = room_for(rows, columns, most_tokens)
-            for layer in self._own_layers():
+            for layer in self.slotted_layers():
                 layer.resize(self.room)
 
     def keep(self, kept: Sequence[int], width: int, *, in_order: bool) -> list[int]:
@@ -207,11 +214,10 @@ class SlottedCache(DynamicCache):  # type: ignore[misc]
         """
         order = list(kept) if in_order else order_without_gaps(kept)
         slots_M, rows_M = torch.tensor([(slot, row) for slot, row in enumerate(order) if slot != row]).view(-1, 2).T
-        for layer in self.layers:
-            if isinstance(layer, SlottedLayer):
-                layer.keep(slots_M, rows_M, len(order), width)
-            elif not self.can_join:
-                layer.reorder_cache(torch.tensor(order))
+        for layer in self.slotted_layers():
+            layer.keep(slots_M, rows_M, len(order), width)
+        if self.made_by_model is not None:
+            _reorder(self.made_by_model, torch.tensor(order))
         return order
 
     def take_in(self, other: SlottedCache, rows: Sequence[int], width: int) -> None:
@@ -226,14 +232,15 @@ class SlottedCache(DynamicCache):  # type: ignore[misc]
 
     def holds_all(self, columns: int) -> bool:
         """Return whether a row of so many columns is whole: none has left the window of a layer."""
-        return all(layer.kept_of(columns) == columns for layer in self._own_layers())
+        return all(layer.kept_of(columns) == columns for layer in self.slotted_layers())
 
     def copy_beginning(self, row: int, left_out: int) -> None:
         """Add a row: a copy of another, which is whole, without its latest columns. `make_room` comes first."""
-        for layer in self._own_layers():
+        for layer in self.slotted_layers():
             layer.copy_beginning(row, left_out)
 
-    def _own_layers(self) -> list[SlottedLayer]:
+    def slotted_layers(self) -> list[SlottedLayer]:
+        """Return the layers that have buffers."""
         return [layer for layer in self.layers if isinstance(layer, SlottedLayer)]
 
 
@@ -247,12 +254,18 @@ def _slotted(layer: Any, room: Room) -> Any:
     return SlottedLayer(room, layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else 0)
 
 
+def _reorder(cache: Cache, rows_B: Tensor) -> None:
+    cache.reorder_cache(rows_B)
+    for name, states in vars(cache).items():  # MiniMax has states outside of layers, which `reorder_cache` leaves
+        if name != "layers" and isinstance(states, list):
+            states[:] = [one[rows_B] if isinstance(one, Tensor) else one for one in states]
+
+
 def cache_bytes(cache: Cache) -> int:
-    """Return the bytes that the layers of a cache hold; may be called while another thread uses it."""
-    total = 0
-    for layer in cache.layers:
-        if isinstance(layer, SlottedLayer):
-            total += layer.nbytes
-        else:
-            total += sum(one.nbytes for one in list(vars(layer).values()) if isinstance(one, Tensor) and one.ndim > 1)
-    return total
+    """Return the bytes that a cache holds; may be called while another thread uses it."""
+    if isinstance(cache, SlottedCache):
+        made = cache.made_by_model
+        return sum(layer.nbytes for layer in cache.slotted_layers()) + (cache_bytes(made) if made is not None else 0)
+    held = [value for holder in (cache, *cache.layers) for value in list(vars(holder).values())]
+    states = [one for value in held for one in (value if isinstance(value, list) else [value])]
+    return sum(one.nbytes for one in states if isinstance(one, Tensor) and one.ndim > 1)

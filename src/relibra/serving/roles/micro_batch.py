@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import Cache
 
 from relibra.engine.engine import Engine, EngineLimits
 from relibra.engine.forward import run_model
+from relibra.engine.kv_cache import SlottedCache
 from relibra.engine.sequence import Sequence
 from relibra.errors import EngineError, RelibraError, in_a_line
 from relibra.replay.record import narrow_dtype
@@ -146,7 +146,7 @@ class MicroBatch:
             self._listener(known)
 
     def _forward(
-        self, input_BN: Int[Tensor, "B N"], mask_BC: Bool[Tensor, "B C"], cache: Cache, *, last: int = 1
+        self, input_BN: Int[Tensor, "B N"], mask_BC: Bool[Tensor, "B C"], cache: SlottedCache, *, last: int = 1
     ) -> tuple[Float[Tensor, "B Z V"], Tensor | None]:
         """Run the model with remote experts, see `Forward`."""
         with self.experts.forward_pass() as routes_LTK:
