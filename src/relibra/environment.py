@@ -135,6 +135,12 @@ def chosen_placement() -> str:
     return os.environ.get("RELIBRA_EPLB", "")
 
 
+def rank_0_environment(num_ranks: int) -> dict[str, str]:
+    """Return the environment of a process that does before a run what rank 0 does in it."""
+    who = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    return {**os.environ, **who, "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1"}
+
+
 def worker_environment(threads: int) -> dict[str, str]:
     """Return the environment of a worker process that we start: ours, with so many threads of torch."""
     return {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}

@@ -49,7 +49,7 @@ def import_function(setting: str, name: str, *, known: str = "", arguments: Sequ
 
     known       other values for the message
     arguments   names of what it is called with; (): not checked here
-    raises      ConfigError if there is no such module or function, or if it takes other arguments
+    raises      ConfigError if there is no such module or function, or if it is asynchronous or takes other arguments
     """
     module_name, function_name = _module_and_function(setting, name, known)
     where = f"{setting} is {name!r}"
@@ -64,6 +64,10 @@ def import_function(setting: str, name: str, *, known: str = "", arguments: Sequ
     if not callable(function):
         got = "has no such function" if function is None else f"has {excerpt(function)} there, which cannot be called"
         raise ConfigError(f"{where}: {getattr(module, '__file__', None) or module_name} {got}; check the name")
+    if any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None)))):  # noqa: B004
+        raise ConfigError(
+            f"{where}: it is an async function, which nobody awaits; make it a plain one (asyncio.run inside)"
+        )
     try:
         if arguments:
             inspect.signature(function).bind(*arguments)

@@ -22,8 +22,13 @@ REWARD = """
 def by_letters(response, row):
     return sum(map(ord, response)) % 3 / 2
 
+rated = []
+
 def raising(response, row):
-    raise ValueError("no idea")
+    rated.append(row)
+    if len(rated) > 1:  # not the row that is tried before the run
+        raise ValueError("no idea")
+    return 0
 """
 
 

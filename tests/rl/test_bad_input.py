@@ -94,7 +94,8 @@ def test_a_first_step_that_fails_leaves_no_folder_under_torchrun(user_task, tmp_
 @pytest.mark.parametrize("code", [0, 7])
 def test_a_reward_that_ends_its_process_completes_nothing(code, user_task, tmp_path):
     folder, task = user_task
-    (folder / "leaving.py").write_text(f"import os\n\ndef leave(response, row):\n    os._exit({code})\n")
+    body = f"    rated.append(row)\n    if len(rated) > 1:\n        os._exit({code})\n    return 0\n"
+    (folder / "leaving.py").write_text(f"import os\nrated = []\n\ndef leave(response, row):\n{body}")
     stderr = refused(train(tmp_path, *task, "task.reward=leaving:leave", "parallel.ranks=2", cwd=folder))
     assert re.search(r"error: the run ended early: rank(s 0, 1| 0| 1) ended before the run was complete", stderr)
     assert "os._exit" in stderr

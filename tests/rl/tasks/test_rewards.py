@@ -191,3 +191,27 @@ def test_reward_that_cannot_exist_is_refused_without_running_it(tmp_path, monkey
     (tmp_path / "a_reward_refused.py").write_text(body)
     with pytest.raises(ConfigError, match=re.escape(said)):
         check_reward(name)
+
+
+ASYNC = (
+    "async def score(response, row): return 1\n",
+    "import functools\nasync def one(response, row): return 1\nscore = functools.partial(one)\n",
+    "class C:\n    async def __call__(self, response, row): return 1\nscore = C()\n",
+)
+
+
+@pytest.mark.parametrize("body", ASYNC)
+def test_async_functions_are_refused(mine, body):
+    with pytest.raises(ConfigError, match=r"task\.reward is 'my_own_reward:score': it is an async function"):
+        mine(body)
+
+
+@pytest.mark.parametrize("takes", ["", "response", "prompt, response, row", "response, *, row", "**columns"])
+def test_signatures_that_no_call_fits_are_refused(mine, takes):
+    with pytest.raises(ConfigError, match=r"it is called as score\(response, row\), which it does not take"):
+        mine(f"def score({takes}): return 1\n")
+
+
+@pytest.mark.parametrize("takes", ["response, row", "a, b", "a, b, c=1", "*both", "a, b=None, **more"])
+def test_signatures_that_the_call_fits_are_taken(mine, takes):
+    assert mine(f"def score({takes}): return 1\n")(PROMPT, "x") == 1.0

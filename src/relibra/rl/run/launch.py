@@ -32,6 +32,7 @@ from relibra.rl.run.run_folder import (
 )
 from relibra.rl.run.stderr_writer import lenient_stderr
 from relibra.rl.tasks.make import check_task
+from relibra.rl.tasks.reward_trial import try_reward
 from relibra.user_function import check_function
 
 MAX_RESTARTS = 3
@@ -70,10 +71,14 @@ def launch(config: RunConfig, resume: Path | None = None, *, supervise: bool = F
     if launched is not None:
         if launched.rank == 0:
             _print_settings(config)
+            if not launched.restarts:
+                try_reward(config.task, launched.num_ranks)
         return _run_as_rank(config, launched, resume, supervise=supervise)
     if config.model.path:
         check_expert_ranks(config.model.path, config.parallel.ranks)
     check_task(config.task, config.evaluation.prompts if config.evaluation.every else 0)
+    if not on_ray:  # its nodes may have what this machine has not
+        try_reward(config.task, config.parallel.ranks)
     for setting, name in (("algorithm.loss", config.algorithm.loss), ("plan.balancer", config.plan.balancer)):
         if ":" in name:
             check_function(setting, name)

@@ -18,6 +18,7 @@ from relibra.user_function import check_function, import_function, whole_message
 
 NEEDS_ANSWER = ("exact", "maths")
 """Rewards that compare with the correct answer of the row."""
+_KNOWN = "'exact', 'maths'"
 
 LARGEST = 1e9
 """Largest absolute reward: larger ones dominate all others in sums of squares."""
@@ -70,7 +71,7 @@ def make_reward(name: str, answer_column: str) -> Reward:
     if name == "maths":
         judge = MathsJudge()
         return Reward(name, lambda response, row: judge(response, right_answer(row, answer_column)))
-    return Reward(name, import_function("task.reward", name, known="'exact', 'maths'"))
+    return Reward(name, import_function("task.reward", name, known=_KNOWN, arguments=("response", "row")))
 
 
 def check_reward(name: str) -> None:
@@ -78,7 +79,7 @@ def check_reward(name: str) -> None:
     if name in NEEDS_ANSWER:
         make_reward(name, "")
     else:
-        check_function("task.reward", name, known="'exact', 'maths'")
+        check_function("task.reward", name, known=_KNOWN)
 
 
 def same_text(response: str, answer: str) -> bool:
