@@ -47,6 +47,7 @@ from relibra.rl.update.credit import (
     compute_group_advantages,
     compute_values,
     filter_groups,
+    groups_with_signal,
     record_values,
     variance_explained,
     with_credit,
@@ -76,6 +77,7 @@ class Progress:
     value_steps           of the value model
     policy_skips          optimizer steps skipped in a row, at the end of the step before
     value_skips           of the value model
+    untrained_steps       RL steps in a row whose rewards trained nothing
     explained_variance    share of the variance of returns that the value model explained last; None: not known
     planned               whether a step was planned, so that the next plan starts from the current homes
     residents             experts `[L][R][B]` in slots of layers that last, chosen from the step before; None: none
@@ -89,6 +91,7 @@ class Progress:
     value_steps: int = 0
     policy_skips: int = 0
     value_skips: int = 0
+    untrained_steps: int = 0
     explained_variance: float | None = None
     planned: bool = False
     residents: list | None = None
@@ -103,7 +106,8 @@ class Progress:
 
         raises    ConfigError for a checkpoint of another version of relibra
         """
-        state = {**dict.fromkeys(("policy_skips", "value_skips"), 0), "residents": None, **state}  # 0.2.0 had none
+        later = dict.fromkeys(("policy_skips", "value_skips", "untrained_steps"), 0)  # 0.2.0 had none
+        state = {**later, "residents": None, **state}
         if missing := [name for name in ("next_sample", "passed_over", *_STATE) if name not in state]:
             raise ConfigError(
                 f"the checkpoint lacks {', '.join(missing)}: another version of relibra wrote it; finish the run with "
@@ -119,7 +123,7 @@ class Progress:
 
 _STATE = (
     *("finished", "policy_steps", "value_steps", "policy_skips", "value_skips"),
-    *("explained_variance", "planned", "residents"),
+    *("untrained_steps", "explained_variance", "planned", "residents"),
 )
 
 
@@ -163,7 +167,7 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
     """Go through one step: sample, reward, plan, recompute, assign credit, update, sync weights; collective."""
     clock = Stopwatch(step)
     rollout = _sample(step, learner, progress, config, traces, clock)
-    kept, advantage_of = _compare_groups(rollout.responses, config, clock)
+    kept, signal, advantage_of = _compare_groups(rollout.responses, config, clock)
     rollout = replace(rollout, responses=[_without_routes(response) for response in rollout.responses])
     routed = sum(response.experts_mLK.nbytes for response in kept if response.experts_mLK is not None)
     batch, recomputed = _build_and_recompute(learner, progress, kept, config, clock)
@@ -186,7 +190,8 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
             residents = exchange_residents(batch.lasting)
     metrics = {
         "step": step,
-        **step_metrics.rollout_metrics(rollout.responses, rollout.cost, by_group=config.algorithm.advantage == "group"),
+        **step_metrics.rollout_metrics(rollout.responses, rollout.cost),
+        "equal_groups": 1 - sum(signal.values()) / len(signal) if signal else None,
         **step_metrics.update_metrics(update, learner.loss.metrics),
         **value_metrics,
         **step_metrics.mismatch_metrics_of_ranks(recomputed),
@@ -195,6 +200,10 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
         "bytes": step_metrics.route_bytes(batch, routed=routed, traced=traces.written_bytes),
         "seconds": {name: round(seconds, 4) for name, seconds in clock.seconds.items()},
     }
+    untrained = progress.untrained_steps
+    if warm or learner.critic is None:
+        untrained = untrained + 1 if not metrics["trained_tokens"] or metrics["equal_groups"] == 1 else 0
+    metrics["untrained_steps"] = untrained
     metrics["alarms"] = alarms(metrics)
     progress = replace(
         progress,
@@ -202,6 +211,7 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
         finished=progress.finished + metrics["finished"],
         policy_steps=update.count.made,
         policy_skips=update.count.skipped_in_a_row,
+        untrained_steps=untrained,
         planned=progress.planned or batch.plan is not None,
         residents=residents,
     )
@@ -243,16 +253,18 @@ def _sample(
 
 def _compare_groups(
     responses: Sequence[Response], config: RunConfig, clock: Stopwatch
-) -> tuple[list[Response], Mapping[int, float]]:
-    """Return the responses that the group filter keeps, and advantages within groups by sample id."""
+) -> tuple[list[Response], Mapping[int, bool], Mapping[int, float]]:
+    """Return the responses that the group filter keeps, which groups have a signal, and advantages by sample id."""
     settings = config.algorithm
     with clock.stage("reward"):
-        kept_S = filter_groups(responses, settings, max_response=config.rollout.max_response)
+        signal = groups_with_signal(responses, settings, max_response=config.rollout.max_response)
+        kept_S = filter_groups(responses, settings, signal)
         advantage_of: Mapping[int, float] = {}
         if settings.advantage == "group":
             advantage_of = compute_group_advantages(responses, divide_by_std=settings.divide_by_std)
     kept = [response for response, is_kept in zip(responses, kept_S, strict=True) if is_kept]
-    return kept if settings.replay == "R3" else [_without_routes(response) for response in kept], advantage_of
+    kept = kept if settings.replay == "R3" else [_without_routes(response) for response in kept]
+    return kept, signal if settings.advantage == "group" else {}, advantage_of
 
 
 def _build_and_recompute(

@@ -16,6 +16,7 @@ from relibra.rl.update.credit import (
     compute_gae,
     compute_group_advantages,
     filter_groups,
+    groups_with_signal,
 )
 from tests.rl.made_up import response_of
 
@@ -77,7 +78,8 @@ def group_advantages(responses, config):
 
 
 def useful_groups(responses, config):
-    return filter_groups(responses, config.algorithm, max_response=18)
+    signal = groups_with_signal(responses, config.algorithm, max_response=18)
+    return filter_groups(responses, config.algorithm, signal)
 
 
 def advantages_by_hand(response, expected, config, window=WINDOW):
@@ -226,6 +228,20 @@ def test_filter_leaves_mixed_groups_and_unfinished_responses():
     assert useful_groups(responses, dapo).tolist() == [False, False, True, True, False, True, True]
     off = config_of("algorithm.group_filter=off", preset="dapo")
     assert useful_groups(responses, off).all()
+
+
+def test_groups_have_the_signal_that_the_filter_sees():
+    """Rewards of the task are equal; one response is long and has a penalty, which the filter does not look at."""
+    responses = [response_of(sample, group=0, length=length, reward=reward) for sample, length, reward in PENALISED]
+    dapo = config_of("algorithm.overlong_buffer=6", preset="dapo")
+    assert groups_with_signal(responses, dapo.algorithm, max_response=18) == {0: False}
+    assert not useful_groups(responses, dapo).any()
+    off = config_of("algorithm.overlong_buffer=6", "algorithm.group_filter=off", preset="dapo")
+    assert groups_with_signal(responses, off.algorithm, max_response=18) == {0: True}
+    assert useful_groups(responses, off).all()
+
+
+PENALISED = ((0, 6, 1.0), (1, 15, 0.5))
 
 
 def test_explained_variance_is_over_tokens_of_finished_responses():

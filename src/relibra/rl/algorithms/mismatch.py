@@ -130,6 +130,11 @@ _ALARMS: dict[str, tuple[float, float, str]] = {
     "chi2": (-1.0, 1.0, "importance weights scatter in their squares"),
     "ratio_above_2": (0.0, 0.1, "runs have collapsed soon after this"),
     "failed_rewards": (0.0, 0.0, "these rewards raised or were no number, and their responses were left out"),
+    "untrained_steps": (
+        0.0,
+        2.0,
+        "in none of these steps do the rewards of a group differ, so the policy stays as it is",
+    ),
     "skipped_updates": (0.0, 0.0, "gradients were not finite, and changed nothing"),
     "skipped_value_updates": (0.0, 0.0, "gradients of the value model were not finite, and changed nothing"),
     "ran_at_home": (0.0, 0.0, "micro-batches did not follow the plan and ran without its balance"),

@@ -162,6 +162,8 @@ def _note(metrics: dict[str, Any]) -> str:
     parts.append(_part("entropy", metrics["entropy"], "{:.2f}"))
     if metrics["equal_groups"]:
         parts.append(f"groups without signal {metrics['equal_groups']:.0%}")
+    if metrics.get("untrained_steps"):
+        parts.append("nothing trained")
     parts.append(_part("k3", metrics["k3_kl"], "{:.1e}"))
     if metrics["explained_variance"] is not None:
         parts.append(f"explained {metrics['explained_variance']:.2f}")

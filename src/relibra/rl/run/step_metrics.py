@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
-from numpy import ndarray
 
 from relibra.parallel import LiveSkew
 from relibra.planning.analysis.explanation import slot_memory
@@ -27,7 +25,7 @@ from relibra.routing.statistics import skew
 from relibra.simulation import ModelShape
 
 
-def rollout_metrics(responses: Sequence[Response], cost: RolloutCost, *, by_group: bool) -> dict[str, Any]:
+def rollout_metrics(responses: Sequence[Response], cost: RolloutCost) -> dict[str, Any]:
     """Return the metrics of the responses of all ranks and of the cost to sample them; collective.
 
     Rewards and lengths are those of responses that finished in this step; None if there are none.
@@ -40,11 +38,10 @@ def rollout_metrics(responses: Sequence[Response], cost: RolloutCost, *, by_grou
             response.finish_reason == "length",
             len(response.tokens_n),
             response.window_length,
-            response.group_id,
         )
         for response in responses
     ]
-    rows = np.concatenate(gather_arrays(np.array(own, dtype=np.float64).reshape(-1, 7)))
+    rows = np.concatenate(gather_arrays(np.array(own, dtype=np.float64).reshape(-1, 6)))
     finished = rows[rows[:, 0] > 0]
     slots, busy, prefilled = sum_over_ranks(
         torch.tensor([cost.slot_steps, cost.busy_slot_steps, cost.prefilled_tokens])
@@ -54,7 +51,6 @@ def rollout_metrics(responses: Sequence[Response], cost: RolloutCost, *, by_grou
         "reward": float(rewards.mean()) if len(rewards) else None,
         "reward_std": float(rewards.std()) if len(rewards) else None,
         "failed_rewards": len(finished) - len(rewards),
-        "equal_groups": share_of_equal_groups(finished[:, 6], finished[:, 1]) if by_group else None,
         "response_length": float(lengths.mean()) if len(finished) else None,
         "response_length_p95": float(np.percentile(lengths, 95)) if len(finished) else None,
         "response_length_max": int(lengths.max()) if len(finished) else None,
@@ -68,17 +64,6 @@ def rollout_metrics(responses: Sequence[Response], cost: RolloutCost, *, by_grou
         "passes": None if cost.passes is None else largest_over_ranks(cost.passes),
         "idle_share": float(1 - busy / slots) if slots else 0.0,
     }
-
-
-def share_of_equal_groups(group_S: Float[ndarray, " S"], reward_S: Float[ndarray, " S"]) -> float | None:
-    """Return the share of groups whose rewards are all equal, which tell nothing; None: no group has two rewards.
-
-    >>> share_of_equal_groups(np.array([0.0, 0, 1, 1, 2]), np.array([1.0, 1, 1, 0, 0]))
-    0.5
-    """
-    rewards = [reward_S[(group_S == group) & ~np.isnan(reward_S)] for group in np.unique(group_S)]
-    several = [found for found in rewards if len(found) > 1]
-    return sum(float(np.ptp(found)) == 0 for found in several) / len(several) if several else None
 
 
 def mismatch_metrics_of_ranks(recomputed: Recomputed) -> dict[str, Any]:

@@ -60,28 +60,40 @@ class ResponseValues:
     after_S: Float32[Tensor, " S"]
 
 
-def filter_groups(
+def groups_with_signal(
     responses: Sequence[Response], settings: AlgorithmSettings, *, max_response: int
-) -> Bool[ndarray, " S"]:
-    """Return the mask of this rank's responses that are trained on; collective.
+) -> dict[int, bool]:
+    """Return for each group with a reward, of all ranks, whether its rewards differ; collective.
 
-    Finished responses without a reward are not, nor groups that `algorithm.group_filter` drops. The filter compares
-    rewards of the task without length penalties, which would make any group look mixed.
+    Where `algorithm.group_filter` decides, rewards are those of the task, without length penalties, which would make
+    any group look mixed; else those that advantages are made from.
     """
-    known_S = np.array([one.finish_reason is None or one.reward is not None for one in responses], dtype=bool)
-    if settings.group_filter == "off":
-        return known_S
-    sample_ids, group_id_S, reward_S = _gather_rewards(
-        [
-            response
-            if response.reward is None
-            else replace(response, reward=_task_reward(response, max_response, settings.overlong_buffer))
-            for response in responses
+    if settings.group_filter == "mixed":
+        responses = [
+            one
+            if one.reward is None
+            else replace(one, reward=_task_reward(one, max_response, settings.overlong_buffer))
+            for one in responses
         ]
-    )
-    mixed_S = mixed_groups(reward_S, group_id_S).tolist()
-    dropped = {sample_id for sample_id, mixed in zip(sample_ids, mixed_S, strict=True) if not mixed}
-    return known_S & np.array([response.sample_id not in dropped for response in responses], dtype=bool)
+    _, group_id_S, reward_S = _gather_rewards(responses)
+    return dict(zip(group_id_S.tolist(), mixed_groups(reward_S, group_id_S).tolist(), strict=True))
+
+
+def filter_groups(
+    responses: Sequence[Response], settings: AlgorithmSettings, signal: Mapping[int, bool]
+) -> Bool[ndarray, " S"]:
+    """Return the mask of this rank's responses that are trained on.
+
+    Finished responses without a reward are not, nor those of groups that `algorithm.group_filter` drops.
+
+    signal   by `groups_with_signal`
+    """
+    drops = settings.group_filter == "mixed"
+    kept = [
+        one.finish_reason is None or (one.reward is not None and (signal[one.group_id] or not drops))
+        for one in responses
+    ]
+    return np.array(kept, dtype=bool)
 
 
 def compute_group_advantages(responses: Sequence[Response], *, divide_by_std: bool) -> dict[int, float]:
