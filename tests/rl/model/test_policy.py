@@ -9,15 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from relibra.errors import ConfigError
 from relibra.parallel import relocate
 from relibra.parallel.balanced import balanced_layers
+from relibra.parallel.homes.logical_order import full_tensor
 from relibra.rl.model.optimizer import clip_gradients, make_optimizer
-from relibra.rl.model.policy import write_weights
+from relibra.rl.model.policy import save_policy, write_weights
 from relibra.rl.model.sharding import full_parameters, is_balanced
 from relibra.rl.run.checkpoints.checkpoint import load_checkpoint
+from relibra.rl.toy.character_tokenizer import CharacterTokenizer
 from tests.replay.tiny_models import random_tokens, tiny_model
 from tests.rl.checkpoints import save_checkpoint
 from tests.rl.joined import VOCAB, on_ranks, policy_of, tiny_config
@@ -144,6 +147,20 @@ def test_tied_weights_stay_one_parameter(tmp_path, dtype):
     policy.sync()
     assert not torch.equal(policy.copy.lm_head.weight, before)
     assert torch.equal(policy.copy.lm_head.weight, policy.copy.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_written_policy_has_the_type_that_its_config_names(tmp_path, dtype):
+    policy = build(tmp_path, f"model.dtype={dtype}", "model.num_layers=1")
+    save_policy(policy, CharacterTokenizer("01."), tmp_path / "policy")
+    policy.sync()
+    weights = load_file(tmp_path / "policy" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {getattr(torch, dtype)}
+    assert json.loads((tmp_path / "policy" / "config.json").read_text())["dtype"] == dtype
+    assert torch.equal(weights["lm_head.weight"], policy.copy.lm_head.weight)
+    write_weights(policy, tmp_path / "whole")
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    assert torch.equal(whole["lm_head.weight"], full_tensor(policy.trained.lm_head.weight))
 
 
 def test_weights_that_differ_in_the_files_are_not_tied(tmp_path):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -170,26 +171,31 @@ def _load_whole(
 
 
 def save_policy(policy: Policy, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write policy and tokenizer as a `transformers` folder, renamed to `folder` when it is complete; collective."""
+    """Write policy and tokenizer as a `transformers` folder, renamed to `folder` when it is complete; collective.
+
+    Weights have the types of the copy, which its config.json names: those that every engine computes with.
+    """
     temporary = folder.with_name(f".{folder.name}.tmp")
     if dist.get_rank() == 0:
         shutil.rmtree(temporary, ignore_errors=True)
-    write_weights(policy, temporary)
+    write_weights(policy, temporary, types={name: whole.dtype for name, whole in policy.copy.named_parameters()})
     if dist.get_rank() == 0:
         tokenizer.save(temporary)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
 
 
-def write_weights(policy: Policy, folder: Path) -> None:
-    """Write the trained weights, in float32 and logical expert order, as a `transformers` folder; collective.
+def write_weights(policy: Policy, folder: Path, types: Mapping[str, torch.dtype] = MappingProxyType({})) -> None:
+    """Write the trained weights, in logical expert order, as a `transformers` folder; collective.
 
     Rank 0 writes, and needs memory for all of them. Tied weights are the same in all their places.
 
+    types    of parameters by name; float32 for others, with nothing lost
     raises   ConfigError, the same on all ranks, if the folder cannot be written
     """
     writes = dist.get_rank() == 0
-    weights = {name: full.cpu() for name, full in full_parameters(policy.trained) if writes}
+    named = full_parameters(policy.trained)
+    weights = {name: full.to("cpu", types.get(name, torch.float32)) for name, full in named if writes}
     for pair in policy.copy.all_tied_weights_keys.items() if writes else ():  # type: ignore[operator, union-attr]
         shared = next(weights[name] for name in pair if name in weights)
         weights |= dict.fromkeys(pair, shared)
