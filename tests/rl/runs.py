@@ -191,6 +191,7 @@ def check_samples(run: Path, steps: int) -> None:
     lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     seen = [(line["step"], line["sample"]) for line in lines]
     assert seen == sorted(set(seen))
+    assert all(line["answer"] is not None for line in lines)
     assert {step for step, _ in seen} <= set(range(steps))
 
 

@@ -1,28 +1,62 @@
-"""`relibra export`: the built-in model of a run as a folder that a server can start from."""
+"""`relibra export`: the policy of a checkpoint, or the built-in model before its run, as a `transformers` folder."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from relibra.cli.inputs import options
-from relibra.cli.inputs.requests import documented
-from relibra.cli.outputs.terminal import print_text
+from relibra.cli.inputs.requests import documented, within
+from relibra.cli.outputs.terminal import print_note, print_text
+from relibra.errors import ConfigError
+
+
+class Dtype(StrEnum):
+    """Types of weights."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
 
 
 @documented
-def export(folder: Annotated[Path, typer.Argument()], settings: options.RunSettings = None) -> None:
-    """Write the untrained built-in model of a run, so that a server can start before the run does.
+def export(
+    folder: Annotated[Path, typer.Argument()],
+    settings: options.RunSettings = None,
+    run: Path | None = None,
+    step: Annotated[int | None, within(0)] = None,
+    dtype: Dtype | None = None,
+) -> None:
+    """Write the policy of a checkpoint, or the untrained built-in model of a run, so that a server can start before it.
 
-    Weights follow from run.seed. A run with model.path needs none of this: its server starts from that folder.
+    Untrained weights follow from run.seed; with model.path a server starts from that folder.
 
     folder  New folder for model and tokenizer.
+    run RUN  Run folder with the checkpoint; may be that of a run that goes on.
+    step N  Steps after which the checkpoint was written; default: the latest.
+    dtype  Of the weights of a checkpoint, which holds float32; default: model.dtype of the run.
 
-    Example: relibra export start examples/vllm.toml
+    Example: relibra export policy --run runs/demo --step 20
     """
-    from relibra.rl.config.run_config import load_config
+    from relibra.rl.config.run_config import drop_operational, load_config
+
+    if run is not None:
+        from relibra.rl.run.checkpoints.policy_folder import write_policy_folder
+        from relibra.rl.run.run_folder import read_settings
+
+        if settings:
+            raise ConfigError(f"--run {run} has its own settings: leave out {' '.join(settings)}")
+        base = read_settings(run, "export")
+        drop_operational(base)
+        config = load_config(None, base=base)
+        checkpoint = write_policy_folder(config, run, step, folder, dtype or config.model.dtype)
+        print_note(f"policy of {checkpoint}")
+        print_text(f"model   {folder}")
+        return
+    if step is not None or dtype is not None:
+        raise ConfigError("--step and --dtype are for the checkpoint of a run: give --run too")
     from relibra.rl.start_folder import write_start_folder
 
     write_start_folder(load_config(*options.file_and_overrides(settings)), folder)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
-
-from safetensors import SafetensorError
 
 from relibra.errors import ConfigError
 from relibra.rl.config.run_config import RunConfig
-from relibra.rl.model.sharding import quiet_loading
 from relibra.rl.model.tokenizer import make_tokenizer
+from relibra.rl.run.checkpoints.policy_folder import check_new, write_model_folder
 from relibra.rl.tasks.make import make_task
 from relibra.rl.toy.model import built_in_config, initial_model
 
@@ -22,24 +19,10 @@ def write_start_folder(config: RunConfig, folder: Path) -> None:
     """
     if config.model.path:
         raise ConfigError(f"model.path {config.model.path!r} is a folder to start a server from: nothing to export")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is not empty: choose a new folder")
+    check_new(folder)
     task = make_task(config.task, config.run.seed, 0)
     tokenizer = make_tokenizer(config.model.source, task.characters, trust_remote_code=False)
     model = initial_model(
         built_in_config(config.model, tokenizer.vocab_size, config.rollout.least_head_dim), config.run.seed
     )
-    temporary = folder.absolute().with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        with quiet_loading():
-            model.save_pretrained(temporary)
-        tokenizer.save(temporary)
-        for file in temporary.iterdir():
-            file.chmod(0o644)  # a server may run as another user
-        temporary.replace(folder)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot write the model into {folder}: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    write_model_folder(model, tokenizer.save, folder)

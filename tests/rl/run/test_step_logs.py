@@ -153,6 +153,7 @@ def test_samples_are_the_best_worst_and_longest_that_finished(tmp_path):
         "step": 7,
         "sample": 4,
         "prompt": TASK.prompt(4).text,
+        "answer": sum(TASK.prompt(4).row["terms"]) % 10,
         "response": "3" * 8,
         "reward": 0.4,
         "tokens": 9,

@@ -220,31 +220,31 @@ def checkpoint_names(run: Path) -> list[str]:
     return sorted(filter(_CHECKPOINT.fullmatch, names), key=lambda name: int(name[5:]), reverse=True)
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """Return the settings of a run that is to be resumed.
+def read_settings(path: Path, verb: str = "resume") -> dict[str, Any]:
+    """Return the settings of a run that is to be resumed, or exported.
 
     raises    ConfigError if the folder is not one of a run with a checkpoint that this version of relibra reads
     """
     if not path.is_dir():
-        raise ConfigError(f"cannot resume {path}: the folder does not exist; pass the folder of a run")
+        raise ConfigError(f"cannot {verb} {path}: the folder does not exist; pass the folder of a run")
     if not has_checkpoint(path):
         raise ConfigError(
-            f"cannot resume {path}: it has no checkpoints/step-* (checkpoint.every was 0, or the run ended early); "
+            f"cannot {verb} {path}: it has no checkpoints/step-* (checkpoint.every was 0, or the run ended early); "
             "pass the folder of another run, or start a new run"
         )
     try:
         settings: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot resume {path}: its config.json cannot be read ({error})") from error
+        raise ConfigError(f"cannot {verb} {path}: its config.json cannot be read ({error})") from error
     versions = settings.pop("versions", {}) if isinstance(settings, dict) else None
     made_by = versions.get("relibra", relibra.__version__) if isinstance(versions, dict) else None
     if not isinstance(made_by, str):
-        raise ConfigError(f"cannot resume {path}: its config.json is not one of a run")
+        raise ConfigError(f"cannot {verb} {path}: its config.json is not one of a run")
     for key in ("model_sizes", "changed"):
         settings.pop(key, None)
     if made_by.startswith("0.1."):
         raise ConfigError(
-            f"cannot resume {path}: relibra {made_by} made this run, and {relibra.__version__} does not read its "
+            f"cannot {verb} {path}: relibra {made_by} made this run, and {relibra.__version__} does not read its "
             f"checkpoints; finish it with {made_by}, or start a new run from its policy (model.path={path}/policy)"
         )
     return settings

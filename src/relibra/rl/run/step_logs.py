@@ -69,17 +69,19 @@ class StepLogs:
 
     def _append_samples(self, step: int, responses: Sequence[Response], task: Task, tokenizer: Tokenizer) -> None:
         for response in _best_worst_longest(responses):
+            prompt = task.prompt(response.group_id)
             line = {
                 "step": step,
                 "sample": response.sample_id,
-                "prompt": task.prompt(response.group_id).text,
+                "prompt": prompt.text,
+                "answer": task.answer(prompt),
                 "response": tokenizer.decode(response.tokens_n[response.prompt_length :].tolist()),
                 "reward": response.reward,
                 "tokens": response.length,
                 "finish": response.finish_reason,
                 "windows": response.windows,
             }
-            self._samples.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._samples.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
         self._samples.flush()
 
     @contextmanager

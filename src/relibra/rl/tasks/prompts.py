@@ -60,6 +60,10 @@ class Prompts:
         last = min(self.first_held + count, len(self.held))
         return [self._at(self.held, index) for index in range(self.first_held, last)]
 
+    def answer(self, prompt: Prompt) -> Any:
+        """Return what the answer column holds."""
+        return prompt.row.get(self.rate.answer_column)
+
     def reward(self, prompt: Prompt, response: str, *, stopped: bool) -> float:  # noqa: ARG002
         """Return the chosen reward of the text, whether it stopped or was cut.
 

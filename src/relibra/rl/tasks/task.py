@@ -54,6 +54,10 @@ class Task(Protocol):
         """Return the first held-out prompts, always the same; fewer than `count` if a file has no more."""
         ...
 
+    def answer(self, prompt: Prompt) -> Any:
+        """Return the right answer, for logs; None: the prompt has none."""
+        ...
+
     def reward(self, prompt: Prompt, response: str, *, stopped: bool) -> float:
         """Return the reward of a response.
 

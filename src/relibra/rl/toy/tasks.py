@@ -62,7 +62,11 @@ class Arithmetic(_ToyTask):
         >>> task.reward(problem([7, 5, 8]), "7+5=2,2+8=0", stopped=True)
         1.0
         """
-        return float(stopped and response.endswith(f"={sum(prompt.row['terms']) % 10}"))
+        return float(stopped and response.endswith(f"={self.answer(prompt)}"))
+
+    def answer(self, prompt: Prompt) -> int:
+        """Return the last digit of the sum."""
+        return int(sum(prompt.row["terms"])) % 10
 
     def demonstrate(self, prompt: Prompt, rng: Generator, *, error_rate: float) -> str:
         """Return a chain whose links are wrong with probability `error_rate`."""
@@ -91,12 +95,16 @@ class Strings(_ToyTask):
 
     def reward(self, prompt: Prompt, response: str, *, stopped: bool) -> float:
         """Return 1.0 if the response stopped and every letter is right, else 0.0."""
-        return float(stopped and response == prompt.row["word"][::-1])
+        return float(stopped and response == self.answer(prompt))
+
+    def answer(self, prompt: Prompt) -> str:
+        """Return the letters from the last one to the first."""
+        return str(prompt.row["word"][::-1])
 
     def demonstrate(self, prompt: Prompt, rng: Generator, *, error_rate: float) -> str:
         """Return the answer, each letter replaced by a random one with probability `error_rate`."""
-        answer = prompt.row["word"][::-1]
-        return "".join(_draw_letters(rng, 1) if rng.random() < error_rate else letter for letter in answer)
+        letters = self.answer(prompt)
+        return "".join(_draw_letters(rng, 1) if rng.random() < error_rate else letter for letter in letters)
 
     def draw(self, rng: Generator) -> Prompt:
         """Draw a word."""

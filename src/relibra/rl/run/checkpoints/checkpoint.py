@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -158,6 +159,16 @@ def load_checkpoint(run: Path, *, models: Models) -> LoadedCheckpoint | None:
     )
 
 
+def load_weights(folder: Path, name: str, model: nn.Module) -> None:
+    """Load the weights of one model of a checkpoint into a whole model, in its types; in this process alone.
+
+    raises    ConfigError if the checkpoint is damaged, or of another model
+    """
+    if damage := find_damage(folder, 0, 1):
+        raise ConfigError(f"checkpoint {folder} is damaged: {damage}; choose another --step")
+    _load_tensors(tensors({name: (model, None)}), folder, alone=True)
+
+
 def _write(partial: Path, staged: StagedCheckpoint, group: dist.ProcessGroup | None) -> None:
     """Write all files of a checkpoint, the manifest last, and sync them to disk; collective."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -200,16 +211,23 @@ def _load(folder: Path, models: Models) -> LoadedCheckpoint:
                 )
             if optimizer and saved[name]["optimizer"] is not None:
                 restore_scalars(model, optimizer, saved[name]["optimizer"])
-        try:
-            load(tensors(models), storage_reader=HuggingFaceStorageReader(str(folder / "weights")))
-        except CheckpointException as error:
-            raise ConfigError(
-                f"checkpoint {folder} does not fit the models of this run: {_reason(error)}; resume with the "
-                "configuration of the run that wrote it"
-            ) from error
+        _load_tensors(tensors(models), folder)
     return LoadedCheckpoint(
         step=contents["step"], state=contents["state"], responses=_own_responses(folder, same_ranks=same_ranks)
     )
+
+
+def _load_tensors(named: dict[str, Any], folder: Path, *, alone: bool = False) -> None:
+    try:
+        with warnings.catch_warnings():
+            if alone:
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load(named, storage_reader=HuggingFaceStorageReader(str(folder / "weights")), no_dist=alone)
+    except CheckpointException as error:
+        raise ConfigError(
+            f"checkpoint {folder} does not fit the models of this run: {_reason(error)}; resume with the "
+            "configuration of the run that wrote it"
+        ) from error
 
 
 def _own_responses(folder: Path, *, same_ranks: bool) -> list[Response]:

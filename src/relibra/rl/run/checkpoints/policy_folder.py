@@ -1,0 +1,73 @@
+"""Exported model folders: the policy of a checkpoint, by one process that holds it once, and how they are written."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from relibra.errors import ConfigError
+from relibra.rl.config.run_config import RunConfig
+from relibra.rl.model.sharding import quiet_loading
+from relibra.rl.model.tokenizer import loading
+from relibra.rl.run.checkpoints.checkpoint import load_weights
+from relibra.rl.run.run_folder import checkpoint_names
+from relibra.rl.tasks.make import make_task
+from relibra.rl.toy.character_tokenizer import CharacterTokenizer
+from relibra.rl.toy.model import built_in_config, initial_model
+
+
+def write_policy_folder(config: RunConfig, run: Path, step: int | None, folder: Path, dtype: str) -> Path:
+    """Write the policy of a checkpoint with its tokenizer as a `transformers` folder, and return the checkpoint.
+
+    step      finished steps of the checkpoint; None: of the latest one
+    raises    ConfigError if there is no such checkpoint, it is damaged, or nothing can be written
+    """
+    names = {int(name.removeprefix("step-")): name for name in checkpoint_names(run)}
+    if step is not None and step not in names:
+        raise ConfigError(f"--step {step}: {run} has checkpoints after the steps {', '.join(map(str, sorted(names)))}")
+    checkpoint = run / "checkpoints" / names[max(names) if step is None else step]
+    check_new(folder)
+    if config.model.path:
+        with loading(f"model.path {config.model.path!r}"), quiet_loading():
+            options = {"trust_remote_code": config.model.trust_remote_code}
+            model = AutoModelForCausalLM.from_pretrained(config.model.source, dtype=getattr(torch, dtype), **options)
+            tokenizer = AutoTokenizer.from_pretrained(config.model.source, **options)
+    else:
+        characters = make_task(config.task, config.run.seed, 0).characters
+        assert characters is not None, "RunConfig refuses a task without an alphabet for the built-in model"
+        tokenizer = CharacterTokenizer(characters)
+        sizes = built_in_config(config.model, tokenizer.vocab_size, config.rollout.least_head_dim)
+        model = initial_model(sizes, config.run.seed).to(getattr(torch, dtype))
+    load_weights(checkpoint, "policy", model)
+    write_model_folder(model, tokenizer.save_pretrained if config.model.path else tokenizer.save, folder)
+    return checkpoint
+
+
+def check_new(folder: Path) -> None:
+    """Raise ConfigError if there is a file, or a folder with files, of this name."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not empty: choose a new folder")
+
+
+def write_model_folder(model: Any, save_tokenizer: Callable[[Path], object], folder: Path) -> None:
+    """Write a model and its tokenizer into a new folder, there only when complete; raise ConfigError if it cannot."""
+    temporary = folder.absolute().with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        with quiet_loading():
+            model.save_pretrained(temporary)
+        save_tokenizer(temporary)
+        for file in temporary.iterdir():
+            file.chmod(0o644)  # a server may run as another user
+        temporary.replace(folder)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot write the model into {folder}: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
