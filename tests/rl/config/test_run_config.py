@@ -8,6 +8,7 @@ import pytest
 
 from relibra.errors import ConfigError
 from relibra.rl.config.defaults import BUILT_IN_MODEL, PRESETS
+from relibra.rl.config.other_trainers import ABSENT, CALLED_HERE
 from relibra.rl.config.run_config import (
     RunConfig,
     as_toml,
@@ -130,7 +131,11 @@ def test_all_mistakes_are_told_at_once():
     [
         ("update.learning_rat=1", "update.learning_rate"),
         ("updte.learning_rate=1", "update"),
-        ("learning_rate=1", "warmup.learning_rate"),
+        ("learning_rate=1", "warmup.learning_rate or update.learning_rate or critic.learning_rate"),
+        ("update.lr=1", "update.learning_rate"),
+        ("rollout.num_generations=8", "rollout.responses_per_prompt"),
+        ("run.step=3", "run.steps"),
+        ("rollout.Max_Prompt=3", "rollout.max_prompt"),
         ("rollout.mini_batches=4", "update.mini_batches"),
         ("algorithm.preset=grop", "grpo"),
         ("algorithm.replay=r3", "R3"),
@@ -138,6 +143,35 @@ def test_all_mistakes_are_told_at_once():
 )
 def test_a_misspelt_setting_gets_a_suggestion(override, meant):
     assert refused(override).next_step == f"did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("rollout.max_turns=4", "not there yet: a response is one turn"),
+        ("evaluation.temperature=0.6", "not there yet: evaluations sample at rollout.temperature"),
+        ("algorithm.overlong_filter=true", "not there yet: responses cut at rollout.max_response are trained on"),
+        ("rollout.top_p=0.9", "not there yet: rollout.temperature is all"),
+        ("evaluation.window=4", ""),
+        ("algorithm.clip_ratio=0.2", ""),
+        ("model.rope_scaling=2", ""),
+        ("nonsense.temperature=1", ""),
+        ("algorithm.replay=R4", ""),
+    ],
+)
+def test_unlikely_hints_are_not_given(override, says):
+    next_step = refused(override).next_step
+    assert next_step.startswith(says)
+    assert says or not next_step
+
+
+def test_names_of_other_trainers_lead_to_ours():
+    ours = {f"{section}.{name}" for section, part in RunConfig() for name in type(part).model_fields}
+    assert not {name for name in (*ABSENT, *CALLED_HERE) if name in ours}
+    assert set(CALLED_HERE.values()) <= ours
+    sections = {name.partition(".")[0] for name in ours}
+    named = {word.strip(",;") for text in ABSENT.values() for word in text.split()}
+    assert {word for word in named if word.partition(".")[0] in sections and "." in word} <= ours
 
 
 def test_files_are_named(tmp_path):

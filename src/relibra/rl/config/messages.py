@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
 
 from relibra.errors import LONGEST_VALUE, ConfigError
+from relibra.rl.config.other_trainers import ABSENT, CALLED_HERE
 from relibra.rl.config.settings import RunConfig
 
 MAX_SHOWN = 8
@@ -63,8 +63,9 @@ def _refusal(mistake: Mapping[str, Any], sources: Sources) -> ConfigError:
     if mistake["type"] == "extra_forbidden":
         known = {section: list(type(part).model_fields) for section, part in RunConfig()}
         allowed = f"allowed here: {', '.join(known if len(key) == 1 else known[key[0]])}"
-        meant = _nearest_setting(key, known)
-        return ConfigError(f"{name} is not a setting", where=where, allowed=allowed, next_step=_question(meant))
+        absent = ABSENT.get(name) or ABSENT.get(key[-1])
+        next_step = f"not there yet: {absent}" if absent else _question(_likely_settings(key, known))
+        return ConfigError(f"{name} is not a setting", where=where, allowed=allowed, next_step=next_step)
     if mistake["type"] == "value_error":  # a check of ours, which says what it got: it may be a key, not to be shown
         where = "the command line" if where.startswith("override ") else where
         return ConfigError(name, where=where, allowed=message.removeprefix("Value error, "))
@@ -77,20 +78,38 @@ def _question(meant: str) -> str:
     return f"did you mean {meant}?" if meant else ""
 
 
-def _nearest_setting(key: tuple[str, ...], known: Mapping[str, Sequence[str]]) -> str:
-    """Return the setting that an unknown key may stand for: of the same name elsewhere, or of a similar name."""
+def _likely_settings(key: tuple[str, ...], known: Mapping[str, Sequence[str]]) -> str:
+    """Return the settings that an unknown key likely stands for: a slip, the same name elsewhere, another trainer's.
+
+    Names in [evaluation] and [warmup] say what they are for, so that those elsewhere are others.
+    """
     section, name = key[0], key[-1]
-    elsewhere = next((f"{other}.{name}" for other, names in known.items() if name in names), "")
-    if len(key) == 1:
-        return _nearest(name, list(known)) or elsewhere
-    near = _nearest(name, known[section])
-    return elsewhere or (f"{section}.{near}" if near else "")
+    near = _nearest(name, list(known) if len(key) == 1 else known[section])
+    if near:
+        return near if len(key) == 1 else f"{section}.{near}"
+    own = section in ("evaluation", "warmup") and len(key) > 1
+    elsewhere = [] if own else [f"{other}.{name}" for other, names in known.items() if name in names]
+    return " or ".join(elsewhere) or CALLED_HERE.get(name, "")
 
 
 def _nearest(given: object, allowed: Sequence[str]) -> str:
-    """Return the allowed name that is most like a given one, in letters of either case; "": none is."""
+    """Return the allowed name that a given one is, but for case and one slip of the hand; "": none is."""
     if not isinstance(given, str):
         return ""
-    lowered = {name.lower(): name for name in allowed}
-    found = get_close_matches(given.lower()[:LONGEST_VALUE], list(lowered), n=1)
-    return lowered[found[0]] if found else ""
+    slip = given.lower()[:LONGEST_VALUE]
+    return next((name for name in allowed if _one_slip(slip, name.lower())), "")
+
+
+def _one_slip(given: str, name: str) -> bool:
+    """Return whether one letter is missing, too many, another one, or two neighbours are swapped, at most.
+
+    In a name of up to three letters another letter is another name.
+
+    >>> _one_slip("grop", "grpo"), _one_slip("max_turns", "max_response"), _one_slip("r4", "r3")
+    (True, False, False)
+    """
+    start = next((i for i, (a, b) in enumerate(zip(given, name, strict=False)) if a != b), min(len(given), len(name)))
+    rest, other = given[start:], name[start:]
+    swapped = rest[:2] == other[1::-1] and rest[2:] == other[2:]
+    replaced = len(name) > 3 and rest[1:] == other[1:]
+    return rest == other or rest[1:] == other or rest == other[1:] or swapped or replaced
