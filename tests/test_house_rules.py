@@ -6,6 +6,7 @@ import pickle
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -250,6 +251,12 @@ def test_names_that_need_torch_say_how_to_install_it():
 def test_no_hint_names_a_package_that_no_index_has():
     files = [*FILES, ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     assert not [str(file) for file in files if re.search(r"relibra\[[a-z,]+\]", file.read_text())]
+
+
+def test_no_requirement_names_an_extra_of_a_package():
+    """Extras of others come and go; installers only warn."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert not [one for extra in project["optional-dependencies"].values() for one in extra if "[" in one]
 
 
 def test_one_module_reads_the_environment():

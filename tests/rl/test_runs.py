@@ -65,8 +65,8 @@ def test_stderr_is_progress_in_plain_lines_and_nothing_else(done):
     sources, lines = lines[: lines.index("device cpu")], lines[lines.index("device cpu") + 1 :]
     assert [line.split("  ")[0] for line in sources] == ["the command line", "the built-in model", "algorithm dapo"]
     assert [line.split("  ")[0] for line in lines[:2]] == ["warm-up 1/2", "warm-up 2/2"]
-    assert "compiles" in lines[2]
-    assert [line.split("  ")[0] for line in lines[3:]] == ["step 0 (1/2)", "plan", "step 1 (2/2)", "plan"]
+    lines = [line for line in lines if not line.startswith("compil")]  # where none were cached
+    assert [line.split("  ")[0] for line in lines[2:]] == ["step 0 (1/2)", "plan", "step 1 (2/2)", "plan"]
     assert done.stderr.isascii()
     assert "\x1b" not in done.stderr
 

@@ -91,8 +91,7 @@ def _train(
         display.resumed(step)
     traces = StepTraces(run, config.trace, num_experts=policy.num_experts, layer_ids=policy.layer_ids)
     saved, stopped = step, stop.on_any_rank()
-    if config.follows_plans and step < config.run.steps and not stopped:
-        display.compiling()
+    first = step
     with (
         CheckpointWriter(run, config.checkpoint) as writer,
         StepLogs(run, step) if dist.get_rank() == 0 else nullcontext() as logs,
@@ -105,7 +104,8 @@ def _train(
             if config.evaluation.every and step == 0:
                 baseline = _evaluate(learner, config)
                 display.baseline(baseline)
-            result = rl_step(step, learner, progress, config, traces)
+            with display.compiling() if step == first else nullcontext():
+                result = rl_step(step, learner, progress, config, traces)
             metrics, progress = result.metrics, result.progress
             metrics |= {"baseline": baseline, "evaluation": None}
             if config.evaluation.every and (step + 1) % config.evaluation.every == 0:

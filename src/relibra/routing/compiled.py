@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from numba import njit
+from numba.core.event import Event, Listener, install_listener
+
+
+def watch_compilation(begin: Callable[[str], None]) -> AbstractContextManager[object]:
+    """Call a function with the name of each kernel that is compiled inside, not read from a cache, when that begins."""
+
+    class Compilations(Listener):  # type: ignore[misc]
+        def on_start(self, event: Event) -> None:
+            begin(event.data["dispatcher"].py_func.__name__)
+
+        def on_end(self, event: Event) -> None:
+            pass
+
+    return install_listener("numba:compile", Compilations())
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

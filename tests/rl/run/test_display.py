@@ -3,6 +3,7 @@
 import io
 
 import pytest
+from numba import njit
 from rich.console import Console
 
 from relibra.rl.run.display import LINE_EVERY_WARMUP_STEPS, TrainingDisplay, curve, metrics_table
@@ -78,6 +79,16 @@ def test_what_is_not_known_is_a_dash_or_left_out(plain):
     assert first == "step 0 (1/9)  reward -  length -  entropy -  k3 -  1,200 tokens/s  0.8 s  left 6 s"
     assert "rank skew 1.25  loss" in second
     assert "evaluation 0.75" in second
+
+
+def test_kernels_are_told_when_they_are_compiled_and_only_then(plain):
+    make, lines = plain
+    kernel = njit(lambda number: number + 1)
+    with make() as display:
+        for _ in range(2):
+            with display.compiling():
+                kernel(1)
+    assert lines() == ["compiling kernels, which are cached for later runs"]
 
 
 def test_a_warm_up_is_told_now_and_then_and_at_its_end(plain):

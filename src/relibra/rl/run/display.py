@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +25,7 @@ from rich.text import Text
 
 from relibra.planning.analysis.explanation import SlotMemory
 from relibra.printable import printable
+from relibra.routing.compiled import watch_compilation
 
 LINE_EVERY_WARMUP_STEPS = 40
 NARROW = 100
@@ -84,9 +86,21 @@ class TrainingDisplay:
         reward, length = evaluation["reward"], evaluation["response_length"]
         self._print(f"before step 0  evaluation {reward:.2f}  length {length:.0f}")
 
-    def compiling(self) -> None:
-        """Show why the first RL step may take long."""
-        self._print("the first RL step compiles kernels where none are cached: half a minute")
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Show the kernels that are compiled inside: the first RL step of an installation, which caches them."""
+        names = list[str]()
+        bar = self._bars.add_task("kernels", total=None, note="", visible=False)
+
+        def begin(name: str) -> None:
+            if not names:
+                self._print("compiling kernels, which are cached for later runs")
+            names.append(name)
+            self._bars.update(bar, completed=len(names), note=name, visible=True)
+
+        with watch_compilation(begin):
+            yield
+        self._bars.remove_task(bar)
 
     def warmup_step(self, step: int, loss: float) -> None:
         """Show a finished warm-up step."""
