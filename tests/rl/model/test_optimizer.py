@@ -7,8 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from relibra.errors import EngineError
+from relibra.parallel.homes.logical_order import full_tensor
 from relibra.rl.config.settings import UpdateSettings
 from relibra.rl.model import optimizer as optimizers
 from relibra.rl.model.optimizer import StepCount, clip_gradients, make_optimizer, set_learning_rate, step_or_skip
@@ -23,6 +26,26 @@ def test_only_trained_parameters_are_optimized():
     [group] = make_optimizer(model, 1e-3).param_groups
     assert {id(one) for one in group["params"]} == {id(one) for one in model.parameters() if one.requires_grad}
     assert group["weight_decay"] == 0
+
+
+def test_each_mesh_is_a_group_whose_tensors_go_together():
+    def trained(foreach):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(4)))
+        for part, shape in zip(model, [(1,), (1, 1), (1,), None], strict=True):
+            if shape is not None:
+                part.weight = nn.Parameter(distribute_tensor(part.weight.detach(), init_device_mesh("cpu", shape)))
+        optimizer = make_optimizer(model, 0.1)
+        assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1, 1]
+        for group in optimizer.param_groups:
+            assert group["foreach"] is False
+            group["foreach"] = foreach  # as on a GPU
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().sin()
+        optimizer.step()
+        return [full_tensor(parameter.detach()) for parameter in model.parameters()]
+
+    assert all(map(torch.equal, trained(True), trained(False)))
 
 
 def test_the_learning_rate_rises_evenly_and_stays():

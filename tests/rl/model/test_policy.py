@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from relibra.errors import ConfigError
@@ -161,6 +162,16 @@ def test_a_written_policy_has_the_type_that_its_config_names(tmp_path, dtype):
     write_weights(policy, tmp_path / "whole")
     whole = load_file(tmp_path / "whole" / "model.safetensors")
     assert torch.equal(whole["lm_head.weight"], full_tensor(policy.trained.lm_head.weight))
+
+
+def test_one_rank_gathers_bfloat16_weights_layer_by_layer(tmp_path):
+    policy = build(tmp_path, "model.dtype=bfloat16")
+    sharded = [module for module in policy.trained.modules() if isinstance(module, FSDPModule)]
+    assert sharded == [policy.trained, *policy.trained.model.layers]
+    float32 = build(tmp_path)
+    assert not isinstance(float32.trained, FSDPModule)
+    (_, norm), (_, other) = step(policy.trained), step(float32.trained)
+    assert norm == pytest.approx(other, rel=0.02)
 
 
 def test_weights_that_differ_in_the_files_are_not_tied(tmp_path):

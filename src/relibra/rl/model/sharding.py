@@ -78,7 +78,10 @@ def load_sharded(
         assert model.get_parameter(target) is model.get_parameter(source), f"{target} is one parameter with {source}"
     if mixed and num_ranks == 1:
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        fully_shard(model, mesh=init_device_mesh(device.type, (1,)), mp_policy=precision)
+        mesh, layers = init_device_mesh(device.type, (1,)), set(model._no_split_modules or ())
+        # Layer by layer, as on several ranks: else bfloat16 weights and gradients of the whole model are there at once.
+        for module in [*(one for one in model.modules() if type(one).__name__ in layers), model]:
+            fully_shard(module, mesh=mesh, mp_policy=precision)
     if settings.activation_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return model.train()
