@@ -1,3 +1,4 @@
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 
 from relibra import ConfigError, Demand
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES, ExpertShape
-from relibra.simulation import MODEL_SHAPES, cut_model, model_shape, model_shape_from_config
+from relibra.simulation import MODEL_SHAPES, counted_model_shape, cut_model, model_shape, model_shape_from_config
 from tests.simulation.steps import random_step
 
 PUBLISHED = {  # billions of weights, all and active, as the models' own pages say
@@ -70,6 +71,100 @@ def test_a_config_json_gives_the_same_shape():
     with pytest.raises(ConfigError, match="24 layers, 24 of them dense, so none has experts"):
         model_shape_from_config({**gpt_oss, "first_k_dense_replace": 24})
     assert model_shape_from_config({"text_config": gpt_oss}, "gpt-oss-20b") == model_shape("gpt-oss-20b")
+
+
+SMALL = {
+    "model_type": "small", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 8, "vocab_size": 100,
+    "moe_intermediate_size": 32, "intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keys", "moe_layers", "dense_width", "shared_width"),
+    [
+        ({"decoder_sparse_step": 2}, 4, 96, 0),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1, 2]}, 3, 96, 0),
+        ({"interleave_moe_layer_step": 2, "intermediate_size_mlp": 128}, 4, 128, 32),
+        ({"moe_layers": [3, 7], "interleave_moe_layer_step": 4, "intermediate_size_mlp": 128}, 2, 128, 32),
+        ({"moe_layer_start_index": 2, "moe_layer_end_index": 5, "moe_layer_interval": 1}, 4, 96, 0),
+        ({"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 3}, 2, 96, 0),
+        ({"first_k_dense_replace": 2, "moe_layer_freq": 2, "n_shared_experts": 2}, 3, 96, 64),
+        ({"expert_layer_period": 2, "expert_layer_offset": 1}, 4, 96, 0),
+        ({"num_dense_layers": 3, "num_shared_experts": 1}, 5, 96, 32),
+        ({"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 5, "moe_num_shared_experts": 1}, 5, 96, 32),
+        ({"shared_intermediate_size": 48}, 8, 0, 48),
+    ],
+)
+def test_layers_with_experts_are_those_of_the_family(keys, moe_layers, dense_width, shared_width):
+    shape = model_shape_from_config(SMALL | keys)
+    assert (shape.moe_layers, shape.dense_layers) == (moe_layers, 8 - moe_layers)
+    assert (shape.dense_width, shape.shared_width) == (dense_width, shared_width)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"attn_layer_period": 8}, "has attn_layer_period 8, which may decide what a layer holds and is not read"),
+        ({"layers_block_type": ["mamba", "moe"]}, "has layers_block_type"),
+        ({"hybrid_override_pattern": "M*E"}, r"has hybrid_override_pattern 'M\*E'"),
+        ({"is_moe": False}, "has is_moe false: give that of a model with experts"),
+        ({"enable_moe_block": False}, "has enable_moe_block false"),
+        ({"decoder_sparse_step": 9}, "8 layers, 8 of them dense"),
+    ],
+)
+def test_layouts_that_are_not_read_are_refused_by_name(keys, said):
+    with pytest.raises(ConfigError, match=said):
+        model_shape_from_config(SMALL | keys)
+
+
+def test_weights_that_were_counted_go_before_sizes():
+    shape = counted_model_shape(SMALL | {"attn_layer_period": 8}, 8, 8, 2, ExpertShape(hidden=64, width=32), 12_345)
+    assert shape.shared_parameters == 12_345
+    assert shape.parameters == 8 * 8 * 3 * 64 * 32 + 12_345
+    assert cut_model(shape, routed(4, 8, 2)).shared_parameters == round(12_345 / 2)
+
+
+VARIED = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", "first_k_dense_replace")
+"""Keys that are also tried as 2."""
+
+
+def counted_families():
+    """Yield each causal family of transformers with experts, its configuration, and its counted weights."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
+
+    for family, varied in itertools.product(sorted(FAMILIES), ("", *VARIED)):
+        try:
+            config = CONFIG_MAPPING[family](**{varied: 2} if varied else {})
+            text = config.get_text_config().to_dict()
+            if not any("expert" in key for key in text) or (
+                varied and varied not in CONFIG_MAPPING[family]().to_dict()
+            ):
+                continue
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)
+        except Exception:  # noqa: BLE001 - defaults that build no model
+            continue
+        experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+        yield f"{family} {varied}", text, sum(p.numel() for p in model.parameters()), experts
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_sizes_of_all_causal_families_are_those_of_the_models():
+    right, wrong, refused = [], {}, []
+    for name, config, total, experts in counted_families():
+        try:
+            shape = model_shape_from_config(config)
+        except ConfigError:
+            refused.append(name)
+            continue
+        off = shape.parameters / total - 1, shape.routed_parameters / max(1, experts) - 1
+        (right.append(name) if abs(off[0]) < 0.04 and abs(off[1]) < 0.01 else wrong.update({name: off}))
+    assert not wrong
+    assert len(right) > 40
+    assert len(refused) < 15, refused
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -50,6 +51,7 @@ class ModelShape:
     tied_embeddings                    the output matrix is the input embedding
     window, windowed_layers            sliding window in tokens, and the layers that have it; 0: full attention
     part_of                            layers of the model that this is a part of (`cut_model`); 0: it is whole
+    other_parameters                   weights outside of routed experts, as counted; 0: they follow from the sizes
     raises                             ConfigError for sizes out of range or that contradict each other
     """
 
@@ -70,10 +72,12 @@ class ModelShape:
     window: int = 0
     windowed_layers: int = 0
     part_of: int = 0
+    other_parameters: int = 0
     latent: LatentAttention | None = None
 
     def __post_init__(self) -> None:
         may_be_0 = {"dense_layers", "dense_width", "shared_width", "window", "windowed_layers", "part_of"}
+        may_be_0 |= {"other_parameters"}
         _check_sizes(self, f"model {self.name!r}", may_be_0)
         if self.top_k > self.experts:
             raise ConfigError(f"model {self.name!r} picks {self.top_k} of {self.experts} experts: choose fewer")
@@ -131,6 +135,8 @@ class ModelShape:
     @property
     def shared_parameters(self) -> int:
         """Return the weights outside of routed experts, which expert parallelism does not shard."""
+        if self.other_parameters:
+            return self.other_parameters
         embeddings = self.head_parameters * (1 if self.tied_embeddings else 2)
         return (
             self.moe_layers * self.non_expert_parameters + self.dense_layers * self.dense_layer_parameters + embeddings
@@ -218,14 +224,39 @@ def cut_model(model: ModelShape, demand: Demand) -> ModelShape:
         experts=E,
         top_k=demand.top_k or model.top_k,
         part_of=(model.part_of or model.layers) if share < 1 else model.part_of,
+        other_parameters=round(model.other_parameters * share),
     )
 
 
-def model_shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
+_LAYOUT_KEY = re.compile(
+    r"(moe|expert|sparse|dense|mlp|attn).*_(layers?|step|freq|interval|period|offset|pattern|index|indices|types)(_|$)"
+    r"|.*(block_types?|hybrid\w*pattern|kv_channels)$"
+)
+_READ = {
+    *("mlp_layer_types", "mlp_only_layers", "moe_layers", "first_k_dense_replace", "num_dense_layers"),
+    *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval", "moe_layer_freq"),
+    *("decoder_sparse_step", "interleave_moe_layer_step", "expert_layer_period", "expert_layer_offset"),
+}
+_SHARED_WIDTHS = (
+    *("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_experts_intermediate_size"),
+    *("shared_intermediate_size", "share_expert_dim"),
+)
+_DENSE_WIDTHS = (
+    "intermediate_size_mlp",
+    "prefix_dense_intermediate_size",
+    "dense_intermediate_size",
+    "intermediate_size",
+)
+_SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+
+
+def model_shape_from_config(config: Mapping[str, Any], name: str = "", *, moe_layers: int | None = None) -> ModelShape:
     """Read the sizes of a model from its `config.json`, as `transformers` writes it for families with experts.
 
-    name      of the shape; "": the model type of the configuration
-    raises    ConfigError when a size is missing or not one, or the model has no experts
+    name         of the shape; "": the model type of the configuration
+    moe_layers   layers with experts, where they were counted; None: as the configuration says
+    raises       ConfigError when a size is missing or not one, the model has no experts, or a key that is not read
+                 decides which layers have them
     """
     name = name or str(config.get("model_type", "model"))
     if isinstance(config.get("text_config"), Mapping):  # of a multimodal model
@@ -249,9 +280,40 @@ def model_shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelS
         return list(value or ())
 
     hidden, heads, layers = size("hidden_size"), size("num_attention_heads"), size("num_hidden_layers")
-    width = size("moe_intermediate_size", "intermediate_size")
-    dense = size("first_k_dense_replace", default=len(listed("mlp_only_layers")))
-    shared = size("shared_expert_intermediate_size", default=0) or size("n_shared_experts", default=0) * width
+    width = size("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+
+    def has_experts(layer: int) -> bool:
+        first = max(
+            size("first_k_dense_replace", "num_dense_layers", default=0), size("moe_layer_start_index", default=0)
+        )
+        step = size("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", default=1)
+        last, period = size("moe_layer_end_index", default=-1) % layers, size("expert_layer_period", default=1)
+        return (
+            first <= layer <= last
+            and (layer + 1) % max(1, step) == 0
+            and layer % max(1, size("moe_layer_freq", default=1)) == 0
+            and layer % max(1, period) == size("expert_layer_offset", default=0) % max(1, period)
+            and layer not in listed("mlp_only_layers")
+        )
+
+    if moe_layers is None:
+        unread = [key for key, value in config.items() if value and key not in _READ and _LAYOUT_KEY.match(key)]
+        if unread:
+            raise ConfigError(
+                f"config of {name!r} has {unread[0]} {config[unread[0]]!r}, which may decide what a layer holds and is "
+                "not read: take the sizes of another model, or HIDDENxWIDTH of one expert"
+            )
+        types = listed("mlp_layer_types")
+        moe_layers = len(listed("moe_layers")) or (
+            sum(kind != "dense" for kind in types) if types else sum(map(has_experts, range(layers)))
+        )
+        off = next((key for key in ("is_moe", "enable_moe_block") if config.get(key) is False), "")
+        if off:
+            raise ConfigError(f"config of {name!r} has {off} false: give that of a model with experts")
+    dense = layers - moe_layers
+    shared = size(*_SHARED_WIDTHS, default=0) or size(*_SHARED_COUNTS, default=0) * width
+    if "interleave_moe_layer_step" in config:  # Llama 4: one shared expert
+        shared = width
     windowed = listed("layer_types").count("sliding_attention")
     if not 0 <= dense < layers:
         raise ConfigError(
@@ -276,9 +338,9 @@ def model_shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelS
         kv_heads=size("num_key_value_heads", default=heads),
         head_dim=size("head_dim", default=hidden // max(1, heads)),
         experts=size("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-        top_k=size("num_experts_per_tok", "moe_topk", "moe_k"),
+        top_k=size("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "num_experts_per_token"),
         expert=ExpertShape(hidden=hidden, width=width),
-        dense_width=size("intermediate_size") if dense else 0,
+        dense_width=size(*_DENSE_WIDTHS) if dense else 0,
         shared_width=shared,
         vocabulary=size("vocab_size"),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -289,24 +351,25 @@ def model_shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelS
 
 
 def counted_model_shape(
-    config: Mapping[str, Any], moe_layers: int, experts: int, top_k: int, expert: ExpertShape
+    config: Mapping[str, Any], moe_layers: int, experts: int, top_k: int, expert: ExpertShape, others: int = 0
 ) -> ModelShape:
     """Return the sizes of a model whose experts were counted in its weights; all others are from its `config.json`.
 
     moe_layers   layers with experts; the rest are dense
     top_k        0: not known
+    others       weights outside of routed experts; 0: not counted
     raises       as `model_shape_from_config`
     """
     layers = config.get("num_hidden_layers") or moe_layers
     counted = {
         "num_hidden_layers": layers,
-        "first_k_dense_replace": layers - moe_layers,
         "num_experts": experts,
         "num_experts_per_tok": max(1, top_k),
         "moe_intermediate_size": expert.width,
         "intermediate_size": config.get("intermediate_size") or expert.width,
     }
-    return replace(model_shape_from_config({**config, **counted}), expert=expert)
+    shape = model_shape_from_config({**config, **counted}, moe_layers=moe_layers)
+    return replace(shape, expert=expert, other_parameters=others)
 
 
 def _preset(

@@ -268,7 +268,9 @@ def _read_structure(model_config: Any, settings: ModelSettings, ranks: int, repl
     shape, top_k = None, sites[0].top_k if sites else 0
     if num_experts:
         expert, text = _expert_shape(model_config, stacked, settings), model_config.get_text_config()
-        shape = counted_model_shape(text.to_dict(), len(sites) or text.num_hidden_layers, num_experts, top_k, expert)
+        layers, others = len(sites) or text.num_hidden_layers, sum(p.numel() for p in model.parameters())
+        others -= layers * num_experts * expert.parameters
+        shape = counted_model_shape(text.to_dict(), layers, num_experts, top_k, expert, max(0, others))
     return ModelStructure(
         num_experts=num_experts,
         layer_ids=tuple(site.layer_id for site in sites),
