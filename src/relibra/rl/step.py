@@ -15,7 +15,7 @@ from relibra.errors import ConfigError
 from relibra.parallel import relocate
 from relibra.planning.balancers.lasting import with_residents
 from relibra.rl.algorithms.loss import PolicyLoss
-from relibra.rl.algorithms.mismatch import alarms
+from relibra.rl.algorithms.mismatch import LARGEST_MISMATCH, alarms, check_mismatch
 from relibra.rl.batch.step_plan import exchange_residents
 from relibra.rl.batch.training_batch import (
     TrainingBatch,
@@ -171,6 +171,9 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
     rollout = replace(rollout, responses=[_without_routes(response) for response in rollout.responses])
     routed = sum(response.experts_mLK.nbytes for response in kept if response.experts_mLK is not None)
     batch, recomputed = _build_and_recompute(learner, progress, kept, config, clock)
+    mismatch = step_metrics.mismatch_metrics_of_ranks(recomputed)
+    if progress.policy_steps == 0:
+        check_mismatch(mismatch, largest_mismatch(config), where=f"step {step}")
     with clock.stage("trace"):
         traces.write_plan(step, batch.plan, batch.demand)
     progress, credit, value_metrics = _run_value_model(step, learner, progress, batch.responses, config, clock)
@@ -194,7 +197,7 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
         "equal_groups": 1 - sum(signal.values()) / len(signal) if signal else None,
         **step_metrics.update_metrics(update, learner.loss.metrics),
         **value_metrics,
-        **step_metrics.mismatch_metrics_of_ranks(recomputed),
+        **mismatch,
         **step_metrics.balance_metrics(batch, recomputed, update, learner.policy.shape, clock.skews),
         "canary": canary and asdict(canary),
         "bytes": step_metrics.route_bytes(batch, routed=routed, traced=traces.written_bytes),
@@ -217,6 +220,12 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
     )
     check_live_responses(progress.live, cursor=progress.cursor, finished=progress.finished, settings=config.rollout)
     return StepResult(metrics=metrics, responses=rollout.responses, progress=progress)
+
+
+def largest_mismatch(config: RunConfig) -> float:
+    """Return the largest `log_ratio_mean_abs` before the first update; servers of the user may compute in bfloat16."""
+    exact = config.model.dtype == "float32" and config.rollout.engine in ("embedded", "serve")
+    return config.update.max_mismatch or LARGEST_MISMATCH["float32" if exact else "bfloat16"]
 
 
 def _sample(

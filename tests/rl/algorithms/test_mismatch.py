@@ -8,8 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relibra.errors import EngineError
 from relibra.replay.replay import RouterComparison
-from relibra.rl.algorithms.mismatch import MismatchSums, alarms, mismatch_metrics, mismatch_sums, router_metrics
+from relibra.rl.algorithms.mismatch import (
+    MismatchSums,
+    alarms,
+    check_mismatch,
+    mismatch_metrics,
+    mismatch_sums,
+    router_metrics,
+)
 
 
 def metrics_of(trainer, sampler, weights=None):
@@ -100,3 +108,17 @@ def test_alarms_are_raised_at_their_levels(metric, harmless, alarming):
     assert sentence.startswith(f"{metric} is {alarming:g}, harmless is ")
     assert len(alarms({metric: math.nan})) == 1
     assert alarms({metric: None}) == []
+
+
+def test_a_mismatch_beyond_the_limit_is_refused():
+    metrics = {**metrics_of([0.5, 0.4], [0.5, 0.2]), "router_disagreement": None}
+    found = metrics["log_ratio_mean_abs"]
+    assert found == pytest.approx(math.log(2) / 2)
+    check_mismatch(metrics, found, where="step 0")
+    with pytest.raises(EngineError, match=r"step 0: .* log_ratio_mean_abs is 0.35, .*update.max_mismatch"):
+        check_mismatch(metrics, 0.9 * found, where="step 0")
+    nothing = {**mismatch_metrics(MismatchSums()), "router_disagreement": None}
+    check_mismatch(nothing, 1e-9, where="step 0")
+    broken = {**metrics_of([0.5, math.nan], [0.5, 0.2]), "router_disagreement": 0.25}
+    with pytest.raises(EngineError, match=r"log_ratio_mean_abs is inf, .*router_disagreement 0.25"):
+        check_mismatch(broken, 1e9, where="step 0")

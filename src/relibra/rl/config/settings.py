@@ -166,6 +166,9 @@ class UpdateSettings(Section):
     """Most tokens of a rank's micro-batch; a longer response is one by itself. Limits activation memory."""
     max_grad_norm: float = Field(1.0, gt=0, le=LARGE)
     """Largest global gradient norm; larger gradients are scaled down to it."""
+    max_mismatch: float | None = Field(None, gt=0, le=LARGE)
+    """Largest mean difference of the log-probs of trainer and sampler before the first update (log_ratio_mean_abs);
+    a larger one ends the run. None: 0.005 in float32; 0.05 in bfloat16, and with servers of your own."""
 
 
 class CriticSettings(Section):
