@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import torch
 from torch import nn
+from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 
 from tests.replay.router_zoo import modules_by_class
 from tests.replay.tiny_models import VOCAB
@@ -64,6 +66,12 @@ _OF_FAMILY = {
         "indexer_budget": 16,
         "indexer_compress_ratio": 4,
     },
+    "Gemma4ForCausalLM": {
+        "global_head_dim": 8,
+        "enable_moe_block": True,
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    },
     "NemotronHForCausalLM": {"layers_block_type": ["attention", "moe", "moe"]},
 }
 
@@ -72,7 +80,8 @@ CAUSAL_MODELS = (
     "AXK1ForCausalLM", "AXK2ForCausalLM", "AfmoeForCausalLM", "AriaTextForCausalLM", "BailingHybridForCausalLM",
     "Cohere2MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM",
     "Dots1ForCausalLM", "Ernie4_5_MoeForCausalLM", "ExaoneMoeForCausalLM", "FlexOlmoForCausalLM",
-    "FlintForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM",
+    "FlintForCausalLM", "Gemma4ForCausalLM",
+    "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM",
     "GraniteMoeForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteMoeSharedForCausalLM", "HYV3ForCausalLM",
     "HYV4ForCausalLM", "HunYuanMoEV1ForCausalLM", "Inkling2ForCausalLM", "JambaForCausalLM", "LagunaForCausalLM",
     "LaraMiniForCausalLM",
@@ -84,13 +93,23 @@ CAUSAL_MODELS = (
 """Classes of transformers that build at these sizes and run in a moment; a class of routers each."""
 
 
+def sized_config(config_class: Any, **changes: Any) -> Any:
+    """Return a configuration of a class with the sizes that it has a name for."""
+    known = config_class()
+    return config_class(**({key: value for key, value in _SIZES.items() if _has(known, key)} | changes))
+
+
+def _has(config: Any, name: str) -> bool:
+    try:
+        return hasattr(config, name)
+    except AmbiguousGlobalPerLayerAttributeError:  # it has one of each layer
+        return True
+
+
 def tiny_causal_model(name: str, seed: int = 0) -> nn.Module:
     """Return a random model of a class, with weights large enough that experts differ."""
     model_class = getattr(importlib.import_module(modules_by_class()[name]), name)
-    config_class = model_class.config_class
-    known = config_class()
-    sizes = {key: value for key, value in _SIZES.items() if hasattr(known, key)}
-    config = config_class(**(sizes | _OF_FAMILY.get(name, {})))
+    config = sized_config(model_class.config_class, **_OF_FAMILY.get(name, {}))
     config._attn_implementation = "eager"
     config.use_cache = False  # caches of hybrids want an attention layer
     with torch.random.fork_rng():

@@ -27,7 +27,7 @@ def test_a_checkpoint_of_another_version_is_one_sentence():
 
 @pytest.mark.usefixtures("_leave_group")
 @pytest.mark.parametrize("replay", ["R3", "off"])
-def test_a_sampler_of_another_temperature_ends_the_run_before_its_first_update(tmp_path, monkeypatch, replay):
+def test_a_sampler_of_another_temperature_ends_the_first_step(tmp_path, monkeypatch, replay):
     monkeypatch.setattr(engines, "EmbeddedEngine", lambda **given: EmbeddedEngine(**{**given, "temperature": 1.5}))
     settings = (f"algorithm.replay={replay}", "algorithm.group_filter=off", "run.steps=1", "warmup.steps=0")
     refused = r"step 0: trainer and sampler disagree before any update: log_ratio_mean_abs .* raise update.max_mismatch"

@@ -203,6 +203,7 @@ def _build_task_and_policy(config: RunConfig, run: Path, device: torch.device) -
         replay=config.algorithm.replay,
         follows_plans=config.follows_plans,
         least_head_dim=config.rollout.least_head_dim,
+        longest=longest,
     )
     if config.model.path and dist.get_rank() == 0:
         warn_beyond_context(longest, policy.copy, config.model.path)

@@ -15,6 +15,7 @@ from transformers.modeling_layers import GenericForTokenClassification
 
 from relibra.rl.config.settings import ModelSettings
 from relibra.rl.model.policy import Policy, write_weights
+from relibra.rl.model.probes import check_modes
 from relibra.rl.model.sharding import load_sharded, without_randomness
 
 
@@ -24,7 +25,7 @@ def build_critic(settings: ModelSettings, policy: Policy, folder: Path, device: 
     It is sharded as the policy is, and has its own routers: no plan knows their choices, so it balances live.
 
     folder    for a temporary file of weights
-    raises    ConfigError, the same on all ranks, if the folder cannot be written
+    raises    ConfigError, the same on all ranks, if the folder cannot be written, or the model is random in training
     """
     path = folder / ".critic-weights"
     write_weights(policy, path)
@@ -42,6 +43,8 @@ def build_critic(settings: ModelSettings, policy: Policy, folder: Path, device: 
         experts="relibra" if policy.balanced else "all_to_all",
     )
     policy.separate_sequences(critic)
+    if settings.path:
+        check_modes(critic, f"the value model of model.path {settings.path!r}", settings.dtype)
     head: Any = critic.score
     with torch.no_grad():
         head.weight.zero_()

@@ -11,6 +11,7 @@ model allows it, sequences attend one by one instead (`use_packed_attention`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -27,7 +28,8 @@ PACKED = "relibra_packed"
 
 _lengths_of = WeakTensorKeyDictionary()
 """Cache of sequence lengths by position tensor: all layers share the tensor, and reading it synchronizes the GPU."""
-_LENGTH = 6
+LENGTH = 6
+"""Tokens of a sequence to probe a model with."""
 _NOISE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 """Largest change by rounding (other kernels, other rows in a group), relative to the logits' standard deviation."""
 
@@ -112,11 +114,12 @@ def can_attend_packed(model: nn.Module) -> bool:
     loaded = cast(PreTrainedModel, model)
     if loaded.config._attn_implementation != "sdpa":
         return False  # attention sinks, soft caps and the like: the family does not use sdpa
-    masked = logits_behind(model)
+    row = ((0, range(LENGTH)), (2, range(LENGTH)))
+    masked = last_logits(model, *row)
     loaded.set_attn_implementation(PACKED)
     kept_apart = (
         loaded.config._attn_implementation == PACKED
-        and same_logits(model, masked, logits_behind(model))
+        and same_logits(model, masked, last_logits(model, *row))
         and not mixes_sequences(model)
     )
     loaded.set_attn_implementation("sdpa")
@@ -130,26 +133,39 @@ def use_packed_attention(model: nn.Module) -> None:
 
 def mixes_sequences(model: nn.Module) -> bool:
     """Return whether a sequence changes the logits of the next one in its row; the model is not sharded."""
-    return not same_logits(model, logits_behind(model, first=0), logits_behind(model, first=1))
+    one, other = (last_logits(model, (first, range(LENGTH)), (2, range(LENGTH))) for first in (0, 1))
+    return not same_logits(model, one, other)
 
 
 @torch.no_grad()
-def logits_behind(model: nn.Module, first: int = 0) -> Tensor:
-    """Return the logits `[tokens, vocabulary]` of a short sequence packed behind another; `first`: which of two."""
+def last_logits(model: nn.Module, *sequences: tuple[int, Sequence[int]]) -> Tensor:
+    """Return the logits `[tokens, vocabulary]` of the last of several sequences, packed in a row.
+
+    sequences   number and positions of each
+    """
+    tokens_1T = probe_tokens(model, [number for number, _ in sequences])
+    position_1T = torch.tensor([[position for _, positions in sequences for position in positions]])
+    output = model(input_ids=tokens_1T, position_ids=position_1T.to(tokens_1T.device), use_cache=False)
+    return output.logits[0, -LENGTH:].float()
+
+
+def probe_tokens(model: nn.Module, numbers: Sequence[int]) -> Tensor:
+    """Return the tokens `[1, T]` of sequences of `LENGTH`, each made from its number."""
     vocab_size = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
-    device = next(model.parameters()).device
-    tokens_3N = torch.arange(3 * _LENGTH).view(3, _LENGTH) % vocab_size
-    tokens_1T = torch.cat([tokens_3N[first], tokens_3N[2]])[None]
-    position_1T = torch.arange(_LENGTH).repeat(2)[None]
-    output = model(input_ids=tokens_1T.to(device), position_ids=position_1T.to(device), use_cache=False)
-    return output.logits[0, _LENGTH:].float()
+    tokens_1T = torch.cat([torch.arange(LENGTH) + number * LENGTH for number in numbers])[None] % vocab_size
+    return tokens_1T.to(next(model.parameters()).device)
 
 
 def same_logits(model: nn.Module, left_TV: Tensor, right_TV: Tensor) -> bool:
-    """Return whether two logits of a model differ by no more than rounding."""
+    """Return whether two logits of a model differ by no more than rounding in passes of several shapes."""
+    return change_of(left_TV, right_TV) <= _NOISE[model.dtype]  # type: ignore[index]
+
+
+def change_of(left_TV: Tensor, right_TV: Tensor) -> float:
+    """Return the change of the logits of a token, relative to their standard deviation."""
     change_T = (left_TV - right_TV).abs().amax(dim=1)
     # The median: a few tokens may change their expert by rounding, and then their logits.
-    return bool(change_T.median() <= _NOISE[model.dtype] * left_TV.std())  # type: ignore[index]
+    return float(change_T.median() / left_TV.std())
 
 
 def use_explicit_masks(model: nn.Module, dtype: torch.dtype) -> None:

@@ -27,6 +27,7 @@ from relibra.rl.model.packed_sequences import (
     use_explicit_masks,
     use_packed_attention,
 )
+from relibra.rl.model.probes import check_lengths, check_modes
 from relibra.rl.model.sharding import (
     check_shards,
     full_parameters,
@@ -107,6 +108,7 @@ def build_policy(
     replay: str,
     follows_plans: bool,
     least_head_dim: int = 0,
+    longest: int = 0,
 ) -> Policy:
     """Initialize the built-in model from the seed, or load the one at `model.path`; collective.
 
@@ -115,6 +117,7 @@ def build_policy(
     replay          algorithm.replay: routers must be known unless it is "off"
     follows_plans   plans decide where experts are computed, if the model has experts
     least_head_dim  of the built-in model
+    longest         tokens of a prompt and its response
     raises          ConfigError, the same on all ranks, if there is no such model, or it does not fit the run
     """
     model_config = on_all_ranks(lambda: _model_config(settings, vocab_size, least_head_dim))
@@ -123,6 +126,8 @@ def build_policy(
         full = _load_whole(path, f"model.path {settings.path!r}", settings, device, copy.deepcopy(model_config))
         explicit_masks = on_all_ranks(lambda: _needs_masks(full, settings))
         packed = on_all_ranks(lambda: not explicit_masks and can_attend_packed(full))
+        if settings.path:
+            on_all_ranks(lambda: check_lengths(full, longest, _name(settings)))
         if not full.all_tied_weights_keys:  # transformers ties no weights that differ in the files
             set_tied(model_config, tied=False)
         try:
@@ -150,6 +155,8 @@ def build_policy(
         explicit_masks=explicit_masks,
     )
     policy.separate_sequences(trained)
+    if settings.path:
+        check_modes(trained, _name(settings), settings.dtype)
     return policy
 
 
@@ -355,4 +362,6 @@ def reference_policy(
     else:
         reference = _load_whole(str(folder), what, settings, device)
     policy.separate_sequences(reference)
+    if settings.path:
+        check_modes(reference, what, settings.dtype, (False, False))
     return reference

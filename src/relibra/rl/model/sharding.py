@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedConfig
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.mixin import DistributedMixin
 from transformers.utils import logging as transformers_logging
@@ -27,18 +29,8 @@ from relibra.rl.run.ranks import gather_json, wait_for_ranks
 
 T = TypeVar("T")
 
-_RANDOM_IN_TRAINING = (
-    "attention_dropout",
-    "hidden_dropout",
-    "resid_dropout",
-    "resid_pdrop",
-    "embd_dropout",
-    "embd_pdrop",
-    "attn_pdrop",
-    "dropout",
-    "router_jitter_noise",
-)
-"""Names in model configurations that make the trained model (training mode) differ from the sampled one."""
+_RANDOM_IN_TRAINING = re.compile("drop|jitter|noise")
+"""In names of settings that make the trained model (training mode) differ from the sampled one; not all: see probes."""
 
 
 def load_sharded(
@@ -124,15 +116,24 @@ def set_tied(model_config: Any, *, tied: bool) -> None:
 
 
 def without_randomness(model_config: Any) -> Any:
-    """Set dropout and router noise to 0 in a transformers configuration, and return it.
+    """Set dropout and router noise to 0 in a transformers configuration, nested ones included, and return it.
 
     The model in training mode then computes the same as its copy in evaluation mode, as probability ratios assume.
     """
-    for section in {id(part): part for part in (model_config, model_config.get_text_config())}.values():
-        for name in _RANDOM_IN_TRAINING:
-            if getattr(section, name, None):
-                setattr(section, name, 0.0)
+    for section in _sections(model_config):
+        for name, value in section.items():
+            if type(value) is float and value and _RANDOM_IN_TRAINING.search(name):
+                section[name] = 0.0
     return model_config
+
+
+def _sections(model_config: Any) -> Iterator[dict[str, Any]]:
+    """Yield the settings of a transformers configuration and of those inside it, each a dictionary to change."""
+    settings = model_config if isinstance(model_config, dict) else vars(model_config)
+    yield settings
+    for value in settings.values():
+        if isinstance(value, dict | PreTrainedConfig):
+            yield from _sections(value)
 
 
 def is_balanced(model: nn.Module) -> bool:
