@@ -229,6 +229,31 @@ def test_nothing_is_random_in_training(tmp_path):
     assert policy.copy.config.attention_dropout == 0.5
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"output_router_logits": True},
+        {"output_hidden_states": True},
+        {"output_attentions": True, "return_dict": False, "output_router_logits": True},
+    ],
+)
+def test_flags_that_add_outputs_are_off(tmp_path, caplog, flags):
+    saved(tmp_path / "plain", num_hidden_layers=1)
+    path = saved(tmp_path / "model", num_hidden_layers=1)
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | flags))
+    policy = build(tmp_path, path)
+    assert caplog.text.count("in config.json, which training does not use") == 1
+    assert all(name in caplog.text for name in flags)
+    plain = build(tmp_path, f"model.path={tmp_path / 'plain'}")
+    tokens = random_tokens(1, 9)
+    packed = {"input_ids": tokens, "use_cache": False, "logits_to_keep": torch.tensor([3, 4])}
+    for one, other in ((policy.trained, plain.trained), (policy.copy, plain.copy)):
+        output = one(**packed)
+        assert set(output) == {"logits"}
+        assert torch.equal(output.logits, other(**packed).logits)
+
+
 def test_activation_checkpointing_changes_no_gradient(tmp_path):
     plain, sparing = build(tmp_path), build(tmp_path, "model.activation_checkpointing=true")
     for policy in (plain, sparing):

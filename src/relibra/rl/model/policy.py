@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,11 +36,14 @@ from relibra.rl.model.sharding import (
     on_all_ranks,
     quiet_loading,
     set_tied,
+    with_plain_outputs,
     without_randomness,
 )
 from relibra.rl.model.tokenizer import Tokenizer, loading
 from relibra.rl.toy.model import built_in_config, initial_model
 from relibra.simulation import ModelShape, counted_model_shape
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +240,8 @@ def _model_config(settings: ModelSettings, vocab_size: int, least_head_dim: int)
         return built_in_config(settings, vocab_size, least_head_dim)
     with loading(f"model.path {settings.path!r}"):
         model_config = AutoConfig.from_pretrained(settings.source, trust_remote_code=settings.trust_remote_code)
+    if (changed := with_plain_outputs(model_config)) and dist.get_rank() == 0:
+        _log.warning("model.path %r sets %s in config.json, which training does not use", settings.path, changed)
     known = model_config.get_text_config().vocab_size
     if vocab_size > known:
         raise ConfigError(

@@ -127,6 +127,18 @@ def without_randomness(model_config: Any) -> Any:
     return model_config
 
 
+def with_plain_outputs(model_config: Any) -> list[str]:
+    """Turn off what adds outputs or losses to a forward pass in a transformers configuration; return what changed."""
+    changed = list[str]()
+    for section in _sections(model_config):
+        for name, value in section.items():
+            adds = value is True and name.lstrip("_").startswith("output_")
+            if adds or (name == "return_dict" and value is False):
+                section[name] = not value
+                changed.append(name.lstrip("_"))
+    return changed
+
+
 def _sections(model_config: Any) -> Iterator[dict[str, Any]]:
     """Yield the settings of a transformers configuration and of those inside it, each a dictionary to change."""
     settings = model_config if isinstance(model_config, dict) else vars(model_config)
