@@ -91,6 +91,9 @@ def _tied_before_sharding() -> Iterator[None]:
 
     def tie_and_resolve(model: Any, distributed_config: DistributedConfig) -> tuple[dict[str, str], ...]:
         tp_plan, ep_plan, fsdp_plan = resolve(model, distributed_config)
+        # Gemma 4 also splits dense layers over the ranks of the experts; FSDP has them, and each rank its own tokens.
+        blocks = tuple(f"{name}." for name, style in ep_plan.items() if style == "ep_dispatch_experts")
+        ep_plan = {name: style for name, style in ep_plan.items() if f"{name}.".startswith(blocks)}
         tied = {name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair}
         for target, source in model.all_tied_weights_keys.items():
             owner, _, leaf = target.rpartition(".")
