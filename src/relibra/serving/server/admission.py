@@ -13,7 +13,7 @@ from relibra.serving.server.choice import Choice
 from relibra.serving.server.metrics import ServerMetrics
 from relibra.serving.server.workers.clients import WorkerClients
 
-_SOON = {"Retry-After": "1"}
+SOON = {"Retry-After": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,7 @@ class Admission:
                         grown.append(choice)
                         if choice.finish is not None:
                             self.clients.cancel(choice)
+                        await asyncio.sleep(0)  # others have their turn between the choices of a request
                 yield grown
         finally:
             self._open -= len(choices)
@@ -83,7 +84,7 @@ class Admission:
                 503,
                 f"the answer did not end within {self.limits.deadline:g} s (--deadline): send fewer requests at once, "
                 "or ask for fewer tokens",
-                _SOON,
+                SOON,
             ) from error
         arrived.clear()
 
@@ -104,7 +105,7 @@ class Admission:
                 f"the server is busy: its queue has {len(self.queue)} of {limits.waiting} answers, and it has "
                 f"{self._open} of {limits.open} in all; this request adds {samples}: send it again later, or start "
                 "relibra serve with a larger --max-waiting",
-                _SOON,
+                SOON,
             )
 
     def hold(self, held: bool) -> None:

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ValidationError
 
 from relibra.serving.server.admission import Admission
 from relibra.serving.server.bodies import ChatBody, CompletionBody, TokenBody
 from relibra.serving.server.choice import Choice
-from relibra.serving.server.errors import add_error_handlers, error_body, validation_message
+from relibra.serving.server.errors import add_error_handlers, error_body
+from relibra.serving.server.forked import run_forked
 from relibra.serving.server.metrics import CONTENT_TYPE, CountAnswers, ServerMetrics
+from relibra.serving.server.reading import BodyReader, check_model
 from relibra.serving.server.streams import EventStream, unless_left
 from relibra.serving.server.text import TextCodec
 from relibra.serving.server.weights import NewVersion, ServedWeights, WorkerCall
 
-MOST_BODY_BYTES = 16 << 20
 LAST_EVENT = "data: [DONE]\n\n"
-Body = TypeVar("Body", bound=BaseModel)
+MOST_ENTRIES = 2000
+"""Entries of an answer that are written at once, which takes milliseconds each hundred."""
 OpenAiBody = CompletionBody | ChatBody
 
 
@@ -61,7 +62,7 @@ def make_app(
         async with open_workers() as (app.state.admission, app.state.weights):
             yield
 
-    app = FastAPI(lifespan=lifespan, openapi_url=None)
+    app, bodies = FastAPI(lifespan=lifespan, openapi_url=None), BodyReader(model.name, codec, model.max_length)
     app.add_middleware(CountAnswers, metrics=metrics)
     add_error_handlers(app)
     anybody, clients = APIRouter(), APIRouter(dependencies=[Depends(check_key)])
@@ -87,35 +88,36 @@ def make_app(
 
     @clients.get("/v1/models/{name:path}")
     async def show_model(name: str) -> dict[str, Any]:
-        _check_model(name, model.name)
+        check_model(name, model.name)
         shown = {"id": model.name, "object": "model", "created": started, "owned_by": "relibra"}
         return {**shown, "max_model_len": model.max_length}
 
     @clients.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        return await answer_openai(request, await _read(request, CompletionBody, model.name))
+        return await answer_openai(request, *await bodies.read(request, CompletionBody))
 
     @clients.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await answer_openai(request, await _read(request, ChatBody, model.name))
+        return await answer_openai(request, *await bodies.read(request, ChatBody))
 
-    async def answer_openai(request: Request, body: OpenAiBody) -> Response:
-        # Text is encoded in a thread: a long prompt stalls nobody's stream.
-        choices = await asyncio.to_thread(body.choices, codec, model.max_length)
+    async def answer_openai(request: Request, body: OpenAiBody, prompts: list[list[int]]) -> Response:
+        choices = body.choices(codec, model.max_length, prompts)
         answer = _OpenAiAnswer(app.state.admission, codec, body, choices, model.name)
         if not body.stream:
-            return JSONResponse(await unless_left(answer.whole(), request.receive))
+            return await unless_left(answer.whole(), request.receive)
         events = answer.events()
         return EventStream(await unless_left(anext(events), request.receive), events)
 
     @clients.post("/inference/v1/generate")
     async def generate(request: Request) -> Response:
-        body = await _read(request, TokenBody, model.name)
+        body, prompts = await bodies.read(request, TokenBody)
         if body.stream:
             raise HTTPException(400, "stream is not offered here: leave it out, or use /v1/completions")
-        choices = body.choices(codec, model.max_length)
+        choices = body.choices(codec, model.max_length, prompts)
         await unless_left(_run(app.state.admission, choices), request.receive)
-        return JSONResponse(body.answer(choices, app.state.weights.version))
+        version = app.state.weights.version
+        answer = _written(choices, lambda choice: body.part(choice, version), lambda: body.rest(choices[0]))
+        return await unless_left(answer, request.receive)
 
     @clients.get("/server_info")
     async def show_server() -> dict[str, Any]:
@@ -132,13 +134,13 @@ def make_app(
     @clients.post("/collective_rpc")
     async def load_weights(request: Request) -> dict[str, Any]:
         app.state.weights.check_offered()
-        await app.state.weights.load(await _read(request, WorkerCall))
+        await app.state.weights.load(await bodies.read_call(request, WorkerCall))
         return {"results": []}
 
     @clients.post("/update_weight_version")
     async def name_weights(request: Request) -> dict[str, Any]:
         app.state.weights.check_offered()
-        app.state.weights.version = (await _read(request, NewVersion)).new_version
+        app.state.weights.version = (await bodies.read_call(request, NewVersion)).new_version
         return {"success": True}
 
     app.include_router(anybody)
@@ -156,26 +158,30 @@ class _OpenAiAnswer:
         number, now = secrets.token_hex(12), int(time.time())
         self._head = {"id": f"{body.prefix}{number}", "object": body.kind, "created": now, "model": name}
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Response:
         """Return the answer."""
         await _run(self._admission, self._choices)
-        parts = [self._body.part(self._codec, choice, True) for choice in self._choices]
-        return {**self._head, "choices": parts, "usage": self._usage()}
+        rest = {**self._head, "usage": self._usage()}
+        return await _written(self._choices, lambda choice: self._body.part(self._codec, choice, True), lambda: rest)
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Yield the events of a stream."""
         head = dict(self._head)
         if self._body.kind == "chat.completion":
             head["object"] = "chat.completion.chunk"
+
+        def event(choice: Choice) -> list[str]:
+            return [_event({**head, "choices": [self._body.part(self._codec, choice, False)]})]
+
         begun = False
         try:
             async with aclosing(self._admission.run(self._choices)) as steps:
                 async for grown in steps:
                     for choice in grown:
-                        part = self._body.part(self._codec, choice, False)
+                        [text] = await _texts(partial(event, choice), choice.entries)
                         choice.clear()
                         begun = True
-                        yield _event({**head, "choices": [part]})
+                        yield text
             if self._body.include_usage:
                 yield _event({**head, "choices": [], "usage": self._usage()})
             yield LAST_EVENT
@@ -193,32 +199,41 @@ class _OpenAiAnswer:
 
 def _event(body: dict[str, Any]) -> str:
     """Return a body as an event of a stream."""
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {_as_json(body)}\n\n"
+
+
+def _as_json(body: dict[str, Any]) -> str:
+    return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+async def _written(
+    choices: list[Choice], part: Callable[[Choice], Any], rest: Callable[[], dict[str, Any]]
+) -> Response:
+    """Return an answer: what `part` makes of each choice, and the fields of `rest`; a long one choice by choice."""
+
+    def pieces() -> Iterator[str]:
+        for number, choice in enumerate(choices):
+            yield ("," if number else '{"choices":[') + _as_json(part(choice))
+        yield f"],{_as_json(rest())[1:]}"
+
+    entries = sum(choice.entries for choice in choices)
+    first, *texts = await _texts(pieces, entries)
+    if entries <= MOST_ENTRIES:
+        return Response("".join((first, *texts)), media_type="application/json")
+    return EventStream(first, _each(texts), "application/json")
+
+
+async def _each(texts: list[str]) -> AsyncGenerator[str, None]:
+    for text in texts:
+        yield text
+
+
+async def _texts(pieces: Callable[[], Iterable[str]], entries: int) -> list[str]:
+    """Return the pieces of an answer; where there are many entries, they are written in a process of its own."""
+    return list(pieces()) if entries <= MOST_ENTRIES else await run_forked(pieces)
 
 
 async def _run(admission: Admission, choices: list[Choice]) -> None:
     async with aclosing(admission.run(choices)) as steps:
         async for _ in steps:
             pass
-
-
-async def _read(request: Request, kind: type[Body], model: str = "") -> Body:
-    """Return the body of a request; raises HTTPException where it is none, or of another model."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise HTTPException(415, "send the header Content-Type: application/json")
-    data = bytearray()
-    async for piece in request.stream():
-        data += piece
-        if len(data) > MOST_BODY_BYTES:
-            raise HTTPException(413, f"the body is longer than {MOST_BODY_BYTES:,} bytes: send less at once")
-    try:
-        body = kind.model_validate_json(bytes(data))
-    except ValidationError as error:
-        raise HTTPException(400, validation_message(error, bytes(data))) from error
-    _check_model(getattr(body, "model", ""), model)
-    return body
-
-
-def _check_model(asked: str, name: str) -> None:
-    if asked not in ("", name):
-        raise HTTPException(404, f"the model {asked[:200]!r} is not served here: it is {name!r}")

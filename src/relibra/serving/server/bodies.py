@@ -11,7 +11,7 @@ from fastapi import HTTPException
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from relibra.engine.sequence import SamplingParameters
-from relibra.serving.server.choice import Choice, make_choices
+from relibra.serving.server.choice import MOST_CHOICES, Choice, make_choices
 from relibra.serving.server.text import TextCodec
 
 DEFAULT_LIMIT = 16
@@ -21,6 +21,7 @@ LEAST_TEMPERATURE = 1e-5
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
 _quick = Field(fail_fast=True)  # of a long list, only the first error is looked for
+_prompts = Field(fail_fast=True, max_length=MOST_CHOICES)
 Tokens = Annotated[list[Token], _quick]
 NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -138,23 +139,32 @@ class SamplingBody(BaseModel):
 class CompletionBody(SamplingBody):
     """`/v1/completions`: a prompt, or several, as text or tokens."""
 
-    prompt: str | Tokens | Annotated[list[str], _quick] | Annotated[list[Tokens], _quick]
+    prompt: str | Tokens | Annotated[list[str], _prompts] | Annotated[list[Tokens], _prompts]
     max_tokens: int | None = Field(DEFAULT_LIMIT, ge=0, lt=1 << 31)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = False
 
     kind: ClassVar[str] = "text_completion"
     prefix: ClassVar[str] = "cmpl-"
+    no_prompt: ClassVar[dict[str, Any]] = {"prompt": ""}
 
-    def choices(self, codec: TextCodec, max_length: int) -> list[Choice]:
-        """Return the choices asked for; encodes text, which may take long."""
+    def prompts(self, codec: TextCodec, max_length: int) -> list[list[int]]:
+        """Return the tokens of the prompts; encodes text, which may take long."""
         several = isinstance(self.prompt, list) and not (self.prompt and isinstance(self.prompt[0], int))
         prompts: Any = self.prompt if several else [self.prompt]
+        if len(prompts) * (self.n or 1) > MOST_CHOICES:
+            raise HTTPException(400, f"{len(prompts)} prompts with n {self.n or 1} are more than {MOST_CHOICES}")
+        for prompt in prompts:
+            codec.check_length(prompt, max_length)
+        return [codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    def choices(self, codec: TextCodec, max_length: int, prompts: list[list[int]]) -> list[Choice]:
+        """Return the choices asked for."""
         limit = DEFAULT_LIMIT if self.max_tokens is None else self.max_tokens
         return self.choices_of(
             codec,
             max_length,
-            [codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts],
+            prompts,
             limit=max(1, limit),
             top_log_probs=self.logprobs or 0,
             prompt_log_probs=bool(self.echo and self.logprobs is not None),
@@ -230,12 +240,10 @@ class ChatBody(SamplingBody):
 
     kind: ClassVar[str] = "chat.completion"
     prefix: ClassVar[str] = "chatcmpl-"
+    no_prompt: ClassVar[dict[str, Any]] = {"messages": [{"role": "user"}], "chat_template_kwargs": None}
 
-    def choices(self, codec: TextCodec, max_length: int) -> list[Choice]:
-        """Return the choices asked for; runs the template, which may take long.
-
-        max_length   without a limit, an answer may take what the prompt leaves of it
-        """
+    def prompts(self, codec: TextCodec, max_length: int) -> list[list[int]]:
+        """Return the tokens of the messages; runs the template, which may take long."""
         if self.top_logprobs and not self.logprobs:
             raise HTTPException(400, "top_logprobs needs logprobs: true")
         arguments = {
@@ -245,13 +253,17 @@ class ChatBody(SamplingBody):
         }
         if self.continue_final_message:
             arguments["continue_final_message"] = True
+        messages = [message.for_template() for message in self.messages]
+        codec.check_length("".join(str(one) for message in messages for one in message.values()), max_length)
         prompt = codec.encode_chat(
-            [message.for_template() for message in self.messages],
-            answers=self.add_generation_prompt and not self.continue_final_message,
-            arguments=arguments,
+            messages, answers=self.add_generation_prompt and not self.continue_final_message, arguments=arguments
         )
-        limit = self.max_completion_tokens or self.max_tokens or max(1, max_length - len(prompt))
-        return self.choices_of(codec, max_length, [prompt], limit=limit, top_log_probs=self.top_logprobs or 0)
+        return [prompt]
+
+    def choices(self, codec: TextCodec, max_length: int, prompts: list[list[int]]) -> list[Choice]:
+        """Return the choices asked for; without a limit, an answer may take what the prompt leaves of `max_length`."""
+        limit = self.max_completion_tokens or self.max_tokens or max(1, max_length - len(prompts[0]))
+        return self.choices_of(codec, max_length, prompts, limit=limit, top_log_probs=self.top_logprobs or 0)
 
     def part(self, codec: TextCodec, choice: Choice, whole: bool) -> dict[str, Any]:
         """Return what is new of a choice, for the answer or for an event."""
@@ -290,34 +302,40 @@ class TokenBody(BaseModel):
     model: str = Field("", max_length=1024)
     stream: bool | None = False
 
-    def choices(self, codec: TextCodec, max_length: int) -> list[Choice]:
+    no_prompt: ClassVar[dict[str, Any]] = {"token_ids": [0]}
+
+    def prompts(self, codec: TextCodec, max_length: int) -> list[list[int]]:
+        """Return the tokens of the prompt."""
+        codec.check_length(self.token_ids, max_length)
+        return [self.token_ids]
+
+    def choices(self, codec: TextCodec, max_length: int, prompts: list[list[int]]) -> list[Choice]:
         """Return the choices asked for."""
         asked = self.sampling_params
         return asked.choices_of(
             codec,
             max_length,
-            [self.token_ids],
+            prompts,
             limit=asked.max_tokens or DEFAULT_LIMIT,
             top_log_probs=asked.logprobs or 0,
             routes=True,
             prompt_log_probs=asked.prompt_logprobs is not None,
         )
 
-    def answer(self, choices: list[Choice], version: str) -> dict[str, Any]:
-        """Return the answer; `version` is that of the weights that sampled it."""
-        parts = []
-        for choice in choices:
-            part: dict[str, Any] = {"routed_experts": None, **self.sampling_params.fields_of(choice)}
-            part |= {"token_ids": choice.tokens, "weight_version": version}
-            if self.sampling_params.logprobs is not None:
-                part["logprobs"] = {"content": log_prob_content(choice, "token_id:{}".format)}
-            parts.append(part)
-        body: dict[str, Any] = {"choices": parts}
-        scores = choices[0].prompt_log_probs
-        if scores is not None:
-            listed = [{str(token): {"logprob": score}} for token, score in zip(self.token_ids[1:], scores, strict=True)]
-            body["prompt_logprobs"] = [None, *listed]
-        return body
+    def part(self, choice: Choice, version: str) -> dict[str, Any]:
+        """Return a choice for the answer; `version` is that of the weights that sampled it."""
+        part: dict[str, Any] = {"routed_experts": None, **self.sampling_params.fields_of(choice)}
+        part |= {"token_ids": choice.tokens, "weight_version": version}
+        if self.sampling_params.logprobs is not None:
+            part["logprobs"] = {"content": log_prob_content(choice, "token_id:{}".format)}
+        return part
+
+    def rest(self, choice: Choice) -> dict[str, Any]:
+        """Return what an answer holds beside its choices: log-probs of the prompt, from any of them."""
+        if (scores := choice.prompt_log_probs) is None:
+            return {"prompt_logprobs": None}
+        listed = [{str(token): {"logprob": score}} for token, score in zip(choice.prompt[1:], scores, strict=True)]
+        return {"prompt_logprobs": [None, *listed]}
 
 
 def log_prob_content(choice: Choice, name: Any) -> list[dict[str, Any]]:

@@ -15,6 +15,8 @@ from relibra.serving.server.text import AnswerText, TextCodec
 
 MOST_CHOICES = 256
 """Choices of one request: prompts times `n`."""
+READ_AT_ONCE = 32
+"""Tokens whose text is looked for at once: a client that reads slowly finds many."""
 LEAST_LOG_PROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 
@@ -46,6 +48,12 @@ class Choice:
     first: bool = True
     _unread: list[Progress] = field(default_factory=list)
 
+    @property
+    def entries(self) -> int:
+        """Numbers and names that writing what is new of it takes."""
+        prompt = len(self.prompt) if self.first and self.sampling.prompt_log_probs else 0
+        return prompt + len(self.new) * (1 + self.sampling.top_log_probs)
+
     def message(self, number: int) -> Generate:
         """Return what a worker is asked for."""
         self.number = number
@@ -61,13 +69,15 @@ class Choice:
         self.put(Progress(number=-1, finish="lost", error=error))
 
     def read(self) -> bool:
-        """Take in the progress that has come; return whether there was some.
+        """Take in progress that has come, of much a part; return whether there was some.
 
         raises   HTTPException where it ends in an error: 503 where workers are lost
         """
-        unread, self._unread = self._unread, []
+        unread, self._unread = self._unread[:READ_AT_ONCE], self._unread[READ_AT_ONCE:]
         if not unread or self.finish is not None:
             return False
+        if self._unread:
+            self.arrived.set()  # the rest is read after others had their turn
         if unread[-1].error:
             raise HTTPException(503 if unread[-1].finish == "lost" else 500, unread[-1].error)
         for progress in unread:
@@ -124,10 +134,8 @@ def make_choices(
     samples      answers per prompt
     stops        texts that end an answer
     max_length   most tokens of prompt and answer
-    raises       HTTPException (400) for too many, an empty prompt, unknown tokens, or more tokens than fit
+    raises       HTTPException (400) for an empty prompt, unknown tokens, or more tokens than fit
     """
-    if len(prompts) * samples > MOST_CHOICES:
-        raise HTTPException(400, f"{len(prompts)} prompts with n {samples} are more than {MOST_CHOICES}")
     if not prompts or not all(map(len, prompts)):
         raise HTTPException(400, "the prompt is empty: send at least one token")
     for tokens in (*prompts, sampling.stop_ids):

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from relibra.errors import in_a_line
 
@@ -19,17 +20,13 @@ _log = logging.getLogger(__name__)
 LONGEST_VALUE = 80
 """Characters of a value in a message."""
 _MISSING = object()
-
-
-class Disconnected(Exception):
-    """The client has gone; nobody reads an answer."""
+_logged = set[type[Exception]]()
 
 
 def add_error_handlers(app: FastAPI) -> None:
     """Let an application answer each error by one sentence."""
     app.add_exception_handler(HTTPException, _answer_error)
-    app.add_exception_handler(Disconnected, _answer_nobody)
-    app.add_exception_handler(Exception, _log_failure)
+    app.add_exception_handler(ClientDisconnect, _answer_nobody)
 
 
 def error_body(message: str, status: int) -> dict[str, Any]:
@@ -53,8 +50,11 @@ async def _answer_nobody(_request: Request, _error: Exception) -> Response:
     return Response(status_code=499)  # as nginx counts it; nobody reads it
 
 
-async def _log_failure(_request: Request, error: Exception) -> Response:
-    _log.error("a request failed", exc_info=error)
+def answer_failure(error: Exception) -> Response:
+    """Return the answer to a request that failed through a mistake of ours; the first of a kind is logged."""
+    if (kind := type(error)) not in _logged:
+        _logged.add(kind)
+        _log.error("a request failed; others that fail with %s are only counted", kind.__name__, exc_info=error)
     return JSONResponse(error_body(f"the server failed: {in_a_line(error)}", 500), status_code=500)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from relibra.serving.server.choice import Choice
+from relibra.serving.server.errors import answer_failure
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0)
@@ -35,7 +37,7 @@ METRICS: dict[str, tuple[Callable[..., Any], str, tuple[str, ...]]] = {
 
 
 class CountAnswers:
-    """Counts the answers of an application by path and status."""
+    """Counts the answers of an application by path and status, those to requests that failed among them."""
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         """Stand in front of an application."""
@@ -44,13 +46,21 @@ class CountAnswers:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let it answer, and look at the status."""
 
+        begun = False
+
         async def look(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
                 path = getattr(scope.get("route"), "path", "other")
                 self._metrics.answered(path, message["status"])
             await send(message)
 
-        await self._app(scope, receive, look)
+        try:
+            await self._app(scope, receive, look)
+        except (Exception, CancelledError) as error:  # noqa: BLE001 - uvicorn would print it for every request
+            if not begun and isinstance(error, Exception):  # else the server stops
+                await answer_failure(error)(scope, receive, look)
 
 
 class WorkerCounters(NamedTuple):

@@ -7,10 +7,9 @@ import contextlib
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
-
-from relibra.serving.server.errors import Disconnected
 
 READING_SECONDS = 60.0
 """Seconds for which a client may read nothing before its answer is given up."""
@@ -18,19 +17,18 @@ Result = TypeVar("Result")
 
 
 class EventStream(Response):
-    """Events as they come."""
+    """Events as they come, or pieces of one answer."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, first: str, events: AsyncGenerator[str, None]) -> None:
+    def __init__(self, first: str, events: AsyncGenerator[str, None], media_type: str = "text/event-stream") -> None:
         """Keep the first event, which has come, and those to come."""
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
         self._first, self._events = first, events
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the end of the events, or until the client has gone."""
-        with contextlib.suppress(Disconnected, TimeoutError, OSError):
+        with contextlib.suppress(ClientDisconnect, TimeoutError, OSError):
             await unless_left(self._send(send), receive)
 
     async def _send(self, send: Send) -> None:
@@ -39,6 +37,7 @@ class EventStream(Response):
             await _send_part(send, self._first)
             async for one in self._events:
                 await _send_part(send, one)
+                await asyncio.sleep(0)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             await self._events.aclose()
@@ -50,12 +49,12 @@ async def _send_part(send: Send, text: str) -> None:
 
 
 async def unless_left(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
-    """Return what `work` returns; cancel it and raise Disconnected if the client leaves first."""
+    """Return what `work` returns; cancel it and raise ClientDisconnect if the client leaves first."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Disconnected
+            raise ClientDisconnect
         return working.result()
     finally:
         for task in (working, leaving):

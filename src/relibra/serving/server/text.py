@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,21 @@ class TextCodec:
     tokenizer: Any
     stop_ids: tuple[int, ...]
     vocab_size: int
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Most characters of a token."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1) if self.tokenizer is not None else 1
+
+    def check_length(self, prompt: Sequence[Any], max_length: int) -> None:
+        """Raise HTTPException (400) for a prompt, text or tokens, that is certainly longer than `max_length` tokens."""
+        what, token = ("characters", self.longest_token) if isinstance(prompt, str) else ("tokens", 1)
+        if len(prompt) > max_length * token:
+            raise HTTPException(
+                400,
+                f"a prompt of {len(prompt):,} {what} is longer than the longest request of this server, {max_length:,} "
+                "tokens: shorten it",
+            )
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt; raises HTTPException (400) where there is no tokenizer, or it refuses."""

@@ -1,0 +1,89 @@
+"""`run_forked`: long work for a client in a process of its own, which ends with its client, and its memory with it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import resource
+import signal
+import socket
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fastapi import HTTPException
+
+from relibra.errors import in_a_line
+from relibra.serving.channel import Channel
+from relibra.serving.messages import read_frame
+
+SMALL_BYTES = 16 << 10
+"""Bodies up to this size are worked on at once, which takes milliseconds."""
+LARGE_BYTES = 1 << 20
+"""Bodies above it wait for one another, so that they hold no shorter ones up."""
+MOST_SECONDS = 60.0
+MOST_MEMORY = 384 << 20
+"""Bytes that work may take beyond what the server has."""
+_places = {False: asyncio.Semaphore(4), True: asyncio.Semaphore(2)}  # for work that is not large, and work that is
+_one_fork = asyncio.Lock()
+
+
+async def run_forked(work: Callable[[], Iterable[Any]], size: int = 0) -> list[Any]:
+    """Return what `work` yields, as msgpack has it; the process is killed where the caller is cancelled.
+
+    size     bytes of what it reads
+    raises   HTTPException as the work does; 400 where it takes more memory or time than a request may
+    """
+    found: list[Any] = []
+    async with _places[size > LARGE_BYTES]:
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        async with _one_fork:
+            await asyncio.sleep(0)  # others have their turn between two forks
+            if (process := os.fork()) == 0:
+                _work(work, theirs)
+        theirs.close()
+        try:
+            async with asyncio.timeout(MOST_SECONDS):
+                while (frame := await read_frame(reader)) is not None and "yielded" in frame:
+                    found.append(frame["yielded"])
+                    await asyncio.sleep(0)
+        except TimeoutError:
+            frame = None
+        finally:
+            writer.transport.abort()
+            os.kill(process, signal.SIGKILL)
+            asyncio.get_running_loop().run_in_executor(None, os.waitpid, process, 0)  # while its memory is freed
+    if frame is None:
+        raise HTTPException(400, "the request takes more memory or time than one may: send less at once")
+    if "status" in frame:
+        raise HTTPException(frame["status"], frame["detail"])
+    return found
+
+
+def _work(work: Callable[[], Iterable[Any]], end: socket.socket) -> NoReturn:
+    """Send what `work` yields, and end this process; it keeps no other connection of the server open."""
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the server too, which kills this process
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.nice(10)
+        gc.disable()  # it would touch, and so copy, what the server has
+        os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # libraries that lack memory say so
+        os.closerange(3, end.fileno())
+        os.closerange(end.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        most = MOST_MEMORY + int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        channel = Channel(end)
+        try:
+            for one in work():
+                channel.send({"yielded": one})
+            channel.send({"done": True})
+        except HTTPException as error:
+            channel.send({"status": error.status_code, "detail": error.detail})
+        except Exception as error:  # noqa: BLE001 - the boundary of the process: the server answers the sentence
+            if not isinstance(error, MemoryError):  # the server knows it by the end of the channel
+                channel.send({"status": 500, "detail": f"the server failed: {in_a_line(error)}"})
+    finally:
+        os._exit(0)
