@@ -52,7 +52,8 @@ def await_health(url, status, seconds=60.0):
 def test_restarted_attention_worker_lost_only_its_own_requests(tmp_path):
     model = write_model("Qwen3MoeForCausalLM", tmp_path / "model")
     first = greedy_answer(model, PROMPT, 8).tokens
-    options = ("--attention", "2", "--experts", "2", "--updates", "--timeout", "20", "--max-length", "1000")
+    options = ("--attention", "2", "--experts", "2", "--timeout", "20", "--max-length", "1000")
+    options += ("--updates",)
     with relibra_serve(tmp_path / "model", *options) as (url, process), ThreadPoolExecutor(8) as pool:
         other = write_other_weights(model, tmp_path / "other")
         assert other != first
@@ -114,30 +115,51 @@ def test_killed_experts_are_named_and_return_with_last_weights(spare, tmp_path):
         assert tokens_of(answered(url, **BODY)) == other
 
 
-def test_hanging_expert_worker_is_shown_and_started_again(tmp_path):
+@pytest.mark.parametrize("number", [0, 1], ids=["attention", "experts"])
+def test_hanging_worker_is_shown_given_up_and_started_again(number, tmp_path):
     write_model("Qwen3MoeForCausalLM", tmp_path)
-    with relibra_serve(tmp_path, "--timeout", "4") as (url, process):
+    options = ("--timeout", "4", "--max-length", "4000", "--kv-tokens", "8192")
+    with relibra_serve(tmp_path, *options) as (url, process), ThreadPoolExecutor(1) as pool:
         before = answered(url, **BODY)
 
-        def experts():
-            return httpx.get(f"{url}/health", trust_env=False).json()["workers"][1]
+        def worker():
+            return httpx.get(f"{url}/health", trust_env=False).json()["workers"][number]
 
-        hanging = experts()
+        hanging = worker()
+        asked = pool.submit(complete, url, prompt=list(PROMPT), max_tokens=3900, ignore_eos=True)
+        while not httpx.get(f"{url}/health", trust_env=False).json()["running"]:
+            time.sleep(0.01)
         os.kill(hanging["pid"], signal.SIGSTOP)
         end = time.monotonic() + 9
-        while (shown := experts())["state"] != "silent":
+        while (shown := worker())["state"] != "silent":
             assert time.monotonic() < end
             time.sleep(0.1)
         assert 3.0 <= shown["silent_seconds"] < 10.0
         assert shown["pid"] == hanging["pid"]
+        assert asked.result().status_code == 503, "it is told within ten seconds and some"
+        assert time.monotonic() < end + 9
         assert "hangs" in await_health(url, 503)["error"]
         await_health(url, 200)
-        back = experts()
+        back = worker()
         assert back["state"] == "ready"
         assert back["pid"] != hanging["pid"]
         assert back["pid"] in workers_of(process)
         assert hanging["pid"] not in workers_of(process)
         assert tokens_of(answered(url, **BODY)) == tokens_of(before)
+
+
+def test_server_with_a_stopped_worker_stops_within_five_seconds(tmp_path):
+    write_model("Qwen3MoeForCausalLM", tmp_path)
+    for stopped in (0, 1):
+        with relibra_serve(tmp_path) as (url, process):
+            os.kill(workers_of(process)[stopped], signal.SIGSTOP)
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{url}/v1/completions", json=BODY, timeout=1, trust_env=False)
+            began = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            process.wait(30)
+            assert time.monotonic() - began < 5
+            assert "Traceback" not in process.stderr.read()
 
 
 def test_a_timeline_says_whose_events_went_with_a_worker(tmp_path):
@@ -177,7 +199,8 @@ def test_worker_does_not_come_back_with_changed_files(tmp_path):
 def test_worker_killed_during_updates_leaves_one_version(tmp_path):
     model = write_model("Qwen3MoeForCausalLM", tmp_path / "model")
     first = greedy_answer(model, PROMPT, 8).tokens
-    with relibra_serve(tmp_path / "model", "--experts", "2", "--updates", "--timeout", "10") as (url, process):
+    options = ("--experts", "2", "--updates", "--timeout", "10")
+    with relibra_serve(tmp_path / "model", *options) as (url, process):
         other = write_other_weights(model, tmp_path / "other")
         ended = threading.Event()
 

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 LOADING_SECONDS = 1800.0
 """How long workers may take to load."""
-STOPPING_SECONDS = 5.0
+STOPPING_SECONDS = 1.0
 """How long workers may take to end when the API server is gone, before they are killed."""
 
 
@@ -69,7 +69,7 @@ class RunningWorkers:
         self.layout = layout
         self.workers: list[Worker] = []
         self.experts: list[tuple[str, Sequence[int]]] = [("", experts) for experts in placement]
-        self._starts = 0
+        self._starts, self._stopping = 0, False
         self._sockets = Path(tempfile.mkdtemp(prefix="relibra-"))
         secret = secrets.token_bytes(16).hex()
         self._spec: dict[str, Any] = {
@@ -116,6 +116,7 @@ class RunningWorkers:
 
     def stop(self) -> None:
         """End all workers: their connections close, and those that stay are killed."""
+        self._stopping = True  # a worker that is just being started again is not waited for
         for worker in self.workers:
             worker.control.close()
         end = time.monotonic() + STOPPING_SECONDS
@@ -217,6 +218,8 @@ class RunningWorkers:
     def _answer(self, worker: Worker, key: str, end: float) -> Any:
         """Wait for a frame of a worker with this key, and return what it holds."""
         try:
+            if self._stopping:
+                raise ConnectionError
             frame = worker.control.receive(seconds=max(0.1, end - time.monotonic()))
         except TimeoutError as error:
             raise EngineError(f"{worker.name} did not answer ({key}) in time: look at what it printed") from error

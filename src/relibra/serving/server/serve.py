@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import os
@@ -32,6 +33,8 @@ from relibra.serving.server.workers.clients import WorkerClients
 from relibra.serving.worker_timeline import write_timeline
 
 BACKLOG = 2048
+FAREWELL_SECONDS = 0.5
+"""How long connections may take to send the ends of their answers when the server stops."""
 IDLE_SECONDS = 75
 """How long a connection without requests stays open: longer than clients keep one that they may use again."""
 
@@ -74,11 +77,16 @@ class ServerSettings:
 
 
 class _Server(uvicorn.Server):
-    """A server that ends its answers before it waits for their connections."""
+    """A server that ends its answers, then its connections, before it waits for anybody."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.config.app.state.admission.stop()  # type: ignore[union-attr]
+        asyncio.get_running_loop().call_later(FAREWELL_SECONDS, self._end_connections)
         await super().shutdown(sockets)
+
+    def _end_connections(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # what works for it ends, too
 
 
 def serve(
@@ -134,7 +142,7 @@ def serve(
             make_app(open_workers, about, load_codec(folder), key_check(keys), metrics),
             log_level="warning",
             access_log=False,
-            timeout_graceful_shutdown=5,
+            timeout_graceful_shutdown=1,
             timeout_keep_alive=IDLE_SECONDS,
         )
         _Server(config).run(sockets=[listener])

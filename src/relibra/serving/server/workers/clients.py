@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
@@ -40,7 +39,7 @@ RESTARTS = 3
 _POLL_SECONDS = 0.1
 COUNTING_SECONDS = 2.0
 """How long workers may take to return their counters."""
-TIMELINE_SECONDS = 20.0
+TIMELINE_SECONDS = 2.0
 """How long workers may take to return what they have recorded."""
 
 
@@ -89,12 +88,8 @@ class WorkerClients:
 
     @property
     def lost(self) -> list[str]:
-        """Why each worker is gone, or hangs; experts that are gone may have copies."""
-        return [worker.lost for worker in (*self._experts, *self._attention) if worker.lost] + [
-            f"{worker.name} has not answered for {worker.silence:.0f} s: end its process, and a new one is started"
-            for worker in self._attention
-            if not worker.lost and worker.silence >= self._patience
-        ]
+        """Why each worker is gone; experts that are gone may have copies."""
+        return [worker.lost for worker in (*self._experts, *self._attention) if worker.lost]
 
     @property
     def states(self) -> list[dict[str, Any]]:
@@ -225,18 +220,17 @@ class WorkerClients:
         return [frame for frame in frames if frame is not None]
 
     async def _check_health(self) -> None:
-        """Ask workers every second whether they are there; an expert worker that hangs is given up.
+        """Ask workers every second whether they are there; one that hangs is given up.
 
-        Attention workers that waited for its rows do without it already, until it is started again. While workers read
-        weights or take other experts, nobody is asked.
+        While workers read weights or take other experts, only those whose process is stopped count as silent.
         """
         while True:
             await asyncio.sleep(HEALTH_SECONDS)
             for worker in self._everyone:
-                if worker.lost or self.changing.locked():
+                if worker.lost or (self.changing.locked() and not worker.stopped):
                     continue
                 worker.check_health()
-                if worker.silence > self._patience and worker in self._experts:
+                if worker.silence > self._patience:
                     _log.warning("%s has not answered for %.0f s: it is given up", worker.name, self._patience)
                     worker.writer.transport.abort()  # who reads from it takes the worker for ended
 
@@ -246,13 +240,11 @@ class WorkerClients:
             worker.send({"rejoin": [number, *self._model.experts[number]]})
 
     async def close(self) -> None:
-        """Stop reading, and close the connections, which ends the workers."""
+        """Stop reading, and end the connections, which ends the workers."""
         for task in self._tasks:
             task.cancel()
         for worker in self._everyone:
-            worker.writer.close()
-            with contextlib.suppress(OSError):
-                await worker.writer.wait_closed()
+            worker.writer.transport.abort()  # one that is stopped takes nothing any more
 
     async def _keep(self, connections: list[Connection], number: int) -> None:
         """Read from a worker; start it again when it ends, a few times."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from relibra.serving.launch import LOADING_SECONDS, Worker
@@ -57,6 +59,13 @@ class Connection:
     def name(self) -> str:
         """Role and number."""
         return f"{self.role} worker {self.number}"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether its process is stopped, by SIGSTOP or a debugger."""
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0] in "Tt"
+        return False
 
     def state(self) -> dict[str, Any]:
         """Return what `/health` shows of it: who it is, and since when it does not answer.
@@ -128,7 +137,7 @@ async def change_weights(
         try:
             return await asyncio.wait_for(worker.answers["weights"].get(), seconds)
         except TimeoutError:
-            worker.writer.close()  # who reads from it takes the worker for ended
+            worker.writer.transport.abort()  # who reads from it takes the worker for ended
             return None
 
     for worker in workers:
