@@ -26,6 +26,7 @@ from relibra.serving.layout import WorkerLayout
 from relibra.serving.server.access import key_check, read_api_keys
 from relibra.serving.server.admission import Admission, ServerLimits
 from relibra.serving.server.app import ServedName, make_app
+from relibra.serving.server.connections import BoundedConnection
 from relibra.serving.server.metrics import ServerMetrics
 from relibra.serving.server.text import load_codec
 from relibra.serving.server.weights import ServedWeights
@@ -140,8 +141,11 @@ def serve(
         about = ServedName(name=settings.name, max_length=layout.max_length, config=_as_vllm(model))
         config = uvicorn.Config(
             make_app(open_workers, about, load_codec(folder), key_check(keys), metrics),
-            log_level="warning",
+            log_level="error",  # what clients send wrongly are warnings
             access_log=False,
+            http=BoundedConnection,
+            loop="asyncio",
+            ws="none",
             timeout_graceful_shutdown=1,
             timeout_keep_alive=IDLE_SECONDS,
         )

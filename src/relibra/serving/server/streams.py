@@ -11,8 +11,6 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-READING_SECONDS = 60.0
-"""Seconds for which a client may read nothing before its answer is given up."""
 Result = TypeVar("Result")
 
 
@@ -28,24 +26,19 @@ class EventStream(Response):
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the end of the events, or until the client has gone."""
-        with contextlib.suppress(ClientDisconnect, TimeoutError, OSError):
+        with contextlib.suppress(ClientDisconnect, OSError):
             await unless_left(self._send(send), receive)
 
     async def _send(self, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await _send_part(send, self._first)
+            await send({"type": "http.response.body", "body": self._first.encode(), "more_body": True})
             async for one in self._events:
-                await _send_part(send, one)
+                await send({"type": "http.response.body", "body": one.encode(), "more_body": True})
                 await asyncio.sleep(0)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             await self._events.aclose()
-
-
-async def _send_part(send: Send, text: str) -> None:
-    async with asyncio.timeout(READING_SECONDS):
-        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
 
 async def unless_left(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:

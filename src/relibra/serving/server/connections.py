@@ -1,0 +1,64 @@
+"""`BoundedConnection`: HTTP of one client, which may neither keep silent for ever nor send or take without end."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from typing import cast
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEADER_SECONDS = 20.0
+"""Until the headers of a request have to be there, from the connection or from their first byte on."""
+READING_SECONDS = 60.0
+"""Until a client has to have read what is sent at once, an event or a choice; else it is given up."""
+MOST_CONNECTIONS = max(64, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 256))
+"""Where the system allows the files; workers and forks need some, too."""
+READ_BYTES = 16 << 10
+"""Taken from a connection at once: a body of tiny chunks takes long for its bytes."""
+
+
+class BoundedConnection(H11Protocol):
+    """HTTP/1.1 as uvicorn speaks it; of too many connections the one that has waited longest for a request closes."""
+
+    _headers_until: float | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for the headers of a first request."""
+        super().connection_made(transport)
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]
+        self._since = self.loop.time()
+        self._await_headers()
+        if len(self.connections) > MOST_CONNECTIONS:
+            waiting = [one for one in cast("set[BoundedConnection]", self.connections) if one.waits()]
+            min(waiting, key=lambda one: one._since).transport.abort()
+
+    def waits(self) -> bool:
+        """Return whether no request is under way."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def data_received(self, data: bytes) -> None:
+        """Take what has come."""
+        super().data_received(data)
+        if self.waits() and not self.transport.is_closing():
+            self._await_headers()
+
+    def on_response_complete(self) -> None:
+        """Let the next request begin."""
+        self._headers_until, self._since = None, self.loop.time()
+        super().on_response_complete()
+
+    def _await_headers(self) -> None:
+        """Close where no request is complete in time; uvicorn forgets its timer with every byte."""
+        self._headers_until = self._headers_until or self.loop.time() + HEADER_SECONDS
+        self.timeout_keep_alive_task = self.loop.call_at(self._headers_until, self.transport.abort)
+
+    def pause_writing(self) -> None:
+        """Give the client up where it reads nothing from now on."""
+        super().pause_writing()
+        self._reading = self.loop.call_later(READING_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Go on."""
+        super().resume_writing()
+        self._reading.cancel()
