@@ -56,7 +56,7 @@ def test_vllm_client_trains_with_a_server_already_running(tmp_path):
     of_model = [one for one in TINY if one.startswith("model.")]
     served = ["rollout.engine=vllm", "rollout.url=http://h:1", "rollout.server_weights=w"]
     assert run_command(["export", str(start), *of_model, *served], tmp_path).returncode == 0
-    with relibra_serve(start, "--updates", "--max-length", "400", "--attention", "2") as (url, _):
+    with relibra_serve(start, "--updates", str(tmp_path), "--max-length", "400", "--attention", "2") as (url, _):
         settings = [f"rollout.url={url}", f"rollout.server_weights={tmp_path / 'weights'}"]
         done = train(tmp_path, "rollout.engine=vllm", "algorithm.preset=ppo", *settings)
         assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import socket
+from pathlib import Path
 
 import pytest
 from fastapi import HTTPException
@@ -96,7 +97,7 @@ def test_what_holds_no_key_is_refused(source):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"host": "0.0.0.0", "updates": True}, "--updates"),
+        ({"host": "0.0.0.0", "updates": Path()}, "--updates"),
         ({"max_waiting": 0}, "max_waiting is 0"),
         ({"deadline": 0.0}, "deadline is 0.0"),
         ({"rebalance_seconds": -1.0}, "rebalance_seconds is -1.0"),

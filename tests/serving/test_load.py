@@ -229,7 +229,7 @@ def test_no_body_makes_the_server_fail(tmp_path):
     write_text_model(tmp_path)
     statuses = {}
     with (
-        relibra_serve(tmp_path, "--name", "tiny", "--updates", "--max-length", "24") as (url, process),
+        relibra_serve(tmp_path, "--name", "tiny", "--updates", str(tmp_path), "--max-length", "24") as (url, process),
         httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
     ):
 

@@ -53,7 +53,7 @@ def test_restarted_attention_worker_lost_only_its_own_requests(tmp_path):
     model = write_model("Qwen3MoeForCausalLM", tmp_path / "model")
     first = greedy_answer(model, PROMPT, 8).tokens
     options = ("--attention", "2", "--experts", "2", "--timeout", "20", "--max-length", "1000")
-    options += ("--updates",)
+    options += ("--updates", str(tmp_path))
     with relibra_serve(tmp_path / "model", *options) as (url, process), ThreadPoolExecutor(8) as pool:
         other = write_other_weights(model, tmp_path / "other")
         assert other != first
@@ -98,7 +98,7 @@ def test_queued_requests_wait_for_the_only_attention_worker(tmp_path):
 @pytest.mark.parametrize("spare", [0, 2])
 def test_killed_experts_are_named_and_return_with_last_weights(spare, tmp_path):
     model = write_model("Qwen3MoeForCausalLM", tmp_path / "model")
-    options = ("--experts", "2", "--spare-experts", str(spare), "--updates", "--timeout", "10")
+    options = ("--experts", "2", "--spare-experts", str(spare), "--updates", str(tmp_path), "--timeout", "10")
     with relibra_serve(tmp_path / "model", *options) as (url, process):
         other = write_other_weights(model, tmp_path / "other")
         assert load_weights(url, tmp_path / "other").status_code == 200
@@ -184,7 +184,7 @@ def test_a_timeline_says_whose_events_went_with_a_worker(tmp_path):
 
 def test_worker_does_not_come_back_with_changed_files(tmp_path):
     model = write_model("Qwen3MoeForCausalLM", tmp_path / "model")
-    with relibra_serve(tmp_path / "model", "--updates", "--timeout", "5") as (url, process):
+    with relibra_serve(tmp_path / "model", "--updates", str(tmp_path), "--timeout", "5") as (url, process):
         write_other_weights(model, tmp_path / "other")
         assert load_weights(url, tmp_path / "other").status_code == 200
         write_other_weights(model, tmp_path / "other")
@@ -199,7 +199,7 @@ def test_worker_does_not_come_back_with_changed_files(tmp_path):
 def test_worker_killed_during_updates_leaves_one_version(tmp_path):
     model = write_model("Qwen3MoeForCausalLM", tmp_path / "model")
     first = greedy_answer(model, PROMPT, 8).tokens
-    options = ("--experts", "2", "--updates", "--timeout", "10")
+    options = ("--experts", "2", "--updates", str(tmp_path), "--timeout", "10")
     with relibra_serve(tmp_path / "model", *options) as (url, process):
         other = write_other_weights(model, tmp_path / "other")
         ended = threading.Event()

@@ -30,7 +30,8 @@ def start(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(start):
-    with relibra_serve(start[0], "--experts", "2", "--updates", "--max-length", str(CONTEXT)) as (url, _):
+    options = ("--experts", "2", "--updates", str(start[0].parent), "--max-length", str(CONTEXT))
+    with relibra_serve(start[0], *options) as (url, _):
         yield url
 
 

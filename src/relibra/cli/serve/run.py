@@ -99,7 +99,9 @@ class ServeRequest:
     ] = ""
     max_waiting: Annotated[int, typer.Option(help="Most answers in the queue; more get status 429.")] = 1024
     deadline: Annotated[float, typer.Option(help="Seconds that a request may take, waiting included.")] = 600.0
-    updates: Annotated[bool, typer.Option("--updates", help="Let clients load other weights, as vLLM's do.")] = False
+    updates: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Let clients load other weights below it, as vLLM's do.")
+    ] = None
     timeline: Annotated[
         Path | None, typer.Option(help="Write what each worker did, and when, for Perfetto in the end.")
     ] = None

@@ -50,7 +50,7 @@ class ServerSettings:
     api_key_from  env:NAME or file:PATH of the keys; empty: everybody may ask
     max_waiting   most answers in the queue
     deadline      seconds that a request may take
-    updates       clients may load other weights
+    updates       folder below which clients may load other weights; None: they may not
     rebalance_seconds   time after which copies of experts are placed anew; 0: never
     until_eof     end when the standard input ends
     timeline      file to which what the workers did is written in the end; None: nothing is recorded
@@ -62,7 +62,7 @@ class ServerSettings:
     api_key_from: str = ""
     max_waiting: Annotated[int, Field(ge=1, le=1 << 20)] = 1024
     deadline: Annotated[float, Field(gt=0, le=1e6)] = 600.0
-    updates: bool = False
+    updates: Path | None = None
     rebalance_seconds: Annotated[float, Field(ge=0)] = 0.0
     until_eof: bool = False
     timeline: Path | None = None
@@ -70,7 +70,7 @@ class ServerSettings:
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range, and for weights that anybody on the network could replace."""
         check_fields(ServerSettings, vars(self), "relibra serve", ConfigError)
-        if self.updates and not self.api_key_from and not _is_loopback(self.host):
+        if self.updates is not None and not self.api_key_from and not _is_loopback(self.host):
             raise ConfigError(
                 f"--updates at --host {self.host} lets anybody who reaches it load weights: add --api-key-from, or "
                 "listen at 127.0.0.1"
@@ -130,7 +130,7 @@ def serve(
                 f"{settings.name} at {url}/v1 ({layout.attention} attention and {layout.experts} expert workers; "
                 f"{cache}); Ctrl-C stops"
             )
-            yield admission, ServedWeights(admission, model.start_from, offered=settings.updates)
+            yield admission, ServedWeights(admission, model.start_from, settings.updates)
             if settings.timeline is not None:
                 frames = await clients.timelines()
                 for line in write_timeline(settings.timeline, layout, frames, clients.lost_records):

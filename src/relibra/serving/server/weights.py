@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -38,26 +39,26 @@ class NewVersion(BaseModel):
 
 
 class ServedWeights:
-    """Weights of all workers.
+    """Weights of all workers."""
 
-    offered   whether clients may load weights: whoever may reach the server then decides what it computes with
-    """
-
-    def __init__(self, admission: Admission, start_from: Callable[[Path, FolderStamp], None], *, offered: bool) -> None:
+    def __init__(
+        self, admission: Admission, start_from: Callable[[Path, FolderStamp], None], updates: Path | None
+    ) -> None:
         """Begin with the weights of the start.
 
+        updates      folder below which clients may name others: they then decide what it computes with; None: nowhere
         start_from   takes the folder of the present weights, which a worker that is started again loads, and its stamp
         """
         self._start_from = start_from
         self.version = FIRST_VERSION
-        self.offered = offered
+        self._updates = None if updates is None else updates.resolve()
         self._admission, self._one_at_a_time = admission, asyncio.Lock()
 
     def check_offered(self) -> None:
         """Raise HTTPException (404) where clients may not load weights."""
-        if not self.offered:
+        if self._updates is None:
             raise HTTPException(
-                404, "this server keeps its weights: start it with --updates to let clients load others"
+                404, "this server keeps its weights: start it with --updates FOLDER to let clients load others"
             )
 
     async def load(self, call: WorkerCall) -> None:
@@ -70,16 +71,23 @@ class ServedWeights:
         self.check_offered()
         if call.method != "reload_weights":
             raise HTTPException(400, f"method {call.method[:80]!r} is not offered: it is reload_weights")
-        if not Path(call.arguments.weights_path).is_dir():
-            raise HTTPException(400, f"{call.arguments.weights_path[:300]} is no folder that this server sees")
+        folder = self._folder(call.arguments.weights_path)
         clients = self._admission.clients
         async with self._one_at_a_time, clients.changing, self._no_answers():
-            folder = call.arguments.weights_path
-            stamp = weights_stamp(Path(folder))
-            failed = await clients.change_weights(folder, lambda: self._start_from(Path(folder), stamp))
+            stamp = weights_stamp(folder)
+            failed = await clients.change_weights(str(folder), lambda: self._start_from(folder, stamp))
             if failed:
                 raise HTTPException(400, f"the weights stay as they were: {failed[0]}")
             self.version = FIRST_VERSION
+
+    def _folder(self, path: str) -> Path:
+        """Return the folder that a client names; raises HTTPException (400) alike where it is none, or elsewhere."""
+        assert self._updates is not None, "check_offered was called"
+        with contextlib.suppress(OSError, ValueError):
+            folder = Path(path).resolve()
+            if all(one.resolve().is_relative_to(self._updates) for one in (folder, *folder.iterdir())):
+                return folder
+        raise HTTPException(400, f"{path[:300]} is no folder below {self._updates}, which --updates names")
 
     @asynccontextmanager
     async def _no_answers(self) -> AsyncIterator[None]:

@@ -87,8 +87,9 @@ def serve_command(config: RunConfig, model: str) -> list[str]:
     """
     rollout = config.rollout
     longest = rollout.max_prompt + rollout.max_response
-    words = [sys.executable, "-m", "relibra", "serve", model, "--port", "0", "--name", "policy", "--updates"]
-    words += ["--until-eof", "--dtype", config.model.dtype, "--max-length", str(longest)]
+    words = [sys.executable, "-m", "relibra", "serve", model, "--port", "0", "--name", "policy", "--until-eof"]
+    words += ["--updates", str(rollout.server_weights or Path(model).parent / "weights")]
+    words += ["--dtype", config.model.dtype, "--max-length", str(longest)]
     words += ["--kv-tokens", str(max(LEAST_CACHE, 8 * longest)), "--threads", "0"]
     words += ["--max-batch", str(rollout.max_batch), "--max-waiting", str(1 << 20)]
     words += ["--deadline", str(rollout.timeout_seconds * max(1.0, longest / 1024))]
