@@ -286,6 +286,14 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         ("with a sentence", lambda row: row["sentence"]),
         *("anew", "equal", ("failed", lambda row: row["neither"]), "configuration"),
     ),
+    "reliability/attack": (
+        *("case", "status", "seconds"),
+        ("others held, ms", lambda row: row["held ms"] or ""),
+        ("peak MiB", lambda row: row["peak MiB"] or ""),
+        ("s until told", lambda row: row["told seconds"] or ""),
+        ("failed", lambda row: row["neither"]),
+        "configuration",
+    ),
 }
 """Columns per table: FILE, or FILE/VIEW where a file has several views."""
 

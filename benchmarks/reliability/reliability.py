@@ -1,6 +1,6 @@
-"""What becomes of runs that are killed, stopped or out of disk, and of damaged inputs.
+"""What becomes of runs that are killed, stopped or out of disk, of damaged inputs, and of a server under attack.
 
-Run: relibra bench reliability [signals] [disks] [damage] [--count N] [--seed N] [--quick] [--json] [--output FOLDER]
+Run: relibra bench reliability [PART ...] [--count N] [--seed N] [--quick] [--json] [--output FOLDER]
 Rows go to results/reliability.json. Without a part all of them; with one, the file keeps the rows of the others. Three
 quarters of an hour on two cores; --quick tries a handful of each and writes no rows. Exit code 1 when one run or input
 ends in another way than promised.
@@ -8,6 +8,7 @@ ends in another way than promised.
 signals   50 random moments of `relibra train` on two processes at which processes get SIGKILL, SIGTERM or SIGSTOP
 disks     30 runs whose disk fills up at a random step; needs the right to mount a small file system in memory
 damage    10,000 damaged inputs for each reader (tests/fuzz)
+attack    `relibra serve` under hostile bodies of 7.8 MiB, with a stopped worker, and the stop beside them
 """
 
 import json
@@ -23,12 +24,12 @@ from rich.table import Table
 from benchmarks.harness.options import measurement_options
 from benchmarks.harness.provenance import RESULTS, ROOT, write_results
 from benchmarks.harness.results_files import Row, read_results
-from benchmarks.reliability import full_disks, signalled_runs
+from benchmarks.reliability import attacked_server, full_disks, signalled_runs
 from relibra.errors import ConfigError, EngineError
 from relibra.files import write_text
 
-COUNTS = {"signals": 50, "disks": 30, "damage": 10_000}
-QUICK_COUNTS = {"signals": 3, "disks": 2, "damage": 20}
+COUNTS = {"signals": 50, "disks": 30, "damage": 10_000, "attack": 8_000}
+QUICK_COUNTS = {"signals": 3, "disks": 2, "damage": 20, "attack": 500}
 
 
 def signal_rows(seed: int, count: int) -> list[dict]:
@@ -103,7 +104,28 @@ def damage_rows(seed: int, count: int) -> list[dict]:
     ]
 
 
-PARTS: dict[str, Callable[[int, int], list[dict]]] = {"signals": signal_rows, "disks": disk_rows, "damage": damage_rows}
+def attack_rows(_seed: int, count: int) -> list[dict]:
+    """Attack a server, with bodies of `count` KiB, and say what is noticed."""
+    found, size = list[dict](), count << 10
+    with tempfile.TemporaryDirectory() as text:
+        home = Path(text)
+        with attacked_server.attacked_server(home, "--experts", "2") as server:
+            tokens = max(8, count // 160)
+            for row in attacked_server.hostile_rows(server, size, tokens):
+                found.append(row)
+                _say(str(row))
+            for row in attacked_server.stopped_rows(server):
+                found.append(row)
+                _say(str(row))
+        for stopped in (False, True):
+            found.append(attacked_server.stop_row(home, size, stopped=stopped))
+            _say(str(found[-1]))
+    return attacked_server.rows_of(found, size)
+
+
+PARTS: dict[str, Callable[[int, int], list[dict]]] = {
+    "signals": signal_rows, "disks": disk_rows, "damage": damage_rows, "attack": attack_rows
+}  # fmt: skip
 
 
 def kept_rows(folder: Path, parts: set[str]) -> list[Row]:
@@ -118,7 +140,9 @@ def kept_rows(folder: Path, parts: set[str]) -> list[Row]:
 def main() -> int:
     parser = measurement_options(__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all")
-    parser.add_argument("--count", type=int, help="signals, disks, inputs per reader; default: 50, 30, 10,000")
+    parser.add_argument(
+        "--count", type=int, help="signals, disks, inputs per reader, KiB of a body; default: 50, 30, 10,000, 8,000"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
