@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -158,6 +159,7 @@ def test_other_shapes_of_a_run(overrides, tmp_path):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_model_prompts_and_a_reward_of_ones_own(preset, tmp_path):
     task = make_user_task(tmp_path)
+    (tmp_path / "model" / "chat_template.jinja").write_text("{% for m in messages %},{{ m.content }}{% endfor %}")
     window = ("rollout.window=4", "algorithm.tail_drop=1") if preset == "tppo" else ()
     done = train(
         tmp_path, *task, f"algorithm.preset={preset}", *window, "evaluation.every=1", "run.steps=3", cwd=tmp_path
@@ -170,6 +172,7 @@ def test_a_model_prompts_and_a_reward_of_ones_own(preset, tmp_path):
     assert all(0 < row["evaluation"]["reward"] < 1 for row in rows)
     prompts = {json.loads(line)["prompt"] for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()}
     assert prompts <= {f"{a}+{b}=" for a in range(10) for b in range(10)}
+    assert re.search(r"the first prompt, .*prompts\.jsonl, line \d+, 5 tokens\):\n,\d\+\d=\n", done.stderr)
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "policy").encode("1+2=")
 
 

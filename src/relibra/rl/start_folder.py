@@ -21,7 +21,7 @@ def write_start_folder(config: RunConfig, folder: Path) -> None:
         raise ConfigError(f"model.path {config.model.path!r} is a folder to start a server from: nothing to export")
     check_new(folder)
     task = make_task(config.task, config.run.seed, 0)
-    tokenizer = make_tokenizer(config.model.source, task.characters, trust_remote_code=False)
+    tokenizer = make_tokenizer(config.model.source, task.characters, config.task)
     model = initial_model(
         built_in_config(config.model, tokenizer.vocab_size, config.rollout.least_head_dim), config.run.seed
     )

@@ -75,7 +75,7 @@ def _train(
 ) -> bool:
     cluster = _find_cluster(config, device)  # before the warm-up, which may be long
     loss = find_loss(config)
-    task, tokenizer, policy, longest = _build_task_and_policy(config, run, device)
+    task, tokenizer, policy, longest = _build_task_and_policy(config, run, device, display)
     _tell_plan_without_effect(config, policy, cluster)
     if policy.balanced and ":" in config.plan.balancer:
         try_balancer(config.plan, cluster, policy.num_experts)
@@ -184,14 +184,21 @@ def _make_engine(
     return engine, canary
 
 
-def _build_task_and_policy(config: RunConfig, run: Path, device: torch.device) -> tuple[Task, Tokenizer, Policy, int]:
+def _build_task_and_policy(
+    config: RunConfig, run: Path, device: torch.device, display: TrainingDisplay
+) -> tuple[Task, Tokenizer, Policy, int]:
     """Return task, tokenizer, policy, and the most tokens that a prompt and a response have together."""
     if dist.get_rank() == 0:
         for warning in settings_without_effect(config.task):
             _log.warning("%s", warning)
     task = make_task(config.task, config.run.seed, config.evaluation.prompts if config.evaluation.every else 0)
-    tokenizer = make_tokenizer(config.model.source, task.characters, trust_remote_code=config.model.trust_remote_code)
+    trusted = config.model.trust_remote_code
+    tokenizer = make_tokenizer(config.model.source, task.characters, config.task, trust_remote_code=trusted)
     task, longest_prompt = fit_prompts(task, tokenizer, config.rollout)
+    if config.model.path:
+        tokens = encode_prompt(0, task, tokenizer, config.rollout)
+        whole = tokenizer.decode([*tokens, tokenizer.stop_ids[0]])  # decoding leaves out a stop token at the end
+        display.first_prompt(task.prompt(0).origin, len(tokens), whole)
     longest = longest_prompt + config.rollout.max_response
     policy = build_policy(
         config.model,

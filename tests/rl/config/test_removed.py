@@ -64,8 +64,18 @@ def test_a_run_resumes_without_operational_settings_of_then():
         "task": {"max_letters": 9},
     }
     warned = drop_operational(base)
-    assert base == {"parallel": {"ranks": 2}, "rollout": {}, "task": {"max_letters": 9}}
+    assert base == {
+        "parallel": {"ranks": 2},
+        "rollout": {},
+        "task": {"max_letters": 9, "prompt_format": "text"},  # what the run did before there was a choice
+    }
     assert [line.split()[1] for line in warned] == ["rollout.retry_seconds", "parallel.threads_per_rank"]
+
+
+def test_a_resumed_run_keeps_the_format_of_its_prompts():
+    base = {"task": {"prompt_format": "chat"}}
+    assert drop_operational(base) == []
+    assert base == {"task": {"prompt_format": "chat"}}
 
 
 def test_lambda_of_a_tppo_run_of_then_keeps_its_meaning():

@@ -10,6 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from relibra.errors import ConfigError
+from relibra.rl.config.settings import TaskSettings
 from relibra.rl.model.tokenizer import ModelTokenizer
 from relibra.rl.toy.character_tokenizer import PADDING, CharacterTokenizer
 from relibra.rl.toy.tasks import STOP, Arithmetic, Strings
@@ -79,9 +80,34 @@ def test_messages_go_through_the_chat_template(saved, tmp_path):
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     tokenizer = ModelTokenizer.load(str(tmp_path))
     assert tokenizer.encode(messages) == TOKENIZER.encode("1+2=0")
-    assert tokenizer.encode("1+2=") == TOKENIZER.encode("1+2=")
     with pytest.raises(ConfigError, match=r"messages .*\(TemplateError: no system message\)"):
         tokenizer.encode([{"role": "system", "content": "1"}])
+
+
+@pytest.fixture
+def chat(saved, tmp_path):
+    """Return a function that loads a tokenizer with a chat template, and settings of the task."""
+
+    def load(template, **settings):
+        shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+        (tmp_path / "chat_template.jinja").write_text(template)
+        return ModelTokenizer.load(str(tmp_path), TaskSettings(**settings))
+
+    return load
+
+
+def test_a_text_is_a_user_message_where_there_is_a_template(chat, saved):
+    assert chat(TEMPLATE).encode("1+2") == TOKENIZER.encode("1+2=0")
+    assert chat(TEMPLATE, prompt_format="text").encode("1+2") == TOKENIZER.encode("1+2")
+    assert ModelTokenizer.load(str(saved)).encode("1+2") == TOKENIZER.encode("1+2")
+
+
+def test_a_text_that_is_in_the_template_already_is_refused_and_fed_as_it_is_on_request(chat):
+    assert chat(TEMPLATE).encode("1.+2") == TOKENIZER.encode("1.+2=0")  # a special token elsewhere is content
+    for text in (f"{STOP}1+2=0", f"\n {STOP}1"):
+        with pytest.raises(ConfigError, match=r"begins with a special token .* set task\.prompt_format=text"):
+            chat(TEMPLATE).encode(text)
+    assert chat(TEMPLATE, prompt_format="text").encode(f"{STOP}1") == TOKENIZER.encode(f"{STOP}1")
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,18 @@ def test_lines_around_a_step_say_where_a_run_is(plain):
     assert "all are done" in done
 
 
+def test_the_first_prompt_is_shown_with_special_tokens_and_without_escapes(plain):
+    make, lines = plain
+    with make() as display:
+        display.first_prompt("rows.jsonl, line 3", 5, "<|user|>\n[bold]\x1b[31m 17 + 25?<|end|>")
+        display.first_prompt("", 1, "x" * 9_000)
+    head, *text, second, long = lines()
+    assert head.endswith("(rows.jsonl, line 3, 5 tokens):")
+    assert text == ["<|user|>", r"[bold]\x1b[31m 17 + 25?<|end|>"]
+    assert second.endswith("(1 token):")
+    assert 1000 < len(long) < 3000
+
+
 def test_ranks_that_are_not_asked_say_nothing(plain):
     make, lines = plain
     with make(enabled=False, warmup_steps=1) as display:

@@ -203,8 +203,12 @@ _GONE = (
 def drop_operational(base: dict[str, Any]) -> list[str]:
     """Remove settings of earlier versions from those of a run to resume, where its checkpoint does not depend on them.
 
-    returns   a warning for each
+    A setting that is younger than the run gets the value that says what the run did.
+
+    returns   a warning for each removed one
     """
+    if isinstance(base.get("task"), dict):
+        base["task"].setdefault("prompt_format", "text")
     _, refused = without_removed(base)
     dropped = [(name, value) for name, value in refused if name.startswith(_GONE)]
     for name, _ in dropped:

@@ -54,6 +54,8 @@ class TaskSettings(Section):
     """prompts: column with the text or a list of chat messages."""
     answer_column: str = "answer"
     """prompts: column with the correct answer, for the rewards "exact" and "maths"."""
+    prompt_format: Literal["chat", "text"] = "chat"
+    """"chat": a text is a user message in the chat template of the model, if it has one; "text": fed as it is."""
     reward: str = "maths"
     """prompts: "exact", "maths", or your own `module:function`, called as function(response, row)."""
 

@@ -7,15 +7,19 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
 from relibra.errors import ConfigError, RelibraError, in_a_line, library_errors
 from relibra.printable import excerpt
+from relibra.rl.config.settings import TaskSettings
 from relibra.rl.tasks.task import Messages
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
 
+DEFAULT_PROMPTS = TaskSettings()
+"""Prompts as a run has them that sets nothing."""
 TEMPLATE_SECONDS = 10.0
 """Seconds for the chat template of one prompt; they take microseconds, but may hold loops."""
 
@@ -77,16 +81,19 @@ def loading(what: str) -> Iterator[None]:
         ) from error
 
 
-def make_tokenizer(model_path: str, characters: str | None, *, trust_remote_code: bool = False) -> Tokenizer:
+def make_tokenizer(
+    model_path: str, characters: str | None, settings: TaskSettings, *, trust_remote_code: bool = False
+) -> Tokenizer:
     """Return the tokenizer of a model, or one of single characters for the built-in model.
 
     model_path           folder or hub name; empty: the built-in model
     characters           alphabet of a built-in task; its last character ends responses
+    settings             how prompts become tokens of a model
     trust_remote_code    run Python files of the model
     raises               ConfigError if the model has no usable tokenizer
     """
     if model_path:
-        return ModelTokenizer.load(model_path, trust_remote_code=trust_remote_code)
+        return ModelTokenizer.load(model_path, settings, trust_remote_code=trust_remote_code)
     assert characters is not None, "RunConfig refuses a task without an alphabet for the built-in model"
     return CharacterTokenizer(characters)
 
@@ -99,9 +106,12 @@ class ModelTokenizer:
     tokenizer: Any
     pad_id: int
     stop_ids: tuple[int, ...]
+    settings: TaskSettings
 
     @classmethod
-    def load(cls, name: str, *, trust_remote_code: bool = False) -> ModelTokenizer:
+    def load(
+        cls, name: str, settings: TaskSettings = DEFAULT_PROMPTS, *, trust_remote_code: bool = False
+    ) -> ModelTokenizer:
         """Load the tokenizer of a folder or hub name.
 
         Stop ids are the tokenizer's eos_token and the eos_token_id of generation_config.json. If the tokenizer has no
@@ -121,7 +131,7 @@ class ModelTokenizer:
                 "tokenizer or eos_token_id in generation_config.json"
             )
         pad = tokenizer.pad_token_id
-        return cls(name, tokenizer, stop_ids[0] if pad is None else int(pad), stop_ids)
+        return cls(name, tokenizer, stop_ids[0] if pad is None else int(pad), stop_ids, settings)
 
     @property
     def vocab_size(self) -> int:
@@ -129,10 +139,29 @@ class ModelTokenizer:
         return len(self.tokenizer)
 
     def encode(self, prompt: str | Messages) -> list[int]:
-        """Return the ids of a text with the tokenizer's start tokens, or of chat messages in the model's template."""
-        if isinstance(prompt, str):
+        """Return the ids of chat messages in the model's template, which a text is put into as one of the user.
+
+        A text stays as it is, behind the tokenizer's start tokens, with task.prompt_format "text" or without template.
+        """
+        if not isinstance(prompt, str):
+            return self._encode_messages(prompt)
+        if self.settings.prompt_format == "text" or self.tokenizer.chat_template is None:
             with library_errors(f"the tokenizer of model.path {self.name!r} refuses {excerpt(prompt)}", ConfigError):
                 return [int(i) for i in self.tokenizer.encode(prompt)]
+        if prompt.lstrip().startswith(self._special_texts):
+            raise ConfigError(
+                f"the prompt {excerpt(prompt)} begins with a special token of model.path {self.name!r}, as a text does "
+                "that is in its chat template already: set task.prompt_format=text, or remove the token"
+            )
+        return self._encode_messages([{"role": "user", "content": prompt}])
+
+    @cached_property
+    def _special_texts(self) -> tuple[str, ...]:
+        """Texts of the special tokens."""
+        return tuple(token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special)
+
+    def _encode_messages(self, prompt: Messages) -> list[int]:
+        """Return the ids of chat messages in the model's template, which ends where an answer begins."""
         if self.tokenizer.chat_template is None:
             raise ConfigError(
                 f"model.path {self.name!r} has no chat template, but a prompt consists of chat messages: use plain "

@@ -24,13 +24,15 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from relibra.planning.analysis.explanation import SlotMemory
-from relibra.printable import printable
+from relibra.printable import cut_middle, plural, printable, printable_lines
 from relibra.routing.compiled import watch_compilation
 
 LINE_EVERY_WARMUP_STEPS = 40
 NARROW = 100
 """Columns of a terminal below which the table has no curves."""
 CURVE_STEPS = 40
+LONGEST_PROMPT = 2000
+"""Characters of the first prompt that are shown."""
 RECENT_STEPS = 8
 """Steps whose speed tells the time that is left."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -80,6 +82,15 @@ class TrainingDisplay:
             self._bars.update(self._tasks["warm-up"], completed=self._totals["warm-up"])
         if "RL" in self._tasks:
             self._bars.update(self._tasks["RL"], completed=step)
+
+    def first_prompt(self, origin: str, num_tokens: int, text: str) -> None:
+        """Show a prompt as the model gets it, special tokens included.
+
+        origin   file and line; empty for a built-in task
+        """
+        where = f"{origin}, " if origin else ""
+        self._print(f"the first prompt, as the model gets it ({where}{plural(num_tokens, 'token')}):")
+        self._print(printable_lines(cut_middle(text, LONGEST_PROMPT)), style="cyan")
 
     def baseline(self, evaluation: Mapping[str, float]) -> None:
         """Show the evaluation before the first RL step."""
