@@ -147,24 +147,51 @@ def test_responses_end_as_tokenizer_or_generation_settings_say(saved, tmp_path):
     assert tokenizer.encode_response("1")[-1] == stop
 
 
-def test_prompt_has_the_start_token_and_response_continues_it(tmp_path):
-    """Byte-level tokens with a start token, as most real models have them."""
+def byte_level(around: str, folder):
+    """Save byte-level tokens, with special ones around a text, as most real models have them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     model = models.BPE({token: i for i, token in enumerate([*alphabet, "ab", "<s>", "</s>", "<think>"])}, [("a", "b")])
     core = tokenizers.Tokenizer(model)
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    core.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 257)])
+    core.post_processor = processors.TemplateProcessing(around, special_tokens=[("<s>", 257), ("</s>", 258)])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=core, bos_token="<s>", eos_token="</s>", additional_special_tokens=["<think>"]
     )
-    fast.save_pretrained(tmp_path)
-    tokenizer = ModelTokenizer.load(str(tmp_path))
+    fast.save_pretrained(folder)
+    return str(folder)
+
+
+def test_prompt_has_the_start_token_and_response_continues_it(tmp_path):
+    tokenizer = ModelTokenizer.load(byte_level("<s> $A", tmp_path))
     prompt, response = tokenizer.encode("ab"), tokenizer.encode_response("ab  é ,.")
     assert prompt == [257, 256]
     assert (response[0], response[-1]) == (256, 258)
     assert tokenizer.decode(response) == "ab  é ,."
     assert tokenizer.decode([259, *response]) == "<think>ab  é ,."
     assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.stop_ids) == (260, 258, (258,))
+
+
+@pytest.mark.parametrize("around", ["$A", "<s> $A", "$A </s>", "<s> $A </s>", "</s> <s> $A </s>", "</s> $A </s>"])
+def test_a_text_gets_start_tokens_once_and_no_end_token(around, tmp_path):
+    """Start and end may be the same token: where the tokenizer puts it decides."""
+    folder = byte_level(around, tmp_path)
+    start = [{"<s>": 257, "</s>": 258}[token] for token in around.partition("$A")[0].split()]
+    tokenizer = ModelTokenizer.load(folder)
+    bare = ModelTokenizer.load(folder, TaskSettings(add_special_tokens=False))
+    for text, ids in (("ab", [256]), ("<think>ab", [259, 256]), ("ab</s>ab", [256, 258, 256]), ("", [])):
+        assert tokenizer.encode(text) == [*start, *ids]
+        assert bare.encode(text) == ids
+    begun = "".join({257: "<s>", 258: "</s>"}[one] for one in start) + "ab"
+    assert tokenizer.encode(begun) == [*start, 256]
+    assert tokenizer.encode_response("ab") == [256, 258]
+
+
+def test_a_template_that_writes_the_start_token_gives_one(tmp_path):
+    folder = byte_level("<s> $A </s>", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    tokenizer = ModelTokenizer.load(folder)
+    assert tokenizer.encode("ab") == [257, 256]
+    assert tokenizer.encode([{"role": "user", "content": "ab"}]) == [257, 256]
 
 
 def test_without_a_padding_token_the_end_of_sequence_pads(saved, tmp_path):

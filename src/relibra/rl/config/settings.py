@@ -56,6 +56,8 @@ class TaskSettings(Section):
     """prompts: column with the correct answer, for the rewards "exact" and "maths"."""
     prompt_format: Literal["chat", "text"] = "chat"
     """"chat": a text is a user message in the chat template of the model, if it has one; "text": fed as it is."""
+    add_special_tokens: bool = True
+    """Begin a text that is fed as it is with the start tokens that the tokenizer adds, unless it begins with them."""
     reward: str = "maths"
     """prompts: "exact", "maths", or your own `module:function`, called as function(response, row)."""
 

@@ -147,7 +147,7 @@ class ModelTokenizer:
             return self._encode_messages(prompt)
         if self.settings.prompt_format == "text" or self.tokenizer.chat_template is None:
             with library_errors(f"the tokenizer of model.path {self.name!r} refuses {excerpt(prompt)}", ConfigError):
-                return [int(i) for i in self.tokenizer.encode(prompt)]
+                return encode_text(self.tokenizer, prompt, add_special_tokens=self.settings.add_special_tokens)
         if prompt.lstrip().startswith(self._special_texts):
             raise ConfigError(
                 f"the prompt {excerpt(prompt)} begins with a special token of model.path {self.name!r}, as a text does "
@@ -232,3 +232,19 @@ def _time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Return the ids of a text of which a model writes the rest: no end tokens, and start tokens only once.
+
+    tokenizer            of transformers; it may add tokens in front and behind, as its files say
+    add_special_tokens   add those in front, unless the text begins with the first of them
+    """
+    ids = [int(i) for i in tokenizer.encode(text, add_special_tokens=False)]
+    if not add_special_tokens:
+        return ids
+    sample = text[:1] or "a"
+    bare, whole = tokenizer.encode(sample, add_special_tokens=False), tokenizer.encode(sample)
+    places = range(len(whole) - len(bare) + 1)
+    start = whole[: next((i for i in places if whole[i : i + len(bare)] == bare), 0)]
+    return ids if ids[:1] == start[:1] else [*map(int, start), *ids]

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import HTTPException
 
 from relibra.errors import ConfigError, in_a_line
-from relibra.rl.model.tokenizer import ModelTokenizer
+from relibra.rl.model.tokenizer import ModelTokenizer, encode_text
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 """What the beginning of a character decodes to."""
@@ -53,7 +53,7 @@ class TextCodec:
         if self.tokenizer is None:
             raise HTTPException(400, "this model has no tokenizer: send the prompt as a list of token ids")
         try:
-            return [int(one) for one in self.tokenizer.encode(text)]
+            return encode_text(self.tokenizer, text)
         except Exception as error:  # each tokenizer raises others
             raise HTTPException(400, f"the tokenizer of the model refuses the prompt ({in_a_line(error)})") from error
 
