@@ -102,6 +102,15 @@ def test_a_text_is_a_user_message_where_there_is_a_template(chat, saved):
     assert ModelTokenizer.load(str(saved)).encode("1+2") == TOKENIZER.encode("1+2")
 
 
+def test_a_last_message_of_the_assistant_is_continued(chat):
+    tokenizer = chat("{% for m in messages %}{{ m.content }}={% endfor %}{% if add_generation_prompt %}0{% endif %}")
+    begun = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "3,4"}]
+    assert tokenizer.encode(begun) == TOKENIZER.encode("1+2=3,4")
+    assert tokenizer.encode(begun[:1]) == TOKENIZER.encode("1+2=0")
+    with pytest.raises(ConfigError, match="rejects the messages"):  # the template leaves out what is to be continued
+        chat("{{ messages[0].content }}").encode(begun)
+
+
 def test_a_text_that_is_in_the_template_already_is_refused_and_fed_as_it_is_on_request(chat):
     assert chat(TEMPLATE).encode("1.+2") == TOKENIZER.encode("1.+2=0")  # a special token elsewhere is content
     for text in (f"{STOP}1+2=0", f"\n {STOP}1"):

@@ -105,6 +105,18 @@ def test_chat_messages_come_through_and_the_reward_sees_the_row(tmp_path):
     assert task.reward(prompt, "3", stopped=True) == 0.0
 
 
+def test_a_last_message_of_the_assistant_is_refused_unless_it_is_to_be_continued(tmp_path):
+    begun = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "It is"}]
+    path = write(tmp_path / "rows.jsonl", [*numbered(1), {"prompt": begun, "answer": 2}])
+    with pytest.raises(ConfigError, match=rf"^{path}, line 2: .*ends with .*'It is': set task.continue_final_message="):
+        make(path)
+    task = make(path, continue_final_message=True)
+    assert begun in [task.prompt(number).text for number in range(2)]
+    begun[-1]["content"] = ""
+    with pytest.raises(ConfigError, match="it is not empty"):
+        make(write(path, [{"prompt": begun, "answer": 2}]), continue_final_message=True)
+
+
 def test_parquet_leaves_absent_fields_of_messages_open(tmp_path):
     pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: Parquet files are not tested")
     from pyarrow import parquet

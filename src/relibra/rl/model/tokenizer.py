@@ -161,15 +161,21 @@ class ModelTokenizer:
         return tuple(token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special)
 
     def _encode_messages(self, prompt: Messages) -> list[int]:
-        """Return the ids of chat messages in the model's template, which ends where an answer begins."""
+        """Return the ids of chat messages in the model's template.
+
+        They end where an answer begins, or in a last message of the assistant, which an answer then continues.
+        """
         if self.tokenizer.chat_template is None:
             raise ConfigError(
                 f"model.path {self.name!r} has no chat template, but a prompt consists of chat messages: use plain "
                 "text, or put a chat_template.jinja beside its tokenizer"
             )
+        continued = prompt[-1]["role"] == "assistant"
         try:
             with _time_limit(TEMPLATE_SECONDS):
-                ids = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+                ids = self.tokenizer.apply_chat_template(
+                    prompt, add_generation_prompt=not continued, continue_final_message=continued, return_dict=False
+                )
         except OutOfTimeError as error:
             raise ConfigError(
                 f"the chat template of model.path {self.name!r} does not end within {TEMPLATE_SECONDS:g} s for the "

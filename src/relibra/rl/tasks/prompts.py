@@ -36,7 +36,7 @@ class Prompts:
     training_rows: Int64[ndarray, " r"]
     held: Rows
     first_held: int
-    prompt_column: str
+    settings: TaskSettings
     rate: Reward
 
     characters: ClassVar[str | None] = None
@@ -72,7 +72,7 @@ class Prompts:
         return self.rate(prompt, response)
 
     def _at(self, rows: Rows, index: int) -> Prompt:
-        return _prompt(rows.row(index), self.prompt_column, rows.name(index))
+        return _prompt(rows.row(index), self.settings, rows.name(index))
 
 
 def open_prompts(settings: TaskSettings, seed: int, evaluation_prompts: int) -> Prompts:
@@ -93,7 +93,7 @@ def open_prompts(settings: TaskSettings, seed: int, evaluation_prompts: int) -> 
         training_rows=np.arange(num_training, dtype=np.int64),
         held=held,
         first_held=first_held,
-        prompt_column=settings.prompt_column,
+        settings=settings,
         rate=rate,
     )
 
@@ -134,19 +134,26 @@ def _checked(path: Path, setting: str, settings: TaskSettings) -> Rows:
     rows = open_rows(path, setting)
     for index, row in enumerate(rows):
         origin = rows.name(index)
-        _prompt(row, settings.prompt_column, origin)
+        _prompt(row, settings, origin)
         if settings.reward in NEEDS_ANSWER:
             right_answer(row, settings.answer_column, origin)
     return rows
 
 
-def _prompt(row: Mapping[str, Any], name: str, origin: str) -> Prompt:
+def _prompt(row: Mapping[str, Any], settings: TaskSettings, origin: str) -> Prompt:
+    name = settings.prompt_column
     value = column(row, name, origin=origin, remedy="set task.prompt_column")
     if isinstance(value, str) and value:
         _check_text(value, name, origin)
         return Prompt(text=value, row=row, origin=origin)
     if isinstance(value, list) and value:
-        return Prompt(text=[_message(message, name, origin) for message in value], row=row, origin=origin)
+        messages = [_message(message, name, origin) for message in value]
+        if messages[-1]["role"] == "assistant" and not (settings.continue_final_message and messages[-1]["content"]):
+            raise ConfigError(
+                f"{origin}: column {name!r} ends with the assistant's message {excerpt(messages[-1]['content'])}: set "
+                "task.continue_final_message=true where responses are to continue it, and it is not empty, or remove it"
+            )
+        return Prompt(text=messages, row=row, origin=origin)
     raise ConfigError(
         f"{origin}: column {name!r} is {excerpt(value)}; a prompt is a text, or a list of chat messages, not empty"
     )
