@@ -39,7 +39,7 @@ from relibra.rl.run.step_logs import StepLogs, remove_steps_from
 from relibra.rl.run.step_trace import StepTraces
 from relibra.rl.step import Learner, Progress, Trained, rl_step
 from relibra.rl.tasks.make import make_task, settings_without_effect
-from relibra.rl.tasks.prompts import check_same_rows, rows_state
+from relibra.rl.tasks.prompts import Prompts, check_same_rows, rows_state
 from relibra.rl.tasks.task import Task
 from relibra.rl.toy.warmup import warm_up
 
@@ -198,7 +198,8 @@ def _build_task_and_policy(
     if config.model.path:
         tokens = encode_prompt(0, task, tokenizer, config.rollout)
         whole = tokenizer.decode([*tokens, tokenizer.stop_ids[0]])  # decoding leaves out a stop token at the end
-        display.first_prompt(task.prompt(0).origin, len(tokens), whole)
+        others = task.other_columns if isinstance(task, Prompts) else ()
+        display.first_prompt(task.prompt(0).origin, len(tokens), whole, others)
     longest = longest_prompt + config.rollout.max_response
     policy = build_policy(
         config.model,

@@ -343,6 +343,19 @@ def test_presets_with_a_value_model_warm_it_up(overrides, steps, finished):
     assert load_config(None, base=tomllib.loads(as_toml(own))) == own
 
 
+def test_variables_of_the_chat_template_are_read_from_files_and_overrides():
+    variables = {"enable_thinking": False, "effort": "low", "date": {"day": 1, "names": ["a", "b"]}}
+    given = 'task.template_variables={enable_thinking=false, effort="low", date={day=1, names=["a", "b"]}}'
+    config = load_config(None, [given])
+    assert config.task.template_variables == variables
+    assert load_config(None, base=tomllib.loads(as_toml(config))) == config
+    assert load_config(None, base=config.model_dump(mode="json")) == config
+    one = load_config(None, ["task.template_variables.enable_thinking=false"])
+    assert one.task.template_variables == {"enable_thinking": False}
+    with pytest.raises(ConfigError, match=r"task\.template_variables"):
+        load_config(None, ["task.template_variables={day=2026-01-01}"])
+
+
 def test_a_run_begins_with_the_sources_of_its_settings(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('[run]\nsteps = 8\n[model]\npath = "mine"\n')

@@ -111,6 +111,24 @@ def test_a_last_message_of_the_assistant_is_continued(chat):
         chat("{{ messages[0].content }}").encode(begun)
 
 
+def test_variables_reach_the_template_those_of_the_row_last(chat):
+    template = (
+        "{{ messages[0].content }}{{ short if short is defined }}{% for t in tools or [] %}{{ t.n }}{% endfor %}="
+    )
+    tokenizer = chat(template, template_variables={"short": 1})
+    assert tokenizer.encode("2+") == TOKENIZER.encode("2+1=")
+    assert tokenizer.encode("2+", short=3, tools=[{"n": "7"}]) == TOKENIZER.encode("2+37=")
+    for name in ("shot", "messages", "tokenize", "chat_template", "add_generation_prompt", "self", "prompt"):
+        with pytest.raises(ConfigError, match=f"has no variable '{name}'"):
+            tokenizer.encode("2+", **{name: 1})
+
+
+def test_variables_without_a_template_are_refused(chat, saved):
+    for tokenizer in (ModelTokenizer.load(str(saved)), chat(TEMPLATE, prompt_format="text"), TOKENIZER):
+        with pytest.raises(ConfigError, match="chat template"):
+            tokenizer.encode("1+2", tools=[{}])
+
+
 def test_a_text_that_is_in_the_template_already_is_refused_and_fed_as_it_is_on_request(chat):
     assert chat(TEMPLATE).encode("1.+2") == TOKENIZER.encode("1.+2=0")  # a special token elsewhere is content
     for text in (f"{STOP}1+2=0", f"\n {STOP}1"):
@@ -187,7 +205,7 @@ def test_a_text_gets_start_tokens_once_and_no_end_token(around, tmp_path):
     start = [{"<s>": 257, "</s>": 258}[token] for token in around.partition("$A")[0].split()]
     tokenizer = ModelTokenizer.load(folder)
     bare = ModelTokenizer.load(folder, TaskSettings(add_special_tokens=False))
-    for text, ids in (("ab", [256]), ("<think>ab", [259, 256]), ("ab</s>ab", [256, 258, 256]), ("", [])):
+    for text, ids in (("ab", [256]), ("<think>ab", [259, 256]), ("ab</s>ab", [256, 258, 256])):
         assert tokenizer.encode(text) == [*start, *ids]
         assert bare.encode(text) == ids
     begun = "".join({257: "<s>", 258: "</s>"}[one] for one in start) + "ab"

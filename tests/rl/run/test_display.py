@@ -121,8 +121,9 @@ def test_the_first_prompt_is_shown_with_special_tokens_and_without_escapes(plain
     make, lines = plain
     with make() as display:
         display.first_prompt("rows.jsonl, line 3", 5, "<|user|>\n[bold]\x1b[31m 17 + 25?<|end|>")
-        display.first_prompt("", 1, "x" * 9_000)
-    head, *text, second, long = lines()
+        display.first_prompt("", 1, "x" * 9_000, ["level", "a\nb"])
+    head, *text, second, long, columns = lines()
+    assert columns.endswith(r": 'level', 'a\nb'")
     assert head.endswith("(rows.jsonl, line 3, 5 tokens):")
     assert text == ["<|user|>", r"[bold]\x1b[31m 17 + 25?<|end|>"]
     assert second.endswith("(1 token):")

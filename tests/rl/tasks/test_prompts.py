@@ -117,6 +117,53 @@ def test_a_last_message_of_the_assistant_is_refused_unless_it_is_to_be_continued
         make(write(path, [{"prompt": begun, "answer": 2}]), continue_final_message=True)
 
 
+def test_messages_that_are_stored_as_json_text_are_messages(tmp_path):
+    messages = [{"role": "user", "content": "1+1?"}]
+    path = write(tmp_path / "rows.jsonl", [{"prompt": f" {json.dumps(messages, indent=1)}", "answer": 2}])
+    assert make(path).prompt(0).text == messages
+    assert isinstance(make(path, prompt_format="text").prompt(0).text, str)
+    for text in ("[1, 2] sorted?", '[{"a": 1}] as a table?', '{"role": "user"}', "[{ role and content"):
+        assert make(write(path, [{"prompt": text, "answer": 2}])).prompt(0).text == text
+    for text in (str(messages), '[{"role": "user", "content": "1+'):
+        with pytest.raises(ConfigError, match=r"line 1: column 'prompt' holds .*, which is no JSON"):
+            make(write(path, [{"prompt": text, "answer": 2}]))
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("stored", [lambda value: value, json.dumps])
+def test_tools_and_variables_of_a_row_go_to_the_template(tmp_path, stored):
+    row = {"prompt": "x", "answer": 1, "tools": stored([TOOL]), "chat_template_kwargs": stored({"short": True})}
+    empty = {"prompt": "y", "answer": 1, "tools": stored([]), "chat_template_kwargs": None}
+    task = make(write(tmp_path / "rows.jsonl", [row, empty]))
+    given = {prompt.text: prompt.template for prompt in map(task.prompt, range(2))}
+    assert given == {"x": {"tools": [TOOL], "short": True}, "y": {}}
+    for column, value in (("tools", TOOL), ("tools", ["add"]), ("chat_template_kwargs", [1]), ("tools", "add")):
+        with pytest.raises(ConfigError, match=f"line 1: column '{column}'"):
+            make(write(tmp_path / "bad.jsonl", [{"prompt": "x", "answer": 1, column: stored(value)}]))
+
+
+def test_columns_that_no_setting_reads_are_known(tmp_path):
+    path = write(
+        tmp_path / "rows.jsonl", [{"prompt": "x", "answer": 1, "level": 2}, {"prompt": "x", "answer": 1, "tool": 3}]
+    )
+    held = write(tmp_path / "held.jsonl", [{"prompt": "x", "answer": 1, "tools": [TOOL], "level": 2, "source": 1}])
+    assert make(path).other_columns == ("level", "tool")
+    assert make(path, evaluation_file=held).other_columns == ("level", "tool", "source")
+    assert make(path, reward="math:fsum").other_columns == ("answer", "level", "tool")
+
+
+def test_fields_that_parquet_adds_to_tools_are_left_out(tmp_path):
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: Parquet files are not tested")
+    from pyarrow import parquet
+
+    tools = [{"name": "a", "strict": True}, {"name": "b"}]
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pa.Table.from_pylist([{"prompt": "x", "answer": "1", "tools": tools}]), path)
+    assert make(path).prompt(0).template == {"tools": tools}
+
+
 def test_parquet_leaves_absent_fields_of_messages_open(tmp_path):
     pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: Parquet files are not tested")
     from pyarrow import parquet
@@ -151,7 +198,10 @@ def test_parquet_leaves_absent_fields_of_messages_open(tmp_path):
         ({"prompt": [{"role": "user"}], "answer": 1}, r"has the message \{'role': 'user'\}; a chat message"),
         ({"prompt": [{"role": "user", "content": ["x"]}], "answer": 1}, r"a chat message is an object of texts"),
         ({"prompt": "x"}, r"no column 'answer'; its columns are 'prompt': set task\.answer_column, or a task\.reward"),
-        ({"prompt": "x", "answer": None}, r"column 'answer' is None; a right answer is a text or number, not empty"),
+        (
+            {"prompt": "x", "answer": None},
+            r"column 'answer' is None; a right answer is a text or number, not empty",
+        ),
         ({"prompt": "x", "answer": " "}, r"column 'answer' is ' '; a right answer"),
         ({"prompt": "x", "answer": True}, r"column 'answer' is True; a right answer"),
     ],

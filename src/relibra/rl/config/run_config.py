@@ -256,9 +256,18 @@ def as_toml(config: RunConfig) -> str:
                 )
             if value is None and key == "explained_variance_gate":
                 value = "off"  # else its preset's value is read
-            setting = f"# {key} =" if value is None else f"{key} = {json.dumps(value)}"  # TOML has no null
+            setting = f"# {key} =" if value is None else f"{key} = {_toml(value)}"  # TOML has no null
             lines += [f"# {description}", setting]
     return "\n".join(lines[1:])
+
+
+def _toml(value: Any) -> str:
+    """Write a value of a setting, which is no null, as TOML."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{json.dumps(name)} = {_toml(part)}' for name, part in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value)
 
 
 def with_ranks(config: RunConfig, ranks: int) -> RunConfig:

@@ -58,6 +58,8 @@ class TaskSettings(Section):
     """"chat": a text is a user message in the chat template of the model, if it has one; "text": fed as it is."""
     add_special_tokens: bool = True
     """Begin a text that is fed as it is with the start tokens that the tokenizer adds, unless it begins with them."""
+    template_variables: dict[str, bool | int | float | str | list[Any] | dict[str, Any]] = Field(default_factory=dict)
+    """Variables of the chat template, such as {enable_thinking = false}; `chat_template_kwargs` of a row go first."""
     continue_final_message: bool = False
     """prompts: messages that end with one of the assistant are a beginning that responses continue; false: refused."""
     reward: str = "maths"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,8 +44,11 @@ class Tokenizer(Protocol):
     @property
     def stop_ids(self) -> tuple[int, ...]: ...  # noqa: D102
 
-    def encode(self, prompt: str | Messages) -> list[int]:
-        """Return the ids of a prompt; raises ConfigError where it cannot be encoded."""
+    def encode(self, prompt: str | Messages, /, **template: Any) -> list[int]:
+        """Return the ids of a prompt; raises ConfigError where it cannot be encoded.
+
+        template   arguments of the chat template for this prompt alone: `tools`, variables
+        """
         ...
 
     def encode_response(self, text: str) -> list[int]:
@@ -138,14 +143,21 @@ class ModelTokenizer:
         """Number of ids, padding and added tokens included."""
         return len(self.tokenizer)
 
-    def encode(self, prompt: str | Messages) -> list[int]:
+    def encode(self, prompt: str | Messages, /, **template: Any) -> list[int]:
         """Return the ids of chat messages in the model's template, which a text is put into as one of the user.
 
         A text stays as it is, behind the tokenizer's start tokens, with task.prompt_format "text" or without template.
         """
+        template = {**self.settings.template_variables, **template}
         if not isinstance(prompt, str):
-            return self._encode_messages(prompt)
+            return self._encode_messages(prompt, template)
         if self.settings.prompt_format == "text" or self.tokenizer.chat_template is None:
+            if template:
+                raise ConfigError(
+                    f"{', '.join(template)} (task.template_variables, or columns of the row) are for a chat template, "
+                    f"and the prompt {excerpt(prompt)} is fed as it is: remove them, set task.prompt_format=chat, or "
+                    f"put a chat_template.jinja beside the tokenizer of model.path {self.name!r}"
+                )
             with library_errors(f"the tokenizer of model.path {self.name!r} refuses {excerpt(prompt)}", ConfigError):
                 return encode_text(self.tokenizer, prompt, add_special_tokens=self.settings.add_special_tokens)
         if prompt.lstrip().startswith(self._special_texts):
@@ -153,14 +165,14 @@ class ModelTokenizer:
                 f"the prompt {excerpt(prompt)} begins with a special token of model.path {self.name!r}, as a text does "
                 "that is in its chat template already: set task.prompt_format=text, or remove the token"
             )
-        return self._encode_messages([{"role": "user", "content": prompt}])
+        return self._encode_messages([{"role": "user", "content": prompt}], template)
 
     @cached_property
     def _special_texts(self) -> tuple[str, ...]:
         """Texts of the special tokens."""
         return tuple(token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special)
 
-    def _encode_messages(self, prompt: Messages) -> list[int]:
+    def _encode_messages(self, prompt: Messages, arguments: Mapping[str, Any]) -> list[int]:
         """Return the ids of chat messages in the model's template.
 
         They end where an answer begins, or in a last message of the assistant, which an answer then continues.
@@ -172,10 +184,17 @@ class ModelTokenizer:
             )
         continued = prompt[-1]["role"] == "assistant"
         try:
+            self._check_arguments(arguments)
             with _time_limit(TEMPLATE_SECONDS):
                 ids = self.tokenizer.apply_chat_template(
-                    prompt, add_generation_prompt=not continued, continue_final_message=continued, return_dict=False
+                    prompt,
+                    add_generation_prompt=not continued,
+                    continue_final_message=continued,
+                    return_dict=False,
+                    **arguments,
                 )
+        except RelibraError:
+            raise
         except OutOfTimeError as error:
             raise ConfigError(
                 f"the chat template of model.path {self.name!r} does not end within {TEMPLATE_SECONDS:g} s for the "
@@ -187,6 +206,19 @@ class ModelTokenizer:
                 f"({in_a_line(error)}): change the prompt"
             ) from error
         return [int(i) for i in ids]
+
+    def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
+        """Raise ConfigError for an argument that the chat template does not name, which would change nothing."""
+        if not arguments:
+            return
+        written = self.tokenizer.get_chat_template(tools=arguments.get("tools"))
+        own = {*inspect.signature(self.tokenizer.apply_chat_template).parameters, "messages"} - {"tools", "documents"}
+        for name in arguments:
+            if name in own or not re.search(rf"\b{re.escape(name)}\b", written):
+                raise ConfigError(
+                    f"the chat template of model.path {self.name!r} has no variable {name!r} that could be set: remove "
+                    "it from task.template_variables, or from the columns tools and chat_template_kwargs of the rows"
+                )
 
     def encode_response(self, text: str) -> list[int]:
         """Return the ids of a response that ends after this text, the stop id included."""
@@ -249,8 +281,7 @@ def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -
     ids = [int(i) for i in tokenizer.encode(text, add_special_tokens=False)]
     if not add_special_tokens:
         return ids
-    sample = text[:1] or "a"
-    bare, whole = tokenizer.encode(sample, add_special_tokens=False), tokenizer.encode(sample)
+    bare, whole = tokenizer.encode(text[:1], add_special_tokens=False), tokenizer.encode(text[:1])
     places = range(len(whole) - len(bare) + 1)
     start = whole[: next((i for i in places if whole[i : i + len(bare)] == bare), 0)]
     return ids if ids[:1] == start[:1] else [*map(int, start), *ids]

@@ -24,7 +24,7 @@ def encode_prompt(group: int, task: Task, tokenizer: Tokenizer, settings: Rollou
     raises    ConfigError for a prompt without tokens, or one that is too long
     """
     prompt = task.prompt(group)
-    tokens = tokenizer.encode(prompt.text)
+    tokens = tokenizer.encode(prompt.text, **prompt.template)
     _check_length(prompt, group, len(tokens), settings.max_prompt)
     return tokens
 
@@ -39,7 +39,7 @@ def encode_held_out(
     found = []
     prompts = task.evaluation_prompts(num_prompts)
     for number, prompt in enumerate(prompts):
-        tokens = tokenizer.encode(prompt.text)
+        tokens = tokenizer.encode(prompt.text, **prompt.template)
         if len(tokens) > settings.max_prompt:
             continue
         _check_length(prompt, number, len(tokens), settings.max_prompt)
@@ -62,10 +62,8 @@ def fit_prompts(task: Task, tokenizer: Tokenizer, settings: RolloutSettings) -> 
     if not isinstance(task, Prompts):
         return task, 0
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    own = np.array(
-        [len(tokenizer.encode(task.row_prompt(row).text)) for row in task.training_rows[rank::num_ranks].tolist()],
-        dtype=np.int64,
-    )
+    prompts = map(task.row_prompt, task.training_rows[rank::num_ranks].tolist())
+    own = np.array([len(tokenizer.encode(prompt.text, **prompt.template)) for prompt in prompts], dtype=np.int64)
     length_r = np.zeros(task.num_training, dtype=np.int64)
     for other, lengths in enumerate(gather_arrays(own)):
         length_r[other::num_ranks] = lengths

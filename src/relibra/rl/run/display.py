@@ -83,14 +83,17 @@ class TrainingDisplay:
         if "RL" in self._tasks:
             self._bars.update(self._tasks["RL"], completed=step)
 
-    def first_prompt(self, origin: str, num_tokens: int, text: str) -> None:
-        """Show a prompt as the model gets it, special tokens included.
+    def first_prompt(self, origin: str, num_tokens: int, text: str, other_columns: Sequence[str] = ()) -> None:
+        """Show a prompt as the model gets it, special tokens included, and which columns do not change prompts.
 
         origin   file and line; empty for a built-in task
         """
         where = f"{origin}, " if origin else ""
         self._print(f"the first prompt, as the model gets it ({where}{plural(num_tokens, 'token')}):")
         self._print(printable_lines(cut_middle(text, LONGEST_PROMPT)), style="cyan")
+        if other_columns:
+            names = cut_middle(", ".join(map(repr, other_columns)), LONGEST_PROMPT)
+            self._print(printable(f"columns that no setting reads, and only a reward function of yours sees: {names}"))
 
     def baseline(self, evaluation: Mapping[str, float]) -> None:
         """Show the evaluation before the first RL step."""

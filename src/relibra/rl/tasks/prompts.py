@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +21,10 @@ from relibra.rl.tasks.rewards import NEEDS_ANSWER, Reward, make_reward, right_an
 from relibra.rl.tasks.rows import Rows, column, open_rows
 from relibra.rl.tasks.task import TRAINING_STREAM, Prompt, Task
 
+TOOLS, VARIABLES = "tools", "chat_template_kwargs"
+"""Columns of a row that go to the chat template."""
 _ROWS = "task_rows"
+_LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{.*["'](role|content)["']\s*:.*["'](role|content)["']\s*:""", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,6 +34,7 @@ class Prompts:
     rows            rows of the file
     training_rows   indices of the rows that are trained on
     held            rows for evaluation, from index `first_held` on
+    other_columns   those that only a reward function of the user may read
     """
 
     seed: int
@@ -38,6 +44,7 @@ class Prompts:
     first_held: int
     settings: TaskSettings
     rate: Reward
+    other_columns: tuple[str, ...] = ()
 
     characters: ClassVar[str | None] = None
 
@@ -82,7 +89,7 @@ def open_prompts(settings: TaskSettings, seed: int, evaluation_prompts: int) -> 
     raises                ConfigError naming file and line if a row cannot be used, or the reward's name
     """
     rate = make_reward(settings.reward, settings.answer_column)
-    rows, held = open_files(settings, evaluation_prompts)
+    rows, held, other_columns = open_files(settings, evaluation_prompts)
     if held is not rows:
         num_training, first_held = len(rows), 0
     else:
@@ -95,6 +102,7 @@ def open_prompts(settings: TaskSettings, seed: int, evaluation_prompts: int) -> 
         first_held=first_held,
         settings=settings,
         rate=rate,
+        other_columns=other_columns,
     )
 
 
@@ -115,37 +123,49 @@ def check_same_rows(task: Task, state: Mapping[str, Any]) -> None:
         )
 
 
-def open_files(settings: TaskSettings, evaluation_prompts: int) -> tuple[Rows, Rows]:
-    """Return the checked rows to train on and those to evaluate on; the same object where one file has both."""
+def open_files(settings: TaskSettings, evaluation_prompts: int) -> tuple[Rows, Rows, tuple[str, ...]]:
+    """Return the checked rows to train on and those to evaluate on, and the columns that no setting reads.
+
+    The rows are the same object where one file has both.
+    """
     assert settings.file is not None, "RunConfig refuses the task 'prompts' without a file"
-    rows = _checked(settings.file, "task.file", settings)
+    rows, columns = _checked(settings.file, "task.file", settings)
+    held = rows
     if settings.evaluation_file is not None:
-        return rows, _checked(settings.evaluation_file, "task.evaluation_file", settings)
-    if evaluation_prompts and len(rows) == 1:
+        held, more = _checked(settings.evaluation_file, "task.evaluation_file", settings)
+        columns |= more
+    elif evaluation_prompts and len(rows) == 1:
         raise ConfigError(
             f"task.file {str(settings.file)!r} holds one row, which cannot be trained on and held out as well: set "
             "task.evaluation_file, or evaluation.every=0"
         )
-    return rows, rows
+    read = {settings.prompt_column, TOOLS, VARIABLES}
+    read |= {settings.answer_column} if settings.reward in NEEDS_ANSWER else set()
+    return rows, held, tuple(name for name in columns if name not in read)
 
 
-def _checked(path: Path, setting: str, settings: TaskSettings) -> Rows:
-    """Open a file and check every row, so that a bad one is an error before the run starts."""
+def _checked(path: Path, setting: str, settings: TaskSettings) -> tuple[Rows, dict[str, None]]:
+    """Open a file and check every row, so that a bad one is an error before the run starts; return its columns too."""
     rows = open_rows(path, setting)
+    columns: dict[str, None] = {}
     for index, row in enumerate(rows):
         origin = rows.name(index)
         _prompt(row, settings, origin)
+        columns |= dict.fromkeys(row)
         if settings.reward in NEEDS_ANSWER:
             right_answer(row, settings.answer_column, origin)
-    return rows
+    return rows, columns
 
 
 def _prompt(row: Mapping[str, Any], settings: TaskSettings, origin: str) -> Prompt:
     name = settings.prompt_column
     value = column(row, name, origin=origin, remedy="set task.prompt_column")
+    if settings.prompt_format == "chat" and isinstance(value, str) and _LOOKS_LIKE_MESSAGES.match(value):
+        value = _from_json(value, name, origin)
+    template = _template_arguments(row, origin)
     if isinstance(value, str) and value:
         _check_text(value, name, origin)
-        return Prompt(text=value, row=row, origin=origin)
+        return Prompt(text=value, template=template, row=row, origin=origin)
     if isinstance(value, list) and value:
         messages = [_message(message, name, origin) for message in value]
         if messages[-1]["role"] == "assistant" and not (settings.continue_final_message and messages[-1]["content"]):
@@ -153,10 +173,44 @@ def _prompt(row: Mapping[str, Any], settings: TaskSettings, origin: str) -> Prom
                 f"{origin}: column {name!r} ends with the assistant's message {excerpt(messages[-1]['content'])}: set "
                 "task.continue_final_message=true where responses are to continue it, and it is not empty, or remove it"
             )
-        return Prompt(text=messages, row=row, origin=origin)
+        return Prompt(text=messages, template=template, row=row, origin=origin)
     raise ConfigError(
         f"{origin}: column {name!r} is {excerpt(value)}; a prompt is a text, or a list of chat messages, not empty"
     )
+
+
+def _template_arguments(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Return what a row gives to the chat template: its variables, and `tools`; either may be JSON text."""
+    arguments = {}
+    for name, kind, what in ((VARIABLES, dict, "an object of variables"), (TOOLS, list, "a list of objects")):
+        value = row.get(name)
+        value = _without_nulls(_from_json(value, name, origin) if isinstance(value, str) and value else value)
+        if not value:
+            continue
+        if not isinstance(value, kind) or (kind is list and not all(isinstance(tool, dict) for tool in value)):
+            raise ConfigError(
+                f"{origin}: column {name!r} is {excerpt(value)}, and goes to the chat template: write {what}, or give "
+                "the column another name"
+            )
+        arguments |= value if kind is dict else {name: value}
+    return arguments
+
+
+def _from_json(text: str, name: str, origin: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{origin}: column {name!r} holds {excerpt(text)}, which is no JSON ({error}): write it as JSON, such as "
+            '[{"role": "user", "content": "..."}], or set task.prompt_format=text where it is to be fed as it is'
+        ) from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out fields that are null: Parquet files have the fields of all rows in each."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _message(message: object, name: str, origin: str) -> dict[str, str]:

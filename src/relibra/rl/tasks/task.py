@@ -23,12 +23,14 @@ Messages = list[dict[str, str]]
 class Prompt:
     """One prompt.
 
-    text     plain text, or chat messages for the model's chat template
-    row      data for the reward: columns of the user's file, or data of a built-in task
-    origin   file and line, for error messages; empty for a built-in task
+    text       plain text, or chat messages for the model's chat template
+    template   arguments of the chat template for this prompt alone: `tools`, variables
+    row        data for the reward: columns of the user's file, or data of a built-in task
+    origin     file and line, for error messages; empty for a built-in task
     """
 
     text: str | Messages
+    template: Mapping[str, Any] = field(default_factory=dict)
     row: Mapping[str, Any] = field(default_factory=dict)
     origin: str = ""
 

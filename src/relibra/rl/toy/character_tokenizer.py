@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from relibra.errors import ConfigError
 from relibra.rl.tasks.task import Messages
@@ -36,9 +36,9 @@ class CharacterTokenizer:
         """Id of the character that ends a response."""
         return (len(self.characters),)
 
-    def encode(self, prompt: str | Messages) -> list[int]:
-        """Return the ids of a text; raises ConfigError at an unknown character, and for chat messages."""
-        if not isinstance(prompt, str):
+    def encode(self, prompt: str | Messages, /, **template: Any) -> list[int]:
+        """Return the ids of a text; raises ConfigError at an unknown character, and for what needs a chat template."""
+        if template or not isinstance(prompt, str):
             raise ConfigError("the built-in model has no chat template for messages: set model.path, or use plain text")
         unknown = set(prompt) - set(self.characters)
         if unknown:
