@@ -200,9 +200,11 @@ def test_parquet_leaves_absent_fields_of_messages_open(tmp_path):
         ({"prompt": "x"}, r"no column 'answer'; its columns are 'prompt': set task\.answer_column, or a task\.reward"),
         (
             {"prompt": "x", "answer": None},
-            r"column 'answer' is None; a right answer is a text or number, not empty",
+            r"column 'answer' is None; a right answer is a text or number, not empty, and finite",
         ),
         ({"prompt": "x", "answer": " "}, r"column 'answer' is ' '; a right answer"),
+        ({"prompt": "x", "answer": float("nan")}, r"column 'answer' is nan; a right answer"),
+        ({"prompt": "x", "answer": float("-inf")}, r"column 'answer' is -inf; a right answer"),
         ({"prompt": "x", "answer": True}, r"column 'answer' is True; a right answer"),
     ],
 )

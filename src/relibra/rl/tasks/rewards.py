@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from numbers import Real
 from typing import Any
 
@@ -23,6 +24,8 @@ _KNOWN = "'exact', 'maths'"
 LARGEST = 1e9
 """Largest absolute reward: larger ones dominate all others in sums of squares."""
 
+MOST_PLACES = 1000
+"""Digits before or behind the point of a right answer."""
 RewardFunction = Callable[[str, Mapping[str, Any]], Any]
 """A user's function: (response, row of the prompt) -> number."""
 
@@ -68,7 +71,7 @@ def make_reward(name: str, answer_column: str) -> Reward:
     raises           ConfigError if there is no such reward, module or function, or a library is missing
     """
     if name == "exact":
-        return Reward(name, lambda response, row: same_text(response, right_answer(row, answer_column)), answer_column)
+        return Reward(name, lambda response, row: _is_answer(response, row, answer_column), answer_column)
     if name == "maths":
         judge = MathsJudge()
         return Reward(name, lambda response, row: judge(response, right_answer(row, answer_column)), answer_column)
@@ -93,16 +96,36 @@ def same_text(response: str, answer: str) -> bool:
     return response.split() == answer.split()
 
 
+def _is_answer(response: str, row: Mapping[str, Any], answer_column: str) -> bool:
+    """Return whether a response equals the right answer: one that is a number in any way of writing it."""
+    answer = right_answer(row, answer_column)
+    if same_text(response, answer):
+        return True
+    if isinstance(row[answer_column], str):
+        return False
+    try:
+        return Decimal(response.strip()) == Decimal(answer)
+    except InvalidOperation:
+        return False
+
+
 def right_answer(row: Mapping[str, Any], name: str, origin: str = "its row") -> str:
-    """Return the correct answer of a row as text.
+    """Return the correct answer of a row as text, a number with the digits that the file has, and no exponent.
 
     origin    file and line, for error messages
     raises    ConfigError if the column is missing or has neither text nor number
     """
     answer = column(row, name, origin=origin, remedy="set task.answer_column, or a task.reward that needs none")
-    if isinstance(answer, str | int | float) and not isinstance(answer, bool) and str(answer).strip():
-        return str(answer)
-    raise ConfigError(f"{origin}: column {name!r} is {excerpt(answer)}; a right answer is a text or number, not empty")
+    if isinstance(answer, str) and answer.strip():
+        return answer
+    if isinstance(answer, int | float | Decimal) and not isinstance(answer, bool):
+        number = Decimal(str(getattr(answer, "written", answer)))
+        if number.is_finite() and abs(number.adjusted()) < MOST_PLACES:
+            whole, _, places = f"{number:f}".partition(".")
+            return f"{whole}.{places}" if places.strip("0") else whole
+    raise ConfigError(
+        f"{origin}: column {name!r} is {excerpt(answer)}; a right answer is a text or number, not empty, and finite"
+    )
 
 
 def _number(value: object) -> float | None:

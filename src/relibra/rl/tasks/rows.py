@@ -18,6 +18,18 @@ from numpy import ndarray
 from relibra.errors import ConfigError, in_a_line
 
 
+class WrittenFloat(float):
+    """A number of a JSON file that remembers how it was written."""
+
+    def __new__(cls, written: str) -> WrittenFloat:
+        """Read it as JSON does."""
+        number = super().__new__(cls, written)
+        number.written = written
+        return number
+
+    written: str
+
+
 @dataclass(frozen=True, eq=False)
 class JsonLines:
     """A file with one JSON object per line; blank lines are skipped. Lines are parsed on access.
@@ -71,7 +83,7 @@ class JsonLines:
 
     def _parsed(self, line: bytes, index: int) -> dict[str, Any]:
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_float=WrittenFloat)
         except UnicodeDecodeError as error:
             raise ConfigError(f"{self.name(index)}: not UTF-8 ({error.reason}); save the file as UTF-8") from error
         except (ValueError, RecursionError) as error:
@@ -106,7 +118,12 @@ class Parquet:
         with path.open("rb") as file:
             digest = file_digest(file, "sha256").hexdigest()
         with _readable(path):
-            return cls(path, digest, parquet.read_table(path))
+            table = parquet.read_table(path)
+            for place, field in enumerate(table.schema):
+                if str(field.type) == "float":  # of 32 bits; Python's float of 0.1 is then 0.1, as it was meant
+                    column = table.column(place).cast("string").cast("double")
+                    table = table.set_column(place, field.name, column)
+            return cls(path, digest, table)
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
