@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra import PlanError
@@ -139,3 +139,44 @@ def test_wrong_arguments_get_a_sentence(arguments, message):
 def test_wrong_rank_size_gets_a_sentence():
     with pytest.raises(PlanError, match="do not fill ranks of 3"):
         rebalance_experts_sglang(np.ones((1, 2, 8)), 8, 3, None, 1)
+
+
+NUMPY_TYPES = (
+    "bool",
+    "int8",
+    "uint8",
+    "int16",
+    "uint16",
+    "int32",
+    "uint64",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "longdouble",
+)
+TORCH_TYPES = (
+    *("bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64"),
+    *("float16", "bfloat16", "float32", "float64"),
+)
+
+
+@given(
+    st.sampled_from([*(("numpy", one) for one in NUMPY_TYPES), *(("torch", one) for one in TORCH_TYPES)]),
+    st.sampled_from([(64, 8, 80), (256, 32, 288), (300, 4, 320), (8, 2, 8)]),
+    st.integers(0, 99),
+)
+@settings(max_examples=30)
+def test_maps_are_integers_whatever_the_type_of_the_loads(kind, size, seed):
+    torch = pytest.importorskip("torch", reason="torch is not installed; the faces do without it")
+    (library, name), (E, ranks, P) = kind, size
+    load_LE = np.random.default_rng(seed).integers(0, 2 if name == "bool" else 100, (2, E))
+    weight = load_LE.astype(name) if library == "numpy" else torch.from_numpy(load_LE).to(getattr(torch, name))
+    given_maps, right_maps = rebalance_experts(weight, P, 1, 1, ranks), rebalance_experts(load_LE, P, 1, 1, ranks)
+    for given_map, right_map in zip(given_maps, right_maps, strict=True):
+        assert str(given_map.dtype).removeprefix("torch.") == "int64"
+        assert np.array_equal(np.asarray(given_map), right_map)
+    policy = RelibraEplbPolicy.rebalance_experts(weight, P, 1, 1, ranks, given_maps[0])
+    assert np.array_equal(np.asarray(policy), right_maps[0])
+    steps = weight[None]
+    assert np.array_equal(np.asarray(rebalance_experts_sglang(steps, P, P // ranks, None, 1)[0]), right_maps[0])

@@ -229,4 +229,6 @@ def _loads(values: Any, name: str, *dimensions: int) -> Float64[ndarray, ...]:
 
 def _like(array: Int[ndarray, ...], like: Any) -> Any:
     """Return int64 numbers as a torch tensor where a tensor was given, without importing torch."""
-    return like.detach().cpu().new_tensor(array.tolist()).long() if hasattr(like, "new_tensor") else array
+    if not hasattr(like, "new_tensor"):
+        return array
+    return like.detach().cpu().new_empty(0).long().new_tensor(array.tolist())  # never in the type of `like`
