@@ -1,5 +1,6 @@
 """The judge of mathematical answers: what it takes for equal, and that nothing a policy writes holds it up."""
 
+import doctest
 import importlib.util
 import os
 import signal
@@ -8,10 +9,11 @@ import time
 import pytest
 
 from relibra.errors import ConfigError
-from relibra.rl.tasks import maths
+from relibra.rl.tasks import maths, maths_text
 from relibra.rl.tasks.maths import MathsJudge
 from relibra.rl.tasks.rewards import make_reward
 from relibra.rl.tasks.task import Prompt
+from tests.rl.tasks.maths_cases import RIGHT, WRONG
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None,
@@ -68,6 +70,20 @@ def test_answers_that_are_equal_are_right(judge, answer, response):
 )
 def test_answers_that_differ_are_wrong(judge, answer, response):
     assert not judge(response, answer)
+
+
+@installed
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_answers_that_graders_are_reported_to_get_wrong(judge, every):
+    assert len(RIGHT) + len(WRONG) > 400
+    assert [case for case in RIGHT[::every] if not judge(case[1], case[0])] == []
+    assert [case for case in WRONG[::every] if judge(case[1], case[0])] == []
+
+
+def test_examples_of_docstrings_hold():
+    tried = doctest.testmod(maths_text)
+    assert tried.attempted > 0
+    assert tried.failed == 0
 
 
 @installed

@@ -14,11 +14,17 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from math_verify import parse, verify
+from math_verify import grader, parse, verify
+
+from relibra.rl.tasks.maths_numbers import equal_numbers
+from relibra.rl.tasks.maths_text import last_box, readable, readable_answer
 
 LIBRARY_SECONDS = 2
 """Seconds that the library allows for each of its steps."""
 MEMORY_BYTES = 4 << 30
+
+assert callable(grader.sympy_numeric_eq), "the library compares numbers in this function"
+grader.sympy_numeric_eq = equal_numbers
 
 
 def main() -> None:
@@ -35,18 +41,23 @@ def main() -> None:
 
 
 def verdict(answer: str, response: str) -> bytes:
-    """Return the answer byte of one response."""
+    """Return the answer byte of one response, whose last box decides where it has any."""
     gold = parsed_answer(answer)
     if not gold:
         return b"?"
-    read = parse(response, parsing_timeout=LIBRARY_SECONDS)
-    return b"1" if verify(gold, read, timeout_seconds=LIBRARY_SECONDS) else b"0"
+    box = last_box(response)
+    if box == "":
+        return b"0"
+    text = readable(response) if box is None else f"\\boxed{{{readable_answer(box)}}}"
+    read = parse(text, parsing_timeout=LIBRARY_SECONDS)
+    return b"1" if verify(gold, read, timeout_seconds=LIBRARY_SECONDS, allow_set_relation_comp=True) else b"0"
 
 
 @lru_cache(maxsize=64)
 def parsed_answer(answer: str) -> list[Any]:
     """Return the parsed correct answer; bare LaTeX is put into \\boxed, where the library looks for it."""
-    marked = answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}"
+    text = last_box(answer) or readable_answer(answer)
+    marked = text if "$" in text else f"\\boxed{{{text}}}"
     return list(parse(marked, parsing_timeout=LIBRARY_SECONDS))
 
 
