@@ -1,19 +1,21 @@
 """Tokenizers: characters, models, and a built-in policy's own saved beside its weights."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, Gemma3Config, GenerationConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from relibra.errors import ConfigError
 from relibra.rl.config.settings import TaskSettings
 from relibra.rl.model.tokenizer import ModelTokenizer
 from relibra.rl.toy.character_tokenizer import PADDING, CharacterTokenizer
 from relibra.rl.toy.tasks import STOP, Arithmetic, Strings
+from relibra.serving.server.text import load_codec
 
 CHARACTERS = Arithmetic.characters
 TOKENIZER = CharacterTokenizer(CHARACTERS)
@@ -228,15 +230,71 @@ def test_without_a_padding_token_the_end_of_sequence_pads(saved, tmp_path):
     assert ModelTokenizer.load(str(tmp_path)).pad_id == TOKENIZER.stop_ids[0]
 
 
-def test_a_model_whose_responses_never_end_is_refused(saved, tmp_path):
+@pytest.fixture
+def endless(saved, tmp_path):
+    """Return the folder of a model whose tokenizer has no eos_token."""
+    folder = tmp_path / "endless"
     theirs = AutoTokenizer.from_pretrained(saved)
     theirs.eos_token = None
-    theirs.save_pretrained(tmp_path)
+    theirs.save_pretrained(folder)
+    return folder
+
+
+def test_a_model_whose_responses_never_end_is_refused(endless):
     with pytest.raises(ConfigError, match=r"eos_token of the tokenizer or eos_token_id in generation_config\.json"):
-        ModelTokenizer.load(str(tmp_path))
+        ModelTokenizer.load(str(endless))
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        (Qwen3MoeConfig(eos_token_id=3), None, (3,)),
+        (Qwen3MoeConfig(eos_token_id=[4, 3]), GenerationConfig(do_sample=True), (4, 3)),
+        (Qwen3MoeConfig(eos_token_id=3), GenerationConfig(eos_token_id=[5, 6]), (5, 6)),
+        (Gemma3Config(text_config={"eos_token_id": 7}), None, (7,)),
+        (Qwen3MoeConfig(eos_token_id=-1), None, ()),
+        (Qwen3MoeConfig(vocab_size=64, eos_token_id=[3, 64]), None, (3, 64)),
+    ],
+    ids=["configuration", "generation without", "generation first", "nested", "none", "beyond the vocabulary"],
+)
+@pytest.mark.parametrize("own", [True, False])
+def test_trainer_and_server_stop_at_the_same_tokens(saved, endless, config, generation, expected, own):
+    if own:
+        shutil.copytree(saved, endless, dirs_exist_ok=True)
+        expected = (TOKENIZER.stop_ids[0], *expected)
+    for one in filter(None, (config, generation)):
+        one.save_pretrained(endless)
+    codec = load_codec(endless)
+    assert codec.encode("1+2") == TOKENIZER.encode("1+2")
+    assert codec.stop_ids == tuple(stop for stop in expected if stop < config.get_text_config().vocab_size)
+    if expected:
+        assert ModelTokenizer.load(str(endless)).stop_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("generation_config.json", "{"),
+        ("generation_config.json", "[]"),
+        ("generation_config.json", '{"eos_token_id": "</s>"}'),
+        ("generation_config.json", '{"eos_token_id": [2, true]}'),
+        ("config.json", '{"model_type": "qwen3_moe", "eos_token_id": "</s>"}'),
+        ("tokenizer.json", "{}"),
+    ],
+)
+def test_a_damaged_file_is_an_error_for_trainer_and_server(endless, file, text):
+    Qwen3MoeConfig(eos_token_id=3).save_pretrained(endless)
+    (endless / file).write_text(text)
+    for load in (ModelTokenizer.load, lambda folder: load_codec(Path(folder))):
+        with pytest.raises(ConfigError, match=f"model.path '{endless}' cannot be loaded"):
+            load(str(endless))
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
-    for folder in (tmp_path, tmp_path / "absent"):
+    (tmp_path / "moe").mkdir()
+    Qwen3MoeConfig(eos_token_id=3).save_pretrained(tmp_path / "moe")
+    assert load_codec(tmp_path / "moe").tokenizer is None
+    assert load_codec(tmp_path / "moe").stop_ids == (3,)
+    for folder in (tmp_path, tmp_path / "moe", tmp_path / "absent"):
         with pytest.raises(ConfigError, match=f"the tokenizer of model.path '{folder}' cannot be loaded"):
             ModelTokenizer.load(str(folder))

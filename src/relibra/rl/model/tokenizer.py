@@ -86,6 +86,52 @@ def loading(what: str) -> Iterator[None]:
         ) from error
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has files of a tokenizer: without, transformers makes an empty one for some families."""
+    return any(part in path.name for path in folder.iterdir() for part in ("token", "vocab", "tekken", "spm", ".model"))
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
+    """Return the `transformers` tokenizer of a folder or hub name; raises ConfigError where there is none."""
+    from transformers import AutoTokenizer
+
+    with loading(f"the tokenizer of model.path {name!r}"):
+        if Path(name).is_dir() and not has_tokenizer(Path(name)):
+            raise FileNotFoundError("it has no tokenizer.json, nor another file of a tokenizer")
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+
+
+def stop_tokens(name: str, tokenizer: Any, *, trust_remote_code: bool = False) -> tuple[int, ...]:
+    """Return the tokens that end a response, for trainer, engines and server; empty where nothing names one.
+
+    They are the eos_token of the tokenizer, then eos_token_id of generation_config.json, or of config.json where that
+    names none.
+
+    name        folder or hub name of the model
+    tokenizer   None: the model has none
+    raises      ConfigError for a file that cannot be read, or an eos_token_id that is no number
+    """
+    with loading(f"eos_token_id of model.path {name!r}"):
+        stops: Any = next((one for one in _named_stops(name, trust_remote_code) if one not in (None, [])), [])
+        listed = stops if isinstance(stops, list) else [stops]
+        if any(type(one) is not int for one in listed):
+            raise ValueError(f"{stops!r} is no number of a token, nor a list of them")
+    own = [] if tokenizer is None or tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    return tuple(dict.fromkeys([*own, *(one for one in listed if one >= 0)]))  # older files write -1 for none
+
+
+def _named_stops(name: str, trust_remote_code: bool) -> Iterator[Any]:
+    """Yield each eos_token_id that a model's files have, the first one first."""
+    from transformers import AutoConfig, GenerationConfig
+    from transformers.utils import has_file
+
+    if has_file(name, "generation_config.json"):
+        yield GenerationConfig.from_pretrained(name).eos_token_id
+    if has_file(name, "config.json"):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        yield from (getattr(one, "eos_token_id", None) for one in (config, config.get_text_config(decoder=True)))
+
+
 def make_tokenizer(
     model_path: str, characters: str | None, settings: TaskSettings, *, trust_remote_code: bool = False
 ) -> Tokenizer:
@@ -119,21 +165,16 @@ class ModelTokenizer:
     ) -> ModelTokenizer:
         """Load the tokenizer of a folder or hub name.
 
-        Stop ids are the tokenizer's eos_token and the eos_token_id of generation_config.json. If the tokenizer has no
-        padding token, the first stop id pads.
+        Stop ids are `stop_tokens`. If the tokenizer has no padding token, the first stop id pads.
 
         raises    ConfigError if there is no tokenizer, or no stop id
         """
-        from transformers import AutoTokenizer
-
-        with loading(f"the tokenizer of model.path {name!r}"):
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-        own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-        stop_ids = tuple(dict.fromkeys(own + _generation_stops(name)))
+        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
+        stop_ids = stop_tokens(name, tokenizer, trust_remote_code=trust_remote_code)
         if not stop_ids:
             raise ConfigError(
                 f"model.path {name!r} defines no stop token, so responses would never end: set eos_token of the "
-                "tokenizer or eos_token_id in generation_config.json"
+                "tokenizer or eos_token_id in generation_config.json or config.json"
             )
         pad = tokenizer.pad_token_id
         return cls(name, tokenizer, stop_ids[0] if pad is None else int(pad), stop_ids, settings)
@@ -232,18 +273,6 @@ class ModelTokenizer:
     def save(self, folder: Path) -> None:
         """Write files that `transformers.AutoTokenizer` reads."""
         self.tokenizer.save_pretrained(folder)
-
-
-def _generation_stops(name: str) -> list[int]:
-    """Return eos_token_id of the model's generation_config.json as a list; empty if there is none."""
-    from transformers import GenerationConfig
-
-    try:
-        stops = GenerationConfig.from_pretrained(name).eos_token_id
-    except Exception:  # noqa: BLE001 - there is none, or it is damaged: the tokenizer may know its stop token
-        return []
-    listed = stops if isinstance(stops, list) else [stops]
-    return [i for i in listed if type(i) is int and i >= 0]
 
 
 class OutOfTimeError(BaseException):

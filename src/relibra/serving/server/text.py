@@ -11,8 +11,8 @@ from typing import Any
 
 from fastapi import HTTPException
 
-from relibra.errors import ConfigError, in_a_line
-from relibra.rl.model.tokenizer import ModelTokenizer, encode_text
+from relibra.errors import in_a_line
+from relibra.rl.model.tokenizer import encode_text, has_tokenizer, load_tokenizer, stop_tokens
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 """What the beginning of a character decodes to."""
@@ -169,14 +169,13 @@ def longest_beginning(text: str, stops: Sequence[str]) -> int:
 
 
 def load_codec(folder: Path) -> TextCodec:
-    """Return the codec of a model folder; one without a tokenizer takes and gives token ids only."""
+    """Return the codec of a model folder; one without files of a tokenizer takes and gives token ids only.
+
+    raises   ConfigError for files that cannot be read
+    """
     config = json.loads((folder / "config.json").read_text())
-    text = config.get("text_config") or config
-    vocab_size = int(text.get("vocab_size", 0)) or 1 << 31
-    try:
-        loaded = ModelTokenizer.load(str(folder))
-    except ConfigError:
-        stops = text.get("eos_token_id")
-        stop_ids = tuple(stops) if isinstance(stops, list) else () if stops is None else (int(stops),)
-        return TextCodec(None, stop_ids, vocab_size)
-    return TextCodec(loaded.tokenizer, loaded.stop_ids, vocab_size)
+    vocab_size = int((config.get("text_config") or config).get("vocab_size", 0)) or 1 << 31
+    tokenizer = load_tokenizer(str(folder)) if has_tokenizer(folder) else None
+    # A token beyond the vocabulary, as files of another model name it, is never sampled.
+    stop_ids = tuple(stop for stop in stop_tokens(str(folder), tokenizer) if stop < vocab_size)
+    return TextCodec(tokenizer, stop_ids, vocab_size)
