@@ -5,8 +5,10 @@ import contextlib
 import itertools
 import socket
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+import tokenizers
 from fastapi import HTTPException
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,17 +25,24 @@ from relibra.serving.server.text import AnswerText, TextCodec, longest_beginning
 from relibra.serving.server.workers.clients import WorkerClients
 from relibra.serving.server.workers.connection import Connection, change_weights
 
+SPECIAL = {256: "<end>", 257: "<tool>"}
+
 
 class Utf8:
-    """A tokenizer whose tokens are bytes; 256 is a special one."""
+    """A tokenizer whose tokens are bytes, and two special ones."""
+
+    added_tokens_decoder: ClassVar = {
+        number: tokenizers.AddedToken(name, special=True) for number, name in SPECIAL.items()
+    }
 
     def decode(self, tokens, *, skip_special_tokens, **_):
-        kept = [token for token in tokens if token < 256]
-        assert skip_special_tokens
-        return bytes(kept).decode(errors="replace")
+        special = dict.fromkeys(SPECIAL, "") if skip_special_tokens else SPECIAL
+        return b"".join(special[one].encode() if one in special else bytes([one]) for one in tokens).decode(
+            errors="replace"
+        )
 
 
-CODEC = TextCodec(Utf8(), (256,), 257)
+CODEC = TextCodec(Utf8(), (256,), 258)
 
 
 def pieces_of(answer, tokens, cuts):
@@ -63,7 +72,7 @@ def test_no_piece_holds_a_part_of_a_stop_text(text, stops, cuts):
     answer = AnswerText(CODEC, [], stops)
     pieces = pieces_of(answer, list(text.encode()), cuts)
     shown, found = "".join(pieces), [text.find(stop) for stop in stops if stop in text]
-    assert answer.stopped == bool(found)
+    assert (answer.stopped_by is not None) == bool(found)
     if not found:
         assert shown == text
     else:
@@ -72,6 +81,51 @@ def test_no_piece_holds_a_part_of_a_stop_text(text, stops, cuts):
         ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
         assert any(text[len(shown) :].startswith(stop) for stop in stops)
         assert len(shown) < min(ends), "nothing goes on behind the first stop text"
+
+
+def written(tokens, kept=SPECIAL):
+    return "".join(SPECIAL[one] if one in SPECIAL else chr(one) for one in tokens if one < 256 or one in kept)
+
+
+@given(
+    st.lists(st.sampled_from([*b"ab", *SPECIAL]), max_size=12),
+    st.lists(st.lists(st.sampled_from([*b"ab", *SPECIAL]), min_size=1, max_size=3).map(written), max_size=3),
+    st.booleans(),
+    st.booleans(),
+)
+def test_special_tokens_of_stop_texts_are_matched(tokens, stops, skip_special, include_stop):
+    answer = AnswerText(CODEC, [], stops, skip_special=skip_special, include_stop=include_stop)
+    shown = "".join(answer.add([token], last=False) for token in tokens) + answer.add([], last=True)
+    named = [one for one, name in SPECIAL.items() if not skip_special or any(name in stop for stop in stops)]
+    expected, by = tokens, None
+    for end in range(1, len(tokens) + 1):
+        text = written(tokens[:end], named)
+        if found := [(text.find(stop), stop) for stop in stops if stop in text]:
+            place, by = min(found, key=lambda one: one[0])
+            expected = [one for one in tokens[:end] if one < 256 or one in named]
+            while written(expected) != text[:place]:
+                expected.pop()
+            break
+    assert answer.stopped_by == by
+    visible = written(expected, () if skip_special else SPECIAL)
+    assert shown == visible + (by if by and include_stop else "")
+
+
+@pytest.mark.parametrize(
+    ("options", "stops", "text", "by"),
+    [
+        ({}, ["b<end>"], "a", "b<end>"),
+        ({}, ["c<end>"], "ab", None),
+        ({"skip_special": False}, ["c<end>"], "ab", None),
+        ({"skip_special": False, "include_stop": True}, [], "ab<end>", None),
+        ({"include_stop": True}, ["b<end>"], "ab<end>", "b<end>"),
+        ({"include_stop": True}, [], "ab", None),
+    ],
+)
+def test_a_stop_token_is_shown_where_it_is_asked_for(options, stops, text, by):
+    answer = AnswerText(CODEC, [], stops, **options)
+    assert answer.add([*b"ab"], last=False) + answer.add([256], last=True, stops=True) == text
+    assert answer.stopped_by == by
 
 
 @given(st.text("ab", max_size=8), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))

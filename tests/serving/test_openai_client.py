@@ -93,6 +93,41 @@ def test_stop_texts_end_an_answer_and_are_no_part_of_it(served):
     assert streamed == choice.text
 
 
+def test_special_tokens_are_stop_texts_too(served):
+    _, client, _ = served
+    asked = {"model": "tiny", "prompt": "stop", "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+    for seed in range(8):  # the last of the letters is the end token, which answers hold, and texts leave out
+        [choice] = client.completions.create(**asked, seed=seed, stop="\n").choices
+        [whole] = client.completions.create(**asked, seed=seed, logprobs=0).choices
+        names = whole.logprobs.tokens
+        assert choice.finish_reason == ("stop" if "\n" in names else "length")
+        if "\n" in names:
+            assert choice.text == "".join(name for name in names[: names.index("\n")] if len(name) == 1)
+            assert choice.stop_reason == "\n"
+
+
+def test_what_ends_a_text_is_shown_where_it_is_asked_for(served):
+    _, client, _ = served
+    asked = {"model": "tiny", "prompt": "stop", "seed": 3, "max_tokens": 24}
+    text = client.completions.create(**asked, extra_body={"ignore_eos": True}).choices[0].text
+    fields = {"ignore_eos": True, "include_stop_str_in_output": True}
+    [choice] = client.completions.create(**asked, stop=text[6:9], extra_body=fields).choices
+    assert choice.text == text[: text.index(text[6:9]) + 3]
+    messages = [{"role": "user", "content": "x"}]
+    for wrong in ({"chat_template": "{{ 1 }}"}, {"tokenize": False}, {"max_length": 1}):
+        with pytest.raises(openai.BadRequestError, match="no variable of the template"):
+            client.chat.completions.create(model="tiny", messages=messages, extra_body={"chat_template_kwargs": wrong})
+
+
+def test_special_tokens_are_shown_where_they_are_asked_for(served):
+    _, client, _ = served
+    asked = {"model": "tiny", "prompt": "stop", "max_tokens": 100, "logprobs": 0, "seed": 1}
+    fields = {"ignore_eos": True, "skip_special_tokens": False}
+    [choice] = client.completions.create(**asked, extra_body=fields).choices
+    assert "\n" in choice.text, "the end token"
+    assert choice.text == "".join(name for name in choice.logprobs.tokens if not name.startswith("token_id"))
+
+
 def test_top_k_of_one_is_greedy(served):
     _, client, _ = served
     asked = {"model": "tiny", "prompt": "top", "max_tokens": 6}

@@ -5,7 +5,15 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from relibra.serving.server.bodies import ChatBody, CompletionBody, TokenBody
+from relibra.serving.server.bodies import (
+    HARMLESS,
+    IGNORED,
+    ChatBody,
+    CompletionBody,
+    StreamOptions,
+    TokenBody,
+    TokenSampling,
+)
 from relibra.serving.server.errors import validation_message
 from relibra.serving.server.weights import WorkerCall
 
@@ -67,10 +75,111 @@ def test_an_error_names_field_value_and_limit(kind, body, field, got, limit):
     assert len(found) < 400
 
 
-def test_fields_that_are_not_offered_are_named():
-    assert error_of(CompletionBody, {"prompt": [3], "min_p": 0.1}).startswith("min_p is not offered")
+BODIES = {
+    CompletionBody: {"prompt": [3]},
+    ChatBody: {"messages": [MESSAGE]},
+    TokenSampling: {},
+    TokenBody: {"token_ids": [3]},
+    StreamOptions: {},
+}
+SENT = {
+    # what clients of OpenAI, vLLM and SGLang send, and who obeys it here
+    "temperature": (0.5, SAMPLING := (CompletionBody, ChatBody, TokenSampling)),
+    "top_p": (0.5, SAMPLING),
+    "top_k": (3, SAMPLING),
+    "n": (2, SAMPLING),
+    "seed": (3, SAMPLING),
+    "stop": ("x", SAMPLING),
+    "stop_token_ids": ([3], SAMPLING),
+    "ignore_eos": (True, SAMPLING),
+    "skip_special_tokens": (False, SAMPLING),
+    "include_stop_str_in_output": (True, SAMPLING),
+    "return_token_ids": (True, SAMPLING),
+    "return_routed_experts": (True, SAMPLING),
+    "logprobs": (1, SAMPLING),
+    "max_tokens": (3, SAMPLING),
+    "stream_options": ({"include_usage": True}, (CompletionBody, ChatBody)),
+    "max_completion_tokens": (3, (ChatBody,)),
+    "top_logprobs": (3, (ChatBody,)),
+    "add_generation_prompt": (False, (ChatBody,)),
+    "continue_final_message": (True, (ChatBody,)),
+    "chat_template_kwargs": ({"enable_thinking": False}, (ChatBody,)),
+    "echo": (True, (CompletionBody,)),
+    "add_special_tokens": (True, (CompletionBody,)),
+    "prompt_logprobs": (0, (TokenSampling,)),
+    "include_usage": (True, (StreamOptions,)),
+}
+REFUSED = {
+    "truncate_prompt_tokens": 3,
+    "bad_words": ["x"],
+    "allowed_token_ids": [3],
+    "logits_processors": ["x"],
+    "chat_template": "{{ messages }}",
+    "documents": [{"text": "x"}],
+    "frequency_penalty": 0.1,
+    "presence_penalty": -0.1,
+    "repetition_penalty": 1.1,
+    "length_penalty": 0.5,
+    "logit_bias": {"3": 1},
+    "logprob_token_ids": [3],
+    "min_p": 0.1,
+    "min_tokens": 1,
+    "best_of": 2,
+    "suffix": "x",
+    "use_beam_search": True,
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "x"},
+    "guided_json": {},
+    "guided_regex": "x",
+    "guided_choice": ["x"],
+    "guided_grammar": "x",
+    "guided_decoding_backend": "x",
+    "tools": [{}],
+    "tool_choice": "required",
+    "functions": [{}],
+    "function_call": {"name": "x"},
+    "modalities": ["text", "audio"],
+    "audio": {},
+    "web_search_options": {},
+    "reasoning_effort": "low",
+    "verbosity": "low",
+    "mm_processor_kwargs": {"x": 1},
+    "return_tokens_as_token_ids": True,
+    "continuous_usage_stats": True,
+    "spaces_between_special_tokens": False,
+    "priority": 1,
+    "regex": "x",
+    "ebnf": "x",
+    "lora_path": "x",
+    "temprature": 0.5,
+}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_every_field_that_changes_an_answer_is_obeyed_or_refused(kind):
+    plain = kind.model_validate(BODIES[kind])
+    for name, value in REFUSED.items():
+        assert error_of(kind, BODIES[kind] | {name: value}).startswith(f"{name} is not offered"), name
+        assert kind.model_validate(BODIES[kind] | {name: None}).model_dump(exclude={name}) == plain.model_dump()
+    for name, (value, kinds) in SENT.items():
+        body = BODIES[kind] | {name: value}
+        if kind in kinds:
+            assert name not in kind.model_validate(body).model_extra
+        elif name not in kind.model_fields:
+            assert error_of(kind, body).startswith(f"{name} is not offered"), name
+    for name in IGNORED:
+        assert getattr(kind.model_validate(BODIES[kind] | {name: "x"}), name) == "x"
+    for name, values in HARMLESS.items():
+        for value in values if name not in kind.model_fields else ():
+            kind.model_validate(BODIES[kind] | {name: value})
+
+
+def test_nested_fields_are_obeyed_or_refused_too():
     nested = {"token_ids": [3], "sampling_params": {"min_p": 0.1}}
     assert error_of(TokenBody, nested).startswith("min_p is not offered")
+    part = {"type": "text", "text": "x", "detail": "low"}
+    assert "detail is not offered" in error_of(ChatBody, {"messages": [MESSAGE | {"content": [part]}]})
+    assert error_of(CompletionBody, {"prompt": [3], "stream_options": {"x": 1}}).startswith("x is not offered")
 
 
 def test_many_wrong_entries_make_one_error_per_kind_of_list():

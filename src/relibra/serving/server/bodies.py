@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import HTTPException
@@ -12,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from relibra.engine.sequence import SamplingParameters
 from relibra.serving.server.choice import MOST_CHOICES, Choice, make_choices
-from relibra.serving.server.text import TextCodec
+from relibra.serving.server.text import TextCodec, text_offsets
 
 DEFAULT_LIMIT = 16
 """New tokens where a body does not say how many, as OpenAI's."""
@@ -23,43 +24,53 @@ Token = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
 _quick = Field(fail_fast=True)  # of a long list, only the first error is looked for
 _prompts = Field(fail_fast=True, max_length=MOST_CHOICES)
 Tokens = Annotated[list[Token], _quick]
-NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
+IGNORED = frozenset(
+    (
+        *("user", "metadata", "store", "safety_identifier", "service_tier", "prediction", "parallel_tool_calls"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_control", "cache_salt"),
+        "include_obfuscation",
+    )
+)
+"""Fields that change no answer, whatever they hold: who asks, what is kept, how fast the answer comes."""
+HARMLESS: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens", "priority"), (0,)),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), (1,)),
+    **dict.fromkeys(("use_beam_search", "echo", "add_special_tokens", "continuous_usage_stats"), (False,)),
+    **dict.fromkeys(("bad_words", "logits_processors", "documents", "tools", "functions"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
     "logit_bias": ({},),
-    "min_tokens": (0,),
-    "use_beam_search": (False,),
-    "best_of": (1,),
     "suffix": ("",),
-    "prompt_logprobs": (),
-    "tools": ([],),
-    "functions": ([],),
     "response_format": ({"type": "text"},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "structured_outputs": (),
+    "modalities": (["text"],),
 }
-"""Fields that would change an answer, and the values that change nothing."""
+"""Values of further fields that ask for what this server does anyway; null does so for every field."""
 
 
-class StreamOptions(BaseModel):
+class WholeBody(BaseModel):
+    """A part of a request: a field that is not declared is an error, unless it changes nothing."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, hide_input_in_errors=True)
+    ignored: ClassVar[frozenset[str]] = IGNORED
+
+    @model_validator(mode="after")
+    def _obeys_all(self) -> WholeBody:
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and name not in self.ignored and value not in HARMLESS.get(name, ()):
+                raise ValueError(f"{name[:200]} is not offered by this server: leave it out")
+        return self
+
+
+class StreamOptions(WholeBody):
     """What a stream holds beside the answer."""
 
     include_usage: bool = False
 
 
-class SamplingBody(BaseModel):
-    """How tokens are chosen, as OpenAI's and vLLM's clients say it.
+class SamplingBody(WholeBody):
+    """How tokens are chosen, as OpenAI's and vLLM's clients say it."""
 
-    Fields that are not known are ignored; those that would change an answer, and are not offered, are errors.
-    """
-
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False, hide_input_in_errors=True)
-
-    model: str = Field("", max_length=1024)
     temperature: float | None = Field(1.0, ge=0, le=100)
     top_p: float | None = Field(1.0, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=1 << 31)
@@ -68,18 +79,10 @@ class SamplingBody(BaseModel):
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=1024)] | None = None
     ignore_eos: bool = False
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
     return_routed_experts: bool = False
-
-    @model_validator(mode="after")
-    def _offers_all(self) -> SamplingBody:
-        for name, harmless in NOT_OFFERED.items():
-            value = (self.model_extra or {}).get(name)
-            if value is not None and value not in harmless:
-                raise ValueError(f"{name} is not offered by this server: leave it out")
-        return self
+    return_token_ids: bool = False
 
     @property
     def stops(self) -> list[str]:
@@ -93,11 +96,6 @@ class SamplingBody(BaseModel):
         last = choice.tokens[-1] if choice.new else None
         return last if last in (self.stop_token_ids or ()) else None
 
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
     def choices_of(
         self,
         codec: TextCodec,
@@ -106,7 +104,6 @@ class SamplingBody(BaseModel):
         *,
         limit: int,
         top_log_probs: int,
-        routes: bool | None = None,
         prompt_log_probs: bool = False,
     ) -> list[Choice]:
         """Return the choices of prompts; raises HTTPException as `make_choices` does."""
@@ -120,10 +117,11 @@ class SamplingBody(BaseModel):
             seed=secrets.randbits(48) if self.seed is None else self.seed % (1 << 64),
             stop_ids=tuple(dict.fromkeys((*own, *(self.stop_token_ids or ())))),
             top_log_probs=top_log_probs,
-            routes=self.return_routed_experts if routes is None else routes,
+            routes=self.return_routed_experts,
             prompt_log_probs=prompt_log_probs,
         )
-        return make_choices(codec, prompts, self.n or 1, sampling, self.stops, max_length)
+        how = {"skip_special": self.skip_special_tokens, "include_stop": self.include_stop_str_in_output}
+        return make_choices(codec, prompts, self.n or 1, sampling, self.stops, max_length, **how)
 
     def fields_of(self, choice: Choice) -> dict[str, Any]:
         """Return the fields of a choice that completions and chats share."""
@@ -136,13 +134,27 @@ class SamplingBody(BaseModel):
         return body
 
 
-class CompletionBody(SamplingBody):
+class TextBody(SamplingBody):
+    """What both endpoints of OpenAI take."""
+
+    model: str = Field("", max_length=1024)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class CompletionBody(TextBody):
     """`/v1/completions`: a prompt, or several, as text or tokens."""
 
     prompt: str | Tokens | Annotated[list[str], _prompts] | Annotated[list[Tokens], _prompts]
     max_tokens: int | None = Field(DEFAULT_LIMIT, ge=0, lt=1 << 31)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = False
+    add_special_tokens: bool = True
 
     kind: ClassVar[str] = "text_completion"
     prefix: ClassVar[str] = "cmpl-"
@@ -156,7 +168,9 @@ class CompletionBody(SamplingBody):
             raise HTTPException(400, f"{len(prompts)} prompts with n {self.n or 1} are more than {MOST_CHOICES}")
         for prompt in prompts:
             codec.check_length(prompt, max_length)
-        return [codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        return [
+            codec.encode(prompt, self.add_special_tokens) if isinstance(prompt, str) else prompt for prompt in prompts
+        ]
 
     def choices(self, codec: TextCodec, max_length: int, prompts: list[list[int]]) -> list[Choice]:
         """Return the choices asked for."""
@@ -173,8 +187,11 @@ class CompletionBody(SamplingBody):
     def part(self, codec: TextCodec, choice: Choice, _whole: bool) -> dict[str, Any]:
         """Return what is new of a choice, for the answer or for an event."""
         kept = 0 if self.max_tokens == 0 else len(choice.new)
-        text, echoed = choice.new_text if kept else "", list(choice.prompt) if self.echo and choice.first else []
-        body = self.fields_of(choice) | {"text": codec.decode(echoed) + text if echoed else text}
+        echoed = choice.prompt if self.echo and choice.first else ()
+        if echoed:
+            choice.echo = codec.decode(echoed, self.skip_special_tokens)
+        text = (choice.echo if echoed else "") + ("" if self.max_tokens == 0 else choice.new_text)
+        body = self.fields_of(choice) | {"text": text}
         if self.max_tokens == 0 and choice.finish:
             body["finish_reason"] = "length"
         if self.return_token_ids:
@@ -183,27 +200,24 @@ class CompletionBody(SamplingBody):
             body["logprobs"] = self._log_probs(codec, choice, echoed, kept)
         return body
 
-    def _log_probs(self, codec: TextCodec, choice: Choice, echoed: list[int], kept: int) -> dict[str, Any]:
+    def _log_probs(self, codec: TextCodec, choice: Choice, echoed: Sequence[int], kept: int) -> dict[str, Any]:
         """Return tokens, their log-probs and the likeliest ones; the first token of a prompt has none."""
         before = [None, *(choice.prompt_log_probs or [])] if echoed else []
         tokens, log_probs = choice.tokens[:kept], choice.log_probs[:kept]
-        names = [codec.name(token) for token in (*echoed, *tokens)]
         likeliest = [
-            {codec.name(int(token)): value for token, value in top} | {codec.name(sampled): log_prob}
+            {codec.token(int(token)).name: value for token, value in top} | {codec.token(sampled).name: log_prob}
             for sampled, log_prob, top in zip(tokens, log_probs, choice.tops[:kept], strict=True)
         ]
-        offsets = [0]
-        for name in names[:-1]:
-            offsets.append(offsets[-1] + len(name))
+        offsets = text_offsets(codec, echoed, skip_special=self.skip_special_tokens)
         return {
-            "tokens": names,
+            "tokens": [codec.token(token).name for token in (*echoed, *tokens)],
             "token_logprobs": [*before, *log_probs],
             "top_logprobs": [*(None for _ in before), *likeliest] if self.logprobs else None,
-            "text_offset": offsets[: len(names)],
+            "text_offset": [*offsets, *(len(choice.echo) + offset for offset in choice.offsets[:kept])],
         }
 
 
-class TextPart(BaseModel):
+class TextPart(WholeBody):
     """A part of a message; only text is offered."""
 
     type: Literal["text"]
@@ -226,7 +240,7 @@ class Message(BaseModel):
         return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
 
 
-class ChatBody(SamplingBody):
+class ChatBody(TextBody):
     """`/v1/chat/completions`: messages in the chat template of the model."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
@@ -246,17 +260,13 @@ class ChatBody(SamplingBody):
         """Return the tokens of the messages; runs the template, which may take long."""
         if self.top_logprobs and not self.logprobs:
             raise HTTPException(400, "top_logprobs needs logprobs: true")
-        arguments = {
-            name: value
-            for name, value in (self.chat_template_kwargs or {}).items()
-            if name not in ("tokenize", "return_dict", "return_tensors", "conversation", "chat_template")
-        }
-        if self.continue_final_message:
-            arguments["continue_final_message"] = True
         messages = [message.for_template() for message in self.messages]
         codec.check_length("".join(str(one) for message in messages for one in message.values()), max_length)
         prompt = codec.encode_chat(
-            messages, answers=self.add_generation_prompt and not self.continue_final_message, arguments=arguments
+            messages,
+            answers=self.add_generation_prompt and not self.continue_final_message,
+            continues=self.continue_final_message,
+            variables=self.chat_template_kwargs or {},
         )
         return [prompt]
 
@@ -273,11 +283,13 @@ class ChatBody(SamplingBody):
             message["refusal"] = None
         body = self.fields_of(choice) | {"message" if whole else "delta": message}
         if self.logprobs:
-            content = log_prob_content(choice, codec.name)
-            for entry in (one for token in content for one in (token, *token["top_logprobs"])):
-                entry["bytes"] = list(entry["token"].encode())
-            body["logprobs"] = {"content": content, "refusal": None}
+            body["logprobs"] = {"content": log_prob_content(choice, partial(self._named, codec)), "refusal": None}
         return body
+
+    def _named(self, codec: TextCodec, token: int) -> dict[str, Any]:
+        """Return the name and the bytes of a token; one that the text leaves out has none."""
+        known = codec.token(token, self.skip_special_tokens)
+        return {"token": known.name, "bytes": None if known.data is None else list(known.data)}
 
 
 class TokenSampling(SamplingBody):
@@ -287,15 +299,17 @@ class TokenSampling(SamplingBody):
     prompt_logprobs   None: no log-probs of the prompt
     """
 
+    ignored: ClassVar[frozenset[str]] = IGNORED | {"detokenize"}  # the answer has no text
+    return_routed_experts: bool = True
     max_tokens: int | None = Field(DEFAULT_LIMIT, ge=1, lt=1 << 31)
     logprobs: int | None = Field(None, ge=0, le=20)
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
 
 
-class TokenBody(BaseModel):
-    """`/inference/v1/generate`: tokens to tokens, as vLLM's endpoint of that name; routes always come."""
+class TokenBody(WholeBody):
+    """`/inference/v1/generate`: tokens to tokens, as vLLM's endpoint of that name."""
 
-    model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
+    ignored: ClassVar[frozenset[str]] = IGNORED | {"request_id"}  # the answer has no id
 
     token_ids: Annotated[Tokens, Field(min_length=1)]
     sampling_params: TokenSampling = Field(default_factory=TokenSampling)
@@ -318,7 +332,6 @@ class TokenBody(BaseModel):
             prompts,
             limit=asked.max_tokens or DEFAULT_LIMIT,
             top_log_probs=asked.logprobs or 0,
-            routes=True,
             prompt_log_probs=asked.prompt_logprobs is not None,
         )
 
@@ -327,7 +340,7 @@ class TokenBody(BaseModel):
         part: dict[str, Any] = {"routed_experts": None, **self.sampling_params.fields_of(choice)}
         part |= {"token_ids": choice.tokens, "weight_version": version}
         if self.sampling_params.logprobs is not None:
-            part["logprobs"] = {"content": log_prob_content(choice, "token_id:{}".format)}
+            part["logprobs"] = {"content": log_prob_content(choice, lambda token: {"token": f"token_id:{token}"})}
         return part
 
     def rest(self, choice: Choice) -> dict[str, Any]:
@@ -338,16 +351,16 @@ class TokenBody(BaseModel):
         return {"prompt_logprobs": [None, *listed]}
 
 
-def log_prob_content(choice: Choice, name: Any) -> list[dict[str, Any]]:
+def log_prob_content(choice: Choice, named: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the new tokens of a choice, each with its log-prob and the likeliest ones, as chats list them.
 
-    name   returns the name of a token
+    named   returns how a token is listed
     """
     return [
         {
-            "token": name(token),
+            **named(token),
             "logprob": log_prob,
-            "top_logprobs": [{"token": name(int(one)), "logprob": value} for one, value in top],
+            "top_logprobs": [{**named(int(one)), "logprob": value} for one, value in top],
         }
         for token, log_prob, top in zip(choice.tokens, choice.log_probs, choice.tops, strict=True)
     ]

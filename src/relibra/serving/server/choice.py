@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -31,7 +32,9 @@ class Choice:
     number       at its worker; None: it has not begun
     num_tokens   so far
     new          progress that no event has sent to the client yet, and `new_text` its text
+    offsets      where the text of each token of `new` begins in that of the answer, in characters
     first        no event has been sent
+    echo         text of the prompt, where the answer repeats it
     """
 
     index: int
@@ -44,9 +47,12 @@ class Choice:
     num_tokens: int = 0
     finish: str | None = None
     new: list[Progress] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
     new_text: str = ""
     first: bool = True
+    echo: str = ""
     _unread: list[Progress] = field(default_factory=list)
+    _held: deque[tuple[int, Progress]] = field(default_factory=deque)
 
     @property
     def entries(self) -> int:
@@ -81,18 +87,23 @@ class Choice:
         if unread[-1].error:
             raise HTTPException(503 if unread[-1].finish == "lost" else 500, unread[-1].error)
         for progress in unread:
-            shown = [] if progress.token is None or progress.finish == "stop" else [progress.token]
-            self.new_text += self.answer.add(shown, last=progress.finish is not None)
-            self.new.append(progress)
+            self._held.append((self.answer.length, progress))
+            tokens, finish = [] if progress.token is None else [progress.token], progress.finish
+            self.new_text += self.answer.add(tokens, last=finish is not None, stops=finish == "stop")
             self.num_tokens += 1
-            self.finish = "stop" if self.answer.stopped else progress.finish
+            self.finish = "stop" if self.answer.stopped_by is not None else progress.finish
             if self.finish is not None:
                 break
+        # A token whose text begins in what a stop text may cut off waits with it: its place is not certain.
+        while self._held and (self.finish is not None or self._held[0][0] <= self.answer.sent):
+            offset, progress = self._held.popleft()
+            self.new.append(progress)
+            self.offsets.append(min(offset, self.answer.sent))
         return True
 
     def clear(self) -> None:
         """Forget what an event has sent."""
-        self.new, self.new_text, self.first = [], "", False
+        self.new, self.offsets, self.new_text, self.first = [], [], "", False
 
     @property
     def tokens(self) -> list[int]:
@@ -128,11 +139,12 @@ def make_choices(
     sampling: SamplingParameters,
     stops: Sequence[str],
     max_length: int,
+    **how: bool,
 ) -> list[Choice]:
     """Return the choices of a request, still empty.
 
     samples      answers per prompt
-    stops        texts that end an answer
+    stops, how   as of `AnswerText`
     max_length   most tokens of prompt and answer
     raises       HTTPException (400) for an empty prompt, unknown tokens, or more tokens than fit
     """
@@ -154,7 +166,7 @@ def make_choices(
             index=index,
             prompt=shared[index // samples],
             sampling=replace(sampling, sample=index % samples),
-            answer=AnswerText(codec, shared[index // samples], stops),
+            answer=AnswerText(codec, shared[index // samples], stops, **how),
             arrived=arrived,
         )
         for index in range(len(prompts) * samples)

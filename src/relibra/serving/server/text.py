@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import HTTPException
 
@@ -18,6 +20,13 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"
 """What the beginning of a character decodes to."""
 _LONGEST_CHARACTER = 4
 """Tokens that one character may take."""
+
+
+class TokenText(NamedTuple):
+    """Name of a token, for readers only, and the bytes that it adds to a text; None: not known, or left out."""
+
+    name: str
+    data: bytes | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +41,7 @@ class TextCodec:
     tokenizer: Any
     stop_ids: tuple[int, ...]
     vocab_size: int
+    _known: dict[tuple[int, bool], TokenText] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def longest_token(self) -> int:
@@ -48,21 +58,24 @@ class TextCodec:
                 "tokens: shorten it",
             )
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a prompt; raises HTTPException (400) where there is no tokenizer, or it refuses."""
         if self.tokenizer is None:
             raise HTTPException(400, "this model has no tokenizer: send the prompt as a list of token ids")
         try:
-            return encode_text(self.tokenizer, text)
+            return encode_text(self.tokenizer, text, add_special_tokens=add_special_tokens)
         except Exception as error:  # each tokenizer raises others
             raise HTTPException(400, f"the tokenizer of the model refuses the prompt ({in_a_line(error)})") from error
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]], *, answers: bool, arguments: dict[str, Any]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[dict[str, Any]], *, answers: bool, continues: bool, variables: dict[str, Any]
+    ) -> list[int]:
         """Return the tokens of messages in the chat template of the model.
 
         answers     the prompt ends where an answer of the model begins
-        arguments   for the template
-        raises      HTTPException (400) where the model has no template, or it rejects the messages
+        continues   the prompt ends within the last message
+        variables   of the template
+        raises      HTTPException (400) where the model has no template, or it rejects the messages or a variable
         """
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             raise HTTPException(
@@ -70,80 +83,155 @@ class TextCodec:
                 "this model has no chat template: send a prompt to /v1/completions, or start the server from a folder "
                 "with a chat_template.jinja",
             )
+        taken = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys() - {"tools", "documents"}
+        if wrong := sorted(variables.keys() & taken):
+            raise HTTPException(400, f"chat_template_kwargs.{wrong[0]} is no variable of the template: leave it out")
+        how = {"add_generation_prompt": answers, "continue_final_message": continues, "return_dict": False}
         try:
-            tokens = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=answers, return_dict=False, **arguments
-            )
+            tokens = self.tokenizer.apply_chat_template(list(messages), **how, **variables)
         except Exception as error:  # a template is a program
             raise HTTPException(
                 400, f"the chat template of the model rejects the messages ({in_a_line(error)})"
             ) from error
         return [int(one) for one in tokens]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, special ones left out; empty without a tokenizer."""
+    def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
+        """Return the text of tokens, with special ones or without; empty without a tokenizer."""
         if self.tokenizer is None:
             return ""
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+        )
 
-    def name(self, token: int) -> str:
-        """Return a token as log-probs name it: its text, or its number where it has none of its own."""
-        text = ""
-        if self.tokenizer is not None:
-            text = self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text if text and BROKEN not in text else f"token_id:{token}"
+    def special_tokens(self, text: str) -> dict[str, int]:
+        """Return the special tokens that a text names, by their names: texts of answers leave them out."""
+        added = {} if self.tokenizer is None else self.tokenizer.added_tokens_decoder
+        named = {str(token): number for number, token in added.items() if str(token) in text}
+        return {name: number for name, number in named.items() if not self.decode([number])}
+
+    def token(self, number: int, skip_special: bool = True) -> TokenText:
+        """Return what a token adds to a text, behind others."""
+        if (number, skip_special) not in self._known:
+            # Behind itself: some decoders drop the space before the first token.
+            alone, behind = self.decode([number], False), self.decode([number, number], False)
+            name, data = behind[len(alone) :], None
+            if BROKEN in behind:
+                name, data = "", partial_bytes(self.tokenizer.convert_ids_to_tokens(number), alone)
+            elif self.tokenizer is not None and self.decode([number, number], skip_special) == behind:
+                data = name.encode()
+            self._known[number, skip_special] = TokenText(name or f"token_id:{number}", data)
+        return self._known[number, skip_special]
+
+
+def partial_bytes(name: str, text: str) -> bytes | None:
+    """Return the bytes of a token that is no whole text, from its name in the vocabulary; None: from neither kind.
+
+    text   that it decodes to, by which the kind of name is known
+
+    >>> partial_bytes("<0xE2>", "\N{REPLACEMENT CHARACTER}"), partial_bytes("âĤ", "\N{REPLACEMENT CHARACTER}")
+    (b'\xe2', b'\xe2\x82')
+    """
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+    numbered = re.fullmatch("<0x([0-9A-F]{2})>", name)
+    spelt = bytes(byte_of[character] for character in name if character in byte_of)
+    readings = [bytes.fromhex(numbered[1])] if numbered else [spelt] if len(spelt) == len(name) else []
+    return next((data for data in readings if data.decode(errors="replace") == text), None)
 
 
 class AnswerText:
-    """Text of an answer that grows by tokens: whole characters only, and nothing that may belong to a stop text."""
+    """Text of an answer that grows by tokens: whole characters only, and nothing that may belong to a stop text.
 
-    def __init__(self, codec: TextCodec, prompt: Sequence[int], stops: Sequence[str]) -> None:
+    sent         characters that are certain
+    length       with those that may belong to a stop text
+    stopped_by   stop text that has come
+    """
+
+    def __init__(
+        self,
+        codec: TextCodec,
+        prompt: Sequence[int],
+        stops: Sequence[str],
+        *,
+        skip_special: bool = True,
+        include_stop: bool = False,
+    ) -> None:
         """Begin empty.
 
-        prompt   tokens before the answer: the text of a token depends on those before it
-        stops    texts that end the answer, and are no part of it
+        prompt         tokens before the answer: the text of a token depends on those before it
+        stops          texts that end the answer; special tokens that they name are matched as tokens
+        skip_special   special tokens are no part of the answer
+        include_stop   what ends the answer is a part of it
         """
-        self._codec, self._stops = codec, stops
-        self._tokens = list(prompt[-_LONGEST_CHARACTER:])
+        self._codec, self._skip_special, self._include_stop = codec, skip_special, include_stop
+        near = max(0, len(prompt) - _LONGEST_CHARACTER)
+        # From the beginning of a character on: a part of one spoils the text of bytes that follow.
+        starts = range(near, max(-1, near - _LONGEST_CHARACTER), -1)
+        start = next((one for one in starts if BROKEN not in codec.decode(prompt[one:], skip_special)), near)
+        self._tokens = list(prompt[start:])
         self._decoded_from, self._decoded_to = 0, len(self._tokens)
         self._kept = ""
+        self.sent = self.length = 0
         self.stopped_by: str | None = None
+        # A surrogate, which no text has, stands for each special token of a stop text.
+        self._signs: dict[int, str] = {}
+        self._shown: dict[int, str] = {}
+        self._stops: dict[str, str] = {}
+        for stop in stops:
+            pattern = stop
+            for name, token in codec.special_tokens(stop).items():
+                sign = self._signs.setdefault(token, chr(0xD800 + len(self._signs)))
+                self._shown[ord(sign)] = "" if skip_special else name
+                pattern = pattern.replace(name, sign)
+            self._stops.setdefault(pattern, stop)
 
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop text has come; `stopped_by` is the one."""
-        return self.stopped_by is not None
-
-    def add(self, tokens: Sequence[int], *, last: bool) -> str:
+    def add(self, tokens: Sequence[int], *, last: bool, stops: bool = False) -> str:
         """Add tokens; return the text that is certain now.
 
-        last   no more will come
+        last    no more will come
+        stops   the token is one that ends the answer: only a stop text may need it
         """
-        if self.stopped:
+        if self.stopped_by is not None:
             return ""
-        self._tokens += tokens
-        text = self._kept + self._decode(last=last)
-        found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
+        hidden = ""
+        for token in tokens:
+            sign = self._signs.get(token, "")
+            if stops and not self._include_stop:
+                hidden = sign
+            elif sign:
+                self._kept += self._decode(last=True) + sign
+            else:
+                self._tokens.append(token)
+                self._kept += self._decode(last=False)
+        text = self._kept + (self._decode(last=True) if last else "") + hidden
+        found = [(place, pattern) for pattern in self._stops if (place := text.find(pattern)) >= 0]
         if found:
-            at, self.stopped_by = min(found, key=lambda one: one[0])  # of several at one place the first that was named
-            self._kept = ""
-            return text[:at]
-        kept = 0 if last else longest_beginning(text, self._stops)
-        self._kept = text[len(text) - kept :]
-        return text[: len(text) - kept]
+            end, pattern = min(found, key=lambda one: one[0])  # of several at one place the first that was named
+            self.stopped_by, self._kept = self._stops[pattern], ""
+            certain = text[:end].translate(self._shown) + (self.stopped_by if self._include_stop else "")
+        else:
+            end = len(text) - (len(hidden) if last else longest_beginning(text, list(self._stops)))
+            self._kept, certain = "" if last else text[end:], text[:end].translate(self._shown)
+        self.sent += len(certain)
+        self.length = self.sent + len(self._kept.translate(self._shown))
+        return certain
 
     def _decode(self, *, last: bool) -> str:
         """Return the text of the tokens that have come, behind those before, up to the last whole character."""
-        before = self._codec.decode(self._tokens[self._decoded_from : self._decoded_to])
+        before = self._text(self._decoded_from, self._decoded_to)
         waiting = len(self._tokens) - self._decoded_to
         for left_out in range(1 if last else min(waiting, _LONGEST_CHARACTER)):
             end = len(self._tokens) - left_out
-            after = self._codec.decode(self._tokens[self._decoded_from : end])
+            after = self._text(self._decoded_from, end)
             if last or not after.endswith(BROKEN):
                 return self._advance(before, after, end)
         if waiting < _LONGEST_CHARACTER:
             return ""
-        return self._advance(before, self._codec.decode(self._tokens[self._decoded_from :]), len(self._tokens))
+        return self._advance(before, self._text(self._decoded_from, len(self._tokens)), len(self._tokens))
+
+    def _text(self, start: int, end: int) -> str:
+        return self._codec.decode(self._tokens[start:end], self._skip_special)
 
     def _advance(self, before: str, after: str, end: int) -> str:
         """Count tokens as decoded; return what their text adds."""
@@ -153,19 +241,23 @@ class AnswerText:
         return after[len(before) :]
 
 
+def text_offsets(codec: TextCodec, tokens: Sequence[int], *, skip_special: bool) -> list[int]:
+    """Return where each token begins in the text of all, in characters; parts of a character begin where it does."""
+    text, offsets = AnswerText(codec, [], [], skip_special=skip_special), []
+    for token in tokens:
+        offsets.append(text.length)
+        text.add([token], last=False)
+    return offsets
+
+
 def longest_beginning(text: str, stops: Sequence[str]) -> int:
     """Return the length of the longest end of a text that a stop text begins with.
 
     >>> longest_beginning("one tw", ["two", "three"])
     2
     """
-    longest = 0
-    for stop in stops:
-        for length in range(min(len(stop) - 1, len(text)), longest, -1):
-            if text.endswith(stop[:length]):
-                longest = length
-                break
-    return longest
+    lengths = ((stop, length) for stop in stops for length in range(1, min(len(stop), len(text) + 1)))
+    return max((length for stop, length in lengths if text.endswith(stop[:length])), default=0)
 
 
 def load_codec(folder: Path) -> TextCodec:
