@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import ipaddress
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -174,8 +174,10 @@ def _is_loopback(host: str) -> bool:
 
 def _stop_at_eof() -> None:
     """Stop this process when whoever started it is gone."""
-    while sys.stdin.buffer.read(1 << 10):
-        pass
+    with contextlib.suppress(OSError):  # it is closed, which is an end too
+        # Not by its buffer, which an interpreter that ends meanwhile would have to lock, and aborts.
+        while os.read(0, 1 << 10):
+            pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 
