@@ -89,7 +89,12 @@ class ServeRequest:
     name: Annotated[str, typer.Option(help="Name of the model for clients; default: that of its folder.")] = ""
     dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")] = "auto"
     max_batch: Annotated[int, typer.Option(help="Requests that an attention worker decodes at once.")] = 64
-    max_length: Annotated[int, typer.Option(help="Most tokens of a request, prompt and answer.")] = 4096
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Most tokens of a request, prompt and answer; default: 4096, or the positions of the model."
+        ),
+    ] = None
     max_tokens: Annotated[int, typer.Option(help="Most tokens of one forward pass.")] = 512
     kv_tokens: Annotated[int, typer.Option(help="Tokens of the KV cache of an attention worker.")] = 65536
     threads: Annotated[int, typer.Option(min=0, help="Threads of torch per worker; 0: cores / workers.")] = 0
@@ -118,11 +123,18 @@ def run(request: ServeRequest) -> None:
     """
     with missing_packages("relibra serve", INSTALL):
         from relibra.serving.layout import WorkerLayout
+        from relibra.serving.roles.checkpoint import count_positions, read_config
         from relibra.serving.server.serve import ServerSettings, serve
 
     check_outputs(named("--timeline", request.timeline), named("--plan", request.plan))
     planned = planned_workers(request.plan, request.model)._asdict()
     values = vars(request) | {name: vars(request)[name] or workers for name, workers in planned.items()}
+    positions = count_positions(read_config(request.model))
+    values["max_length"] = request.max_length or min(WorkerLayout.max_length, positions or WorkerLayout.max_length)
+    if positions is not None and values["max_length"] > positions:
+        print_note(
+            f"the model has {positions:,} positions, and --max-length allows more: answers beyond them are worse"
+        )
     values["name"] = request.name or request.model.resolve().name
     layout = WorkerLayout(**{field.name: values[field.name] for field in fields(WorkerLayout)})
     serve(

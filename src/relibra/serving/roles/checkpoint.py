@@ -93,6 +93,24 @@ class ModelStructure:
     dtype: torch.dtype
 
 
+def read_config(folder: Path) -> Any:
+    """Return the configuration of a model; raises ConfigError for a folder without one."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} has no config.json: pass a folder written by save_pretrained")
+    with loading(f"the model {str(folder)!r}"), quiet_loading():
+        return AutoConfig.from_pretrained(folder)
+
+
+def count_positions(config: Any) -> int | None:
+    """Return the most positions that a model is made for, stretched ones included; None: its configuration has none."""
+    text = config.get_text_config()
+    usual: Any = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope, *(one for one in rope.values() if isinstance(one, dict))]  # one for all layers, or of each kind
+    lengths = ((kind.get("original_max_position_embeddings") or usual, kind.get("factor") or 1) for kind in kinds)
+    return usual and max(usual, *(int(length * factor) for length, factor in lengths))
+
+
 def read_structure(folder: Path, dtype: str = "auto") -> ModelStructure:
     """Build a model from its configuration, without weights.
 
@@ -100,10 +118,8 @@ def read_structure(folder: Path, dtype: str = "auto") -> ModelStructure:
     raises   ConfigError for a folder without a model, EngineError for a model that cannot be split, by the name of its
              family
     """
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} has no config.json: pass a folder written by save_pretrained")
+    config = read_config(folder)
     with loading(f"the model {str(folder)!r}"), quiet_loading():
-        config = AutoConfig.from_pretrained(folder)
         chosen = _chosen_dtype(config, dtype)
         if getattr(config, "quantization_config", None):
             raise EngineError(f"{config.model_type} in {folder} is quantized, which cannot be split yet: dequantize it")
