@@ -343,7 +343,7 @@ def test_presets_with_a_value_model_warm_it_up(overrides, steps, finished):
     assert load_config(None, base=tomllib.loads(as_toml(own))) == own
 
 
-def test_variables_of_the_chat_template_are_read_from_files_and_overrides():
+def test_template_variables_come_from_files_and_overrides():
     variables = {"enable_thinking": False, "effort": "low", "date": {"day": 1, "names": ["a", "b"]}}
     given = 'task.template_variables={enable_thinking=false, effort="low", date={day=1, names=["a", "b"]}}'
     config = load_config(None, [given])

@@ -131,7 +131,7 @@ def test_variables_without_a_template_are_refused(chat, saved):
             tokenizer.encode("1+2", tools=[{}])
 
 
-def test_a_text_that_is_in_the_template_already_is_refused_and_fed_as_it_is_on_request(chat):
+def test_a_text_in_the_template_already_is_fed_only_on_request(chat):
     assert chat(TEMPLATE).encode("1.+2") == TOKENIZER.encode("1.+2=0")  # a special token elsewhere is content
     for text in (f"{STOP}1+2=0", f"\n {STOP}1"):
         with pytest.raises(ConfigError, match=r"begins with a special token .* set task\.prompt_format=text"):

@@ -117,7 +117,7 @@ def test_lines_around_a_step_say_where_a_run_is(plain):
     assert "all are done" in done
 
 
-def test_the_first_prompt_is_shown_with_special_tokens_and_without_escapes(plain):
+def test_the_first_prompt_is_shown_with_its_special_tokens(plain):
     make, lines = plain
     with make() as display:
         display.first_prompt("rows.jsonl, line 3", 5, "<|user|>\n[bold]\x1b[31m 17 + 25?<|end|>")

@@ -105,7 +105,7 @@ def test_chat_messages_come_through_and_the_reward_sees_the_row(tmp_path):
     assert task.reward(prompt, "3", stopped=True) == 0.0
 
 
-def test_a_last_message_of_the_assistant_is_refused_unless_it_is_to_be_continued(tmp_path):
+def test_a_last_message_of_the_assistant_needs_to_be_continued(tmp_path):
     begun = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "It is"}]
     path = write(tmp_path / "rows.jsonl", [*numbered(1), {"prompt": begun, "answer": 2}])
     with pytest.raises(ConfigError, match=rf"^{path}, line 2: .*ends with .*'It is': set task.continue_final_message="):
@@ -151,7 +151,7 @@ def test_columns_that_no_setting_reads_are_known(tmp_path):
     held = write(tmp_path / "held.jsonl", [{"prompt": "x", "answer": 1, "tools": [TOOL], "level": 2, "source": 1}])
     assert make(path).other_columns == ("level", "tool")
     assert make(path, evaluation_file=held).other_columns == ("level", "tool", "source")
-    assert make(path, reward="math:fsum").other_columns == ("answer", "level", "tool")
+    assert make(path, reward="math:fmod").other_columns == ("answer", "level", "tool")
 
 
 def test_fields_that_parquet_adds_to_tools_are_left_out(tmp_path):

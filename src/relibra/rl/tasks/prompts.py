@@ -181,7 +181,7 @@ def _prompt(row: Mapping[str, Any], settings: TaskSettings, origin: str) -> Prom
 
 def _template_arguments(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """Return what a row gives to the chat template: its variables, and `tools`; either may be JSON text."""
-    arguments = {}
+    arguments: dict[str, Any] = {}
     for name, kind, what in ((VARIABLES, dict, "an object of variables"), (TOOLS, list, "a list of objects")):
         value = row.get(name)
         value = _without_nulls(_from_json(value, name, origin) if isinstance(value, str) and value else value)
