@@ -28,7 +28,7 @@ def test_the_folder_holds_the_model_before_the_first_step(tmp_path, capsys):
     assert capsys.readouterr().err == "", "no bar of a library"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
     task = make_task(config.task, 5, 0)
-    tokenizer = make_tokenizer("", task.characters, trust_remote_code=False)
+    tokenizer = make_tokenizer("", task.characters, config.task)
     expected = initial_model(built_in_config(config.model, tokenizer.vocab_size, config.rollout.least_head_dim), 5)
     assert loaded.config.head_dim == 32
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in expected.state_dict().items())
@@ -52,7 +52,7 @@ def trained_run(tmp_path_factory):
     write_config(run, config)
     trained = {}
     with joined.alone():
-        policy = joined.policy_of(config, run, make_tokenizer("", Arithmetic.characters).vocab_size)
+        policy = joined.policy_of(config, run, make_tokenizer("", Arithmetic.characters, config.task).vocab_size)
         for step in (2, 5):
             with torch.no_grad():
                 policy.trained.lm_head.weight.add_(step / 1000)

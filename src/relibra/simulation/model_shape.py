@@ -247,6 +247,7 @@ _DENSE_WIDTHS = (
     "dense_intermediate_size",
     "intermediate_size",
 )
+_MOST_LAYERS = 10_000
 _SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
 
 
@@ -280,6 +281,8 @@ def model_shape_from_config(config: Mapping[str, Any], name: str = "", *, moe_la
         return list(value or ())
 
     hidden, heads, layers = size("hidden_size"), size("num_attention_heads"), size("num_hidden_layers")
+    if layers > _MOST_LAYERS:  # each is looked at
+        raise ConfigError(f"config of {name!r} has num_hidden_layers {layers}: allowed are up to {_MOST_LAYERS:,}")
     width = size("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 
     def has_experts(layer: int) -> bool:
