@@ -46,6 +46,7 @@ def test_the_limit_follows_from_the_types_of_trainer_and_sampler():
         (("model.dtype=float32",), 5e-3),
         (("model.dtype=float32", "rollout.engine=serve"), 5e-3),
         (("model.dtype=bfloat16",), 5e-2),
+        (("model.dtype=bfloat16", "rollout.temperature=0.5"), 0.1),
         (("model.dtype=float32", *server), 5e-2),
         (("model.dtype=float32", "update.max_mismatch=0.5"), 0.5),
     ):

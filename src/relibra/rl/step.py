@@ -205,7 +205,9 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
     }
     untrained = progress.untrained_steps
     if warm or learner.critic is None:
-        untrained = untrained + 1 if not metrics["trained_tokens"] or metrics["equal_groups"] == 1 else 0
+        terms = config.algorithm.kl_coefficient or config.algorithm.entropy_coefficient or ":" in config.algorithm.loss
+        without_signal = metrics["equal_groups"] == 1 and not terms
+        untrained = untrained + 1 if not metrics["trained_tokens"] or without_signal else 0
     metrics["untrained_steps"] = untrained
     metrics["alarms"] = alarms(metrics)
     progress = replace(
@@ -223,9 +225,13 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
 
 
 def largest_mismatch(config: RunConfig) -> float:
-    """Return the largest `log_ratio_mean_abs` before the first update; servers of the user may compute in bfloat16."""
+    """Return the largest `log_ratio_mean_abs` before the first update; servers of the user may compute in bfloat16.
+
+    Logits, and so their rounding, are divided by the temperature.
+    """
     exact = config.model.dtype == "float32" and config.rollout.engine in ("embedded", "serve")
-    return config.update.max_mismatch or LARGEST_MISMATCH["float32" if exact else "bfloat16"]
+    rounding = LARGEST_MISMATCH["float32" if exact else "bfloat16"] / min(1.0, config.rollout.temperature)
+    return config.update.max_mismatch or rounding
 
 
 def _sample(

@@ -212,6 +212,7 @@ def _build_task_and_policy(
         follows_plans=config.follows_plans,
         least_head_dim=config.rollout.least_head_dim,
         longest=longest,
+        decodes=config.rollout.engine in ("embedded", "serve"),
     )
     if config.model.path and dist.get_rank() == 0:
         warn_beyond_context(longest, policy.copy, config.model.path)

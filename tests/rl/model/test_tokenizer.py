@@ -8,7 +8,14 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, Gemma3Config, GenerationConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
+from transformers import (
+    AutoTokenizer,
+    Gemma3Config,
+    GenerationConfig,
+    MixtralConfig,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
 
 from relibra.errors import ConfigError
 from relibra.rl.config.settings import TaskSettings
@@ -288,6 +295,12 @@ def test_a_damaged_file_is_an_error_for_trainer_and_server(endless, file, text):
     for load in (ModelTokenizer.load, lambda folder: load_codec(Path(folder))):
         with pytest.raises(ConfigError, match=f"model.path '{endless}' cannot be loaded"):
             load(str(endless))
+
+
+def test_defaults_of_a_class_of_configurations_stop_nothing(endless):
+    (endless / "config.json").write_text('{"model_type": "mixtral", "vocab_size": 64}')
+    assert MixtralConfig().eos_token_id == 2
+    assert load_codec(endless).stop_ids == ()
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):

@@ -143,8 +143,8 @@ def check_mismatch(metrics: Mapping[str, Any], largest: float, *, where: str) ->
         f"{where}: trainer and sampler disagree before any update: log_ratio_mean_abs is {found:.2g}, at most "
         f"{largest:g} is rounding (k3_kl {metrics['k3_kl']:.2g}{routers}); likely causes: randomness in training mode "
         "(dropout, noise of routers), positions that depend on the longest sequence (dynamic rope), a server of other "
-        f"weights, temperature or type, routes that are not replayed (algorithm.replay=off); if it is meant, "
-        "raise update.max_mismatch"
+        "weights, temperature or type (FP8, quantised), routes that are not replayed (algorithm.replay=off); if it is "
+        "meant, raise update.max_mismatch"
     )
 
 
@@ -160,7 +160,7 @@ _ALARMS: dict[str, tuple[float, float, str]] = {
     "untrained_steps": (
         0.0,
         2.0,
-        "in none of these steps do the rewards of a group differ, so the policy stays as it is",
+        "in none of these steps do the rewards of a group differ, so they teach the policy nothing",
     ),
     "skipped_updates": (0.0, 0.0, "gradients were not finite, and changed nothing"),
     "skipped_value_updates": (0.0, 0.0, "gradients of the value model were not finite, and changed nothing"),

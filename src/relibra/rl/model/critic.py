@@ -43,14 +43,14 @@ def build_critic(settings: ModelSettings, policy: Policy, folder: Path, device: 
         experts="relibra" if policy.balanced else "all_to_all",
     )
     policy.separate_sequences(critic)
+    dist.barrier()  # all ranks have read the file
+    if dist.get_rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)
     if settings.path:
         check_modes(critic, f"the value model of model.path {settings.path!r}", settings.dtype)
     head: Any = critic.score
     with torch.no_grad():
         head.weight.zero_()
-    dist.barrier()  # all ranks have read the file
-    if dist.get_rank() == 0:
-        shutil.rmtree(path, ignore_errors=True)
     return critic
 
 

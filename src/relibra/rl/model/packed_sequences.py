@@ -30,7 +30,7 @@ _lengths_of = WeakTensorKeyDictionary()
 """Cache of sequence lengths by position tensor: all layers share the tensor, and reading it synchronizes the GPU."""
 LENGTH = 6
 """Tokens of a sequence to probe a model with."""
-_NOISE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
+NOISE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 """Largest change by rounding (other kernels, other rows in a group), relative to the logits' standard deviation."""
 
 
@@ -161,7 +161,7 @@ def probe_tokens(model: nn.Module, numbers: Sequence[int]) -> Tensor:
 
 def same_logits(model: nn.Module, left_TV: Tensor, right_TV: Tensor) -> bool:
     """Return whether two logits of a model differ by no more than rounding in passes of several shapes."""
-    return change_of(left_TV, right_TV) <= _NOISE[model.dtype]  # type: ignore[index]
+    return change_of(left_TV, right_TV) <= NOISE[model.dtype]  # type: ignore[index]
 
 
 def change_of(left_TV: Tensor, right_TV: Tensor) -> float:

@@ -113,6 +113,7 @@ def build_policy(
     follows_plans: bool,
     least_head_dim: int = 0,
     longest: int = 0,
+    decodes: bool = True,
 ) -> Policy:
     """Initialize the built-in model from the seed, or load the one at `model.path`; collective.
 
@@ -122,6 +123,7 @@ def build_policy(
     follows_plans   plans decide where experts are computed, if the model has experts
     least_head_dim  of the built-in model
     longest         tokens of a prompt and its response
+    decodes         the copy samples here, and not in a server
     raises          ConfigError, the same on all ranks, if there is no such model, or it does not fit the run
     """
     model_config = on_all_ranks(lambda: _model_config(settings, vocab_size, least_head_dim))
@@ -131,7 +133,7 @@ def build_policy(
         explicit_masks = on_all_ranks(lambda: _needs_masks(full, settings))
         packed = on_all_ranks(lambda: not explicit_masks and can_attend_packed(full))
         if settings.path:
-            on_all_ranks(lambda: check_lengths(full, longest, _name(settings)))
+            on_all_ranks(lambda: check_lengths(full, longest, _name(settings), decodes=decodes))
         if not full.all_tied_weights_keys:  # transformers ties no weights that differ in the files
             set_tied(model_config, tied=False)
         try:

@@ -122,14 +122,15 @@ def stop_tokens(name: str, tokenizer: Any, *, trust_remote_code: bool = False) -
 
 def _named_stops(name: str, trust_remote_code: bool) -> Iterator[Any]:
     """Yield each eos_token_id that a model's files have, the first one first."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig, PreTrainedConfig
     from transformers.utils import has_file
 
     if has_file(name, "generation_config.json"):
         yield GenerationConfig.from_pretrained(name).eos_token_id
     if has_file(name, "config.json"):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        yield from (getattr(one, "eos_token_id", None) for one in (config, config.get_text_config(decoder=True)))
+        # As written: classes of configurations have defaults, which are tokens of another vocabulary.
+        written, _ = PreTrainedConfig.get_config_dict(name, trust_remote_code=trust_remote_code)
+        yield from (one.get("eos_token_id") for one in (written, written.get("text_config") or {}))
 
 
 def make_tokenizer(
@@ -312,5 +313,5 @@ def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -
         return ids
     bare, whole = tokenizer.encode(text[:1], add_special_tokens=False), tokenizer.encode(text[:1])
     places = range(len(whole) - len(bare) + 1)
-    start = whole[: next((i for i in places if whole[i : i + len(bare)] == bare), 0)]
+    start = whole[: next((i for i in places if whole[i : i + len(bare)] == bare), 0)] if bare else whole
     return ids if ids[:1] == start[:1] else [*map(int, start), *ids]

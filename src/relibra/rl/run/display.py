@@ -112,9 +112,11 @@ class TrainingDisplay:
             names.append(name)
             self._bars.update(bar, completed=len(names), note=name, visible=True)
 
-        with watch_compilation(begin):
-            yield
-        self._bars.remove_task(bar)
+        try:
+            with watch_compilation(begin):
+                yield
+        finally:
+            self._bars.remove_task(bar)
 
     def warmup_step(self, step: int, loss: float) -> None:
         """Show a finished warm-up step."""

@@ -23,6 +23,7 @@ _PROGRAM = (
     "from relibra.rl.tasks.reward_trial import main; main(place)"
 )
 _RATED = b"rated"
+_MOST_SECONDS = 600
 
 
 def try_reward(settings: TaskSettings, num_ranks: int) -> None:
@@ -32,7 +33,15 @@ def try_reward(settings: TaskSettings, num_ranks: int) -> None:
     place = json.dumps({"path": sys.path, "task": settings.model_dump(mode="json")}).encode()
     with tempfile.TemporaryFile() as said:  # no pipe: processes that the reward leaves behind would keep it open
         command, environment = [sys.executable, "-P", "-c", _PROGRAM], rank_0_environment(num_ranks)
-        done = subprocess.run(command, input=place, stdout=said, env=environment, check=False)
+        try:
+            done = subprocess.run(
+                command, input=place, stdout=said, env=environment, check=False, timeout=_MOST_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            raise ConfigError(
+                f"task.reward {settings.reward!r} has not rated the first row of {str(settings.file)!r} in "
+                f"{_MOST_SECONDS} s: it has to return a number for every response"
+            ) from None
         said.seek(0)
         message = said.read()
     if message != _RATED:
