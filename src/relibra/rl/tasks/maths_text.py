@@ -8,26 +8,32 @@ from decimal import Decimal
 
 _BOX = re.compile(r"\\boxed(?![a-zA-Z])|\\fbox(?![a-zA-Z])|(?<![a-zA-Z\\])boxed(?=\s*\{)")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_SIGNS = {"−": "-", "⁄": "/", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "√": r"\sqrt "}
-_SIGNS |= {"π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "±": r"\pm "}
-_SIGNS |= {"°": r"^\circ ", **dict.fromkeys("€£¥₹₩₽", "")}
+_SIGNS = {"−": "-", "–": "-", "⁄": "/", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div "}
+_SIGNS |= {"√": r"\sqrt ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup "}
+_SIGNS |= {"±": r"\pm ", "∅": r"\emptyset ", "°": r"^\circ ", **dict.fromkeys("€£¥₹₩₽", "")}
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _THIN = r"(?:\\[,;:! ]|\\thinspace\s*|~|\{[ ,]\}|\{\\,\}|,\\!|[\u00a0\u2009\u202f])"
 """Space, or a comma, between groups of three digits and nowhere else."""
 _GROUPS = re.compile(rf"(?<![\d.,])\d{{1,3}}(?:{_THIN}\d{{3}})+(?!\d)")
 _SMALL_GROUPS = re.compile(rf"(?<=\d\.)\d{{3}}(?:{_THIN}\d{{1,3}})+(?!\d)")
-_LOOSE_GROUPS = re.compile(r"(?<![\d.,_' ])\d{1,3}(?:([ _'])\d{3})(?:\1\d{3})*(?![\d ])")
+_LOOSE_GROUPS = re.compile(r"(?<![\d.,_' ])\d{1,3}(?:([ _'])\d{3})(?:\1\d{3})*(?! ?\d|/)")
 _EXPONENT = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?|\.\d+)[eE]([+-]?\d{1,3})(?![\w.]*\w)")
-_LIST = re.compile(r"[(\[{][^()\[\]{}]*,\s[^()\[\]{}]*[)\]}]")
-_MIXED = re.compile(r"(-?\d{1,99})\s+(\d{1,99})/(\d{1,99})")
+_LIST = re.compile(r"[(\[{](?!\d{3}(?:,\s*\d{3})*\\?[)\]}])[^()\[\]{}]*,\s[^()\[\]{}]*[)\]}]")
+_MIXED = re.compile(r"(-?\d{1,99})\s+(\d{1,99})/(\d{1,99})(?:\s*\\text\s*\{(?!\s*perc)[^{}]*\})?")
+_FUNCTION = re.compile(r"(?<![A-Za-z\\{])(?=(?:sin|cos|tan|log|ln)\b)")
+_UNIT = r"[A-Za-z]{3,}|[cmk]m|[km]g|m[lLi]|ft|in|lb|oz|hr|of|[ap]m|[AP]M"
+"""A word, or an abbreviation: other letters may be a product."""
 _COUNTED = re.compile(
-    r"(\\?\$?[-+]?[\d.,]*\d)(?:\s+(?!(?:and|or|to|mod|pi|base|percent|pct)\b)[A-Za-z]{2,}(?:\s+[A-Za-z]+)*"
-    r"|\s*[A-Za-z]+/[A-Za-z]+)"
+    r"\\?\$?([-+]?(?:\d+\s+\d+/\d+|\\[dt]?frac\{\d+\}\{\d+\}|[\d.,]*\d(?:/\d+| \\times 10\^\{\d+\})?))"
+    rf"(?:\s+(?!(?:and|mod|base|percent|pct|exp|sqrt|abc|xyz)\b)(?:{_UNIT})\b(?:\s+(?:a|[A-Za-z]{{2,}}))*"
+    rf"|\s*(?:{_UNIT}|m|g|L)/(?:{_UNIT}|s|h|L|m))"
 )
 _REPEATING = re.compile(r"(\d{0,99})\.(\d{0,99})\\(?:overline|bar|dot)\s*\{?(\d{1,99})\}?")
-_REPEATING = re.compile(r"(\d{0,99})\.(\d{0,99})\\(?:overline|bar|dot)\s*\{?(\d{1,99})\}?")
+_DOTS = re.compile(r"\\dot\s*\{?(\d)\}?(\d{0,97})\\dot\s*\{?(\d)\}?")
 _LARGE = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_LARGE_NAME = re.compile(rf"(?<=\d)\s*(?:\\text\s*\{{\s*|\\ )?({'|'.join(_LARGE)})\b\s*\}}?")
+_LARGE_NAME = re.compile(rf"(?<=\d)\s*(?:(\\text\s*\{{\s*)|\\ )?({'|'.join(_LARGE)})\b(?(1)[^{{}}]*\}})")
+HALF_OF_DAY = re.compile(r"\W*[\d:]+\W*(?:(?:text|mathrm)\W*)?([ap])\.?\s*m\W*", re.IGNORECASE)
+"""A time, as a match of all of a text."""
 
 
 def last_box(text: str) -> str | None:
@@ -78,13 +84,13 @@ def readable_answer(text: str) -> str:
     text = re.sub(r"(?<!\\ldots)(?<!\\right)(?<![.\\])[.,;:]+$", "", text)
     text = _LOOSE_GROUPS.sub(lambda number: re.sub(r"[ _']", "", number[0]), text)
     text = _LIST.sub(lambda listed: re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", listed[0]), text)
-    text = _LARGE_NAME.sub(lambda name: rf" \times 10^{{{_LARGE[name[1]]}}}", text)
+    text = _LARGE_NAME.sub(lambda name: rf" \times 10^{{{_LARGE[name[2]]}}}", _FUNCTION.sub(r"\\", text))
+    if counted := _COUNTED.fullmatch(text):
+        text = counted[1]
     if mixed := _MIXED.fullmatch(text):
         whole, top, bottom = map(int, mixed.groups())
         return rf"\frac{{{whole * bottom + (-top if mixed[1].startswith('-') else top)}}}{{{bottom}}}"
-    text = _REPEATING.sub(lambda decimal: _as_fraction(*decimal.groups()), text)
-    counted = _COUNTED.fullmatch(text)
-    return counted[1] if counted else text
+    return _REPEATING.sub(lambda decimal: _as_fraction(*decimal.groups()), _DOTS.sub(r"\\overline{\1\2\3}", text))
 
 
 def _as_fraction(whole: str, places: str, repeating: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import resource
 import sys
 from contextlib import suppress
@@ -17,7 +18,7 @@ from typing import Any
 from math_verify import grader, parse, verify
 
 from relibra.rl.tasks.maths_numbers import equal_numbers
-from relibra.rl.tasks.maths_text import last_box, readable, readable_answer
+from relibra.rl.tasks.maths_text import HALF_OF_DAY, last_box, readable, readable_answer
 
 LIBRARY_SECONDS = 2
 """Seconds that the library allows for each of its steps."""
@@ -46,7 +47,8 @@ def verdict(answer: str, response: str) -> bytes:
     if not gold:
         return b"?"
     box = last_box(response)
-    if box == "":
+    times = [HALF_OF_DAY.fullmatch(one) for one in (last_box(answer) or answer, box or "")]
+    if box == "" or len({time[1].lower() for time in times if time}) == 2:  # the library drops am and pm
         return b"0"
     text = readable(response) if box is None else f"\\boxed{{{readable_answer(box)}}}"
     read = parse(text, parsing_timeout=LIBRARY_SECONDS)
@@ -56,8 +58,8 @@ def verdict(answer: str, response: str) -> bytes:
 @lru_cache(maxsize=64)
 def parsed_answer(answer: str) -> list[Any]:
     """Return the parsed correct answer; bare LaTeX is put into \\boxed, where the library looks for it."""
-    text = last_box(answer) or readable_answer(answer)
-    marked = text if "$" in text else f"\\boxed{{{text}}}"
+    text = readable_answer(last_box(answer) or answer)
+    marked = text if re.search(r"(?<!\\)\$", text) else f"\\boxed{{{text}}}"
     return list(parse(marked, parsing_timeout=LIBRARY_SECONDS))
 
 
