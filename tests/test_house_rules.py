@@ -272,7 +272,7 @@ def test_nobody_pickles():
 
 
 LINE_CEILINGS = {
-    "src/relibra": (58_400, ""),
+    "src/relibra": (58_500, ""),
     "planning without deployment and baselines": (7_500, r"planning/(?!deployment/|baselines/)"),
     "planning/baselines": (1_300, "planning/baselines/"),
     "parallel": (4_700, "parallel/"),

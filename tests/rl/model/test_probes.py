@@ -97,7 +97,7 @@ def test_what_depends_on_neighbours_or_a_cache_is_refused(change, why):
 
 def test_what_depends_on_earlier_passes_is_refused():
     passes = iter(range(100))
-    model = changed_by(tiny_model(num_hidden_layers=1).eval(), lambda logits, _: logits * (1 + (next(passes) > 3)))
+    model = changed_by(tiny_model(num_hidden_layers=1).eval(), lambda logits, _: logits * (1 + (next(passes) > 5)))
     with pytest.raises(ConfigError, match="depends on the passes before"):
         check_lengths(model, 20, "it")
 
