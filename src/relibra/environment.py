@@ -113,6 +113,11 @@ def keep_hub_offline() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def keep_tokenizers_serial() -> None:
+    """Let tokenizers start no threads: a process that is forked from one that has them would wait for them for ever."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
 @contextmanager
 def rank_environment(threads: int) -> Iterator[None]:
     """Set inside what ranks that are started there find in their environment: threads of torch, and errors only.

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import httpx
 import pytest
+import tokenizers
 from fastapi import HTTPException, Request
 
 from benchmarks.reliability.attacked_server import hostile_bodies
@@ -167,6 +168,19 @@ def test_work_ends_with_its_client_and_at_its_limits(monkeypatch):
     [[pid], *statuses] = seen
     assert pid != os.getpid()
     assert statuses == [400, 400]
+
+
+def test_a_fork_encodes_beside_threads_of_tokenizers(monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    monkeypatch.setattr(forked, "MOST_SECONDS", 10.0)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    texts = ["a"] * 64
+    assert len(tokenizer.encode_batch(texts)) == 64, "threads have begun"
+
+    def encode():
+        yield [one.ids for one in tokenizer.encode_batch(texts)]
+
+    assert asyncio.run(run_forked(encode)) == [[[0]] * 64]
 
 
 def test_what_came_for_a_slow_reader_is_read_in_parts():

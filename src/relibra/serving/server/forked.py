@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from fastapi import HTTPException
 
+from relibra.environment import keep_tokenizers_serial
 from relibra.errors import in_a_line
 from relibra.serving.channel import Channel
 from relibra.serving.messages import read_frame
@@ -65,6 +66,7 @@ async def run_forked(work: Callable[[], Iterable[Any]], size: int = 0) -> list[A
 def _work(work: Callable[[], Iterable[Any]], end: socket.socket) -> NoReturn:
     """Send what `work` yields, and end this process; it keeps no other connection of the server open."""
     try:
+        keep_tokenizers_serial()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the server too, which kills this process
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import uvicorn
 from pydantic import Field
 
+from relibra.environment import keep_tokenizers_serial
 from relibra.errors import ConfigError
 from relibra.field_checks import check_fields
 from relibra.serving.launch import RunningWorkers
@@ -105,6 +106,7 @@ def serve(
     raises       ConfigError where the address is taken or there is no key, and as `RunningWorkers` does
     """
     keys = read_api_keys(settings.api_key_from)
+    keep_tokenizers_serial()
     if settings.until_eof:
         threading.Thread(target=_stop_at_eof, name="standard input", daemon=True).start()
     if not keys and not _is_loopback(settings.host):
