@@ -53,13 +53,13 @@ def pieces_of(answer, tokens, cuts):
 
 @given(st.text(max_size=30), st.text(max_size=4), st.lists(st.integers(0, 200), max_size=30))
 def test_a_stream_has_the_text_of_the_whole_answer(text, prompt, cuts):
-    answer = AnswerText(CODEC, list(prompt.encode()), [])
+    answer = AnswerText(CODEC, list(prompt.encode()), {})
     assert "".join(pieces_of(answer, list(text.encode()), cuts)) == text
 
 
 @given(st.lists(st.integers(0, 256), max_size=12), st.lists(st.integers(0, 200), max_size=12))
 def test_bytes_that_are_no_text_do_not_hold_a_stream_up(tokens, cuts):
-    text = "".join(pieces_of(AnswerText(CODEC, [], []), [*tokens, *b"the end"], cuts))
+    text = "".join(pieces_of(AnswerText(CODEC, [], {}), [*tokens, *b"the end"], cuts))
     assert text.endswith("the end")
 
 
@@ -69,7 +69,7 @@ def test_bytes_that_are_no_text_do_not_hold_a_stream_up(tokens, cuts):
     st.lists(st.integers(0, 200), max_size=30),
 )
 def test_no_piece_holds_a_part_of_a_stop_text(text, stops, cuts):
-    answer = AnswerText(CODEC, [], stops)
+    answer = AnswerText(CODEC, [], CODEC.special_tokens(stops))
     pieces = pieces_of(answer, list(text.encode()), cuts)
     shown, found = "".join(pieces), [text.find(stop) for stop in stops if stop in text]
     assert (answer.stopped_by is not None) == bool(found)
@@ -94,7 +94,7 @@ def written(tokens, kept=SPECIAL):
     st.booleans(),
 )
 def test_special_tokens_of_stop_texts_are_matched(tokens, stops, skip_special, include_stop):
-    answer = AnswerText(CODEC, [], stops, skip_special=skip_special, include_stop=include_stop)
+    answer = AnswerText(CODEC, [], CODEC.special_tokens(stops), skip_special=skip_special, include_stop=include_stop)
     shown = "".join(answer.add([token], last=False) for token in tokens) + answer.add([], last=True)
     named = [one for one, name in SPECIAL.items() if not skip_special or any(name in stop for stop in stops)]
     expected, by = tokens, None
@@ -123,7 +123,7 @@ def test_special_tokens_of_stop_texts_are_matched(tokens, stops, skip_special, i
     ],
 )
 def test_a_stop_token_is_shown_where_it_is_asked_for(options, stops, text, by):
-    answer = AnswerText(CODEC, [], stops, **options)
+    answer = AnswerText(CODEC, [], CODEC.special_tokens(stops), **options)
     assert answer.add([*b"ab"], last=False) + answer.add([256], last=True, stops=True) == text
     assert answer.stopped_by == by
 

@@ -121,6 +121,26 @@ def test_number_and_length_are_checked_before_encoding(monkeypatch):
     assert [text for text in encoded if len(text) > 1] == ["a" * 200]
 
 
+def test_special_tokens_are_looked_for_once():
+    looked = []
+
+    class Special(Letters):
+        """Counts how often its special tokens are listed."""
+
+        @property
+        def added_tokens_decoder(self):
+            return looked.append(1) or {7: "<call>"}
+
+        def decode(self, tokens, **_):
+            return "a" * (len(tokens) - tokens.count(7))
+
+    codec = TextCodec(Special(), (), 1000)
+    for _ in range(2):
+        make_choices(codec, [[1]], 128, SamplingParameters(limit=1), ["<call>x", *"abcdefgh"], max_length=9)
+    assert codec.special_tokens(["<call>x", "a"]) == {"<call>x": {"<call>": 7}, "a": {}}
+    assert len(looked) == 1
+
+
 def test_bytes_and_time_of_bodies_are_limited(monkeypatch):
     assert status_of(CompletionBody, b" " * (MOST_BODY_BYTES + 1)) == 413
     monkeypatch.setattr(reading, "BODY_SECONDS", 0.05)

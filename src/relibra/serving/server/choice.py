@@ -144,7 +144,8 @@ def make_choices(
     """Return the choices of a request, still empty.
 
     samples      answers per prompt
-    stops, how   as of `AnswerText`
+    stops        texts that end an answer
+    how          as of `AnswerText`
     max_length   most tokens of prompt and answer
     raises       HTTPException (400) for an empty prompt, unknown tokens, or more tokens than fit
     """
@@ -161,12 +162,13 @@ def make_choices(
             "request of this server: shorten them",
         )
     arrived, shared = asyncio.Event(), [tuple(prompt) for prompt in prompts]
+    named = codec.special_tokens(stops)
     return [
         Choice(
             index=index,
             prompt=shared[index // samples],
             sampling=replace(sampling, sample=index % samples),
-            answer=AnswerText(codec, shared[index // samples], stops, **how),
+            answer=AnswerText(codec, shared[index // samples], named, **how),
             arrived=arrived,
         )
         for index in range(len(prompts) * samples)

@@ -35,7 +35,7 @@ class BodyReader:
         """Begin with no body under way, for a model of this name, and this many tokens of prompt and answer."""
         self._name, self._codec, self._max_length = name, codec, max_length
         self._under_way = 0
-        _ = codec.longest_token  # which takes a while
+        _ = codec.longest_token, codec.special_tokens([""])  # which take a while
 
     async def read_call(self, request: Request, kind: type[Body]) -> Body:
         """Return a small body without prompts; raises HTTPException as `read` does."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -103,11 +103,15 @@ class TextCodec:
             self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
         )
 
-    def special_tokens(self, text: str) -> dict[str, int]:
-        """Return the special tokens that a text names, by their names: texts of answers leave them out."""
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        """Special tokens by their names: texts of answers leave them out."""
         added = {} if self.tokenizer is None else self.tokenizer.added_tokens_decoder
-        named = {str(token): number for number, token in added.items() if str(token) in text}
-        return {name: number for name, number in named.items() if not self.decode([number])}
+        return {str(token): number for number, token in added.items() if not self.decode([number])}
+
+    def special_tokens(self, texts: Sequence[str]) -> dict[str, dict[str, int]]:
+        """Return the special tokens that each text names, by their names."""
+        return {text: {name: number for name, number in self._special.items() if name in text} for text in texts}
 
     def token(self, number: int, skip_special: bool = True) -> TokenText:
         """Return what a token adds to a text, behind others."""
@@ -152,7 +156,7 @@ class AnswerText:
         self,
         codec: TextCodec,
         prompt: Sequence[int],
-        stops: Sequence[str],
+        stops: Mapping[str, Mapping[str, int]],
         *,
         skip_special: bool = True,
         include_stop: bool = False,
@@ -160,7 +164,7 @@ class AnswerText:
         """Begin empty.
 
         prompt         tokens before the answer: the text of a token depends on those before it
-        stops          texts that end the answer; special tokens that they name are matched as tokens
+        stops          texts that end the answer, and the special tokens that each names, which are matched as tokens
         skip_special   special tokens are no part of the answer
         include_stop   what ends the answer is a part of it
         """
@@ -178,9 +182,9 @@ class AnswerText:
         self._signs: dict[int, str] = {}
         self._shown: dict[int, str] = {}
         self._stops: dict[str, str] = {}
-        for stop in stops:
+        for stop, special in stops.items():
             pattern = stop
-            for name, token in codec.special_tokens(stop).items():
+            for name, token in special.items():
                 sign = self._signs.setdefault(token, chr(0xD800 + len(self._signs)))
                 self._shown[ord(sign)] = "" if skip_special else name
                 pattern = pattern.replace(name, sign)
@@ -243,7 +247,7 @@ class AnswerText:
 
 def text_offsets(codec: TextCodec, tokens: Sequence[int], *, skip_special: bool) -> list[int]:
     """Return where each token begins in the text of all, in characters; parts of a character begin where it does."""
-    text, offsets = AnswerText(codec, [], [], skip_special=skip_special), []
+    text, offsets = AnswerText(codec, [], {}, skip_special=skip_special), []
     for token in tokens:
         offsets.append(text.length)
         text.add([token], last=False)
