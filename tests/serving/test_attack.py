@@ -203,6 +203,21 @@ def test_a_fork_encodes_beside_threads_of_tokenizers(monkeypatch):
     assert asyncio.run(run_forked(encode)) == [[[0]] * 64]
 
 
+def test_entries_count_all_that_an_answer_is_long_by():
+    def entries(routes=None, **sampling):
+        [choice] = make_choices(CODEC, [[1] * 800], 1, SamplingParameters(limit=1, **sampling), [], max_length=900)
+        choice.put(Progress(number=0, token=5, finish="length", routes=routes))
+        assert choice.read()
+        return choice, choice.entries
+
+    choice, plain = entries()
+    assert plain == 800 // 16 + 1
+    assert entries(prompt_log_probs=True, top_log_probs=20)[1] == 800 + 21
+    assert entries(routes=bytes(1 << 20))[1] == plain + 512
+    choice.clear()
+    assert choice.entries == 0
+
+
 def test_what_came_for_a_slow_reader_is_read_in_parts():
     async def read_all():
         [choice] = make_choices(CODEC, [[1]], 1, SamplingParameters(limit=100), [], max_length=200)

@@ -56,9 +56,9 @@ class Choice:
 
     @property
     def entries(self) -> int:
-        """Numbers and names that writing what is new of it takes."""
-        prompt = len(self.prompt) if self.first and self.sampling.prompt_log_probs else 0
-        return prompt + len(self.new) * (1 + self.sampling.top_log_probs)
+        """Numbers and names that writing what is new of it takes; plain tokens of the prompt and routes take less."""
+        prompt = len(self.prompt) >> (0 if self.sampling.prompt_log_probs else 4) if self.first else 0
+        return prompt + len(self.new) * (1 + self.sampling.top_log_probs) + (len(self.routes or b"") >> 11)
 
     def message(self, number: int) -> Generate:
         """Return what a worker is asked for."""
