@@ -121,6 +121,15 @@ def test_number_and_length_are_checked_before_encoding(monkeypatch):
     assert [text for text in encoded if len(text) > 1] == ["a" * 200]
 
 
+@pytest.mark.parametrize("length", [150, 2 * SMALL_BYTES])
+def test_tokens_of_a_text_are_limited_before_they_are_handed_on(length):
+    with pytest.raises(HTTPException, match=f"{length:,} tokens"):
+        read(CompletionBody, {"prompt": "a" * length}, max_length=length - 10)
+    messages = [{"role": "user", "content": "a" * length}]
+    with pytest.raises(HTTPException, match=f"{length:,} tokens"):
+        read(ChatBody, {"messages": messages}, max_length=length - 10)
+
+
 def test_special_tokens_are_looked_for_once():
     looked = []
 

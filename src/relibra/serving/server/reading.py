@@ -80,7 +80,10 @@ class BodyReader:
     def _parsed(self, kind: type[Asked], data: bytes) -> tuple[Asked, list[list[int]]]:
         body = _parse(kind, data)
         check_model(body.model, self._name)
-        return body, body.prompts(self._codec, self._max_length)
+        prompts = body.prompts(self._codec, self._max_length)
+        for prompt in prompts:  # a text may be more tokens than its length says
+            self._codec.check_length(prompt, self._max_length)
+        return body, prompts
 
     def _messages(self, kind: type[Asked], data: bytes) -> Iterator[Any]:
         """Yield a body without its prompt and unknown fields, then the tokens of each prompt as int32."""
