@@ -42,6 +42,10 @@ def hostile_bodies(size: int) -> dict[str, tuple[str, bytes]]:
         "long ids": (tokens, body(b'{"token_ids":[', b"1,", b"1]}")),
         "wide unknown field": (completions, body(b'{"prompt":"3+4=","x":[', b"[],", b"[]]}")),
         "deep unknown field": (completions, body(b'{"prompt":"3+4=","x":[', b'[[[[[[[["a"]]]]]]]],', b"0]}")),
+        "wide stream options": (
+            completions,
+            body(b'{"prompt":"3+4=","stream_options":{"metadata":[', b"[],", b"[]]}}"),
+        ),
         "unknown keys": (completions, b'{"prompt":"3+4=",%s}' % b",".join(b'"%d":0' % n for n in range(size // 12))),
         "messages": (chat, body(b'{"messages":[', b'{"role":"user","content":"3"},', b'{"role":"user"}]}')),
         "no JSON": (completions, body(b"", b"[", b"")),

@@ -99,6 +99,16 @@ def test_bodies_mean_the_same_whether_read_here_or_in_a_fork(kind, body, length)
     assert {name: getattr(got, name) for name in known} == {name: getattr(whole, name) for name in known}
 
 
+def test_unknown_fields_do_not_leave_the_fork():
+    wide = {"metadata": [0] * SMALL_BYTES}
+    completion, _ = read(CompletionBody, {"prompt": "a", "stream_options": {"include_usage": True, **wide}, **wide})
+    generate, _ = read(TokenBody, {"token_ids": [1], "sampling_params": {"n": 2, **wide}, **wide})
+    assert completion.include_usage
+    assert generate.sampling_params.n == 2
+    for part in (completion, completion.stream_options, generate, generate.sampling_params):
+        assert not part.model_extra
+
+
 def vars_of(sampling):
     return {name: getattr(sampling, name) for name in sampling.__dataclass_fields__}
 

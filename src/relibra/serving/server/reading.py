@@ -88,8 +88,8 @@ class BodyReader:
     def _messages(self, kind: type[Asked], data: bytes) -> Iterator[Any]:
         """Yield a body without its prompt and unknown fields, then the tokens of each prompt as int32."""
         body, prompts = self._parsed(kind, data)
-        for part in (body, getattr(body, "sampling_params", body)):
-            (part.model_extra or {}).clear()
+        for part in (body, getattr(body, "sampling_params", None), getattr(body, "stream_options", None)):
+            (getattr(part, "model_extra", None) or {}).clear()
         yield body.model_copy(update=body.no_prompt).model_dump(mode="json", exclude_unset=True, warnings=False)
         yield from (array("i", prompt).tobytes() for prompt in prompts)
 
