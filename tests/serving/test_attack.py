@@ -206,7 +206,20 @@ def test_work_ends_with_its_client_and_at_its_limits(monkeypatch):
     asyncio.run(watch())
     [[pid], *statuses] = seen
     assert pid != os.getpid()
-    assert statuses == [400, 400]
+    assert statuses == [400, 503]
+
+
+def test_bodies_do_not_wait_for_answers():
+    async def answers_beside():
+        slow = [asyncio.create_task(run_forked(lambda: time.sleep(60), size)) for size in [None] * 5 + [8 << 20] * 3]
+        await asyncio.sleep(0.2)
+        small = await asyncio.wait_for(run_forked(lambda: [1], size=100), 10)
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+        return small
+
+    assert asyncio.run(answers_beside()) == [1]
 
 
 def test_a_fork_encodes_beside_threads_of_tokenizers(monkeypatch):

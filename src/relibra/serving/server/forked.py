@@ -18,26 +18,27 @@ from relibra.environment import keep_tokenizers_serial
 from relibra.errors import in_a_line
 from relibra.serving.channel import Channel
 from relibra.serving.messages import read_frame
+from relibra.serving.server.admission import SOON
 
 SMALL_BYTES = 16 << 10
 """Bodies up to this size are worked on at once, which takes milliseconds."""
 LARGE_BYTES = 1 << 20
-"""Bodies above it wait for one another, so that they hold no shorter ones up."""
+"""Bodies above it wait for one another; neither they, nor shorter ones, nor answers hold the others up."""
 MOST_SECONDS = 60.0
 MOST_MEMORY = 384 << 20
 """Bytes that work may take beyond what the server has."""
-_places = {False: asyncio.Semaphore(4), True: asyncio.Semaphore(2)}  # for work that is not large, and work that is
+_places = {"body": asyncio.Semaphore(4), "large body": asyncio.Semaphore(2), "answer": asyncio.Semaphore(4)}
 _one_fork = asyncio.Lock()
 
 
-async def run_forked(work: Callable[[], Iterable[Any]], size: int = 0) -> list[Any]:
+async def run_forked(work: Callable[[], Iterable[Any]], size: int | None = None) -> list[Any]:
     """Return what `work` yields, as msgpack has it; the process is killed where the caller is cancelled.
 
-    size     bytes of what it reads
-    raises   HTTPException as the work does; 400 where it takes more memory or time than a request may
+    size     bytes of the body that it reads; None: it writes an answer
+    raises   HTTPException as the work does; 400 where it takes more memory than a request may, 503 for more time
     """
     found: list[Any] = []
-    async with _places[size > LARGE_BYTES]:
+    async with _places["answer" if size is None else "large body" if size > LARGE_BYTES else "body"]:
         ours, theirs = socket.socketpair()
         reader, writer = await asyncio.open_connection(sock=ours)
         async with _one_fork:
@@ -50,14 +51,14 @@ async def run_forked(work: Callable[[], Iterable[Any]], size: int = 0) -> list[A
                 while (frame := await read_frame(reader)) is not None and "yielded" in frame:
                     found.append(frame["yielded"])
                     await asyncio.sleep(0)
-        except TimeoutError:
-            frame = None
+        except TimeoutError as error:
+            raise HTTPException(503, "the server is too busy for so long a request: send it later", SOON) from error
         finally:
             writer.transport.abort()
             os.kill(process, signal.SIGKILL)
             asyncio.get_running_loop().run_in_executor(None, os.waitpid, process, 0)  # while its memory is freed
     if frame is None:
-        raise HTTPException(400, "the request takes more memory or time than one may: send less at once")
+        raise HTTPException(400, "the request takes more memory than one may: send less at once")
     if "status" in frame:
         raise HTTPException(frame["status"], frame["detail"])
     return found
