@@ -1,5 +1,6 @@
 """Texts, offsets and bytes of answers of real tokenizers whose tokens are parts of characters."""
 
+import asyncio
 import functools
 import itertools
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from relibra.serving.messages import Progress
 from relibra.serving.server.bodies import ChatBody, CompletionBody
+from relibra.serving.server.forked import run_forked
 from relibra.serving.server.text import TextCodec
 
 END, CALL, SPACED = 256, 257, 258
@@ -53,8 +55,11 @@ def codec_of(kind):
     return TextCodec(tokenizer, (END,), 259)
 
 
-def parts_of(codec, body, tokens, cuts):
-    """Return the parts of an answer that events after some of its tokens hold."""
+def parts_of(codec, body, tokens, cuts, *, forked=()):
+    """Return the parts of an answer that events after some of its tokens hold.
+
+    forked   events that are written in a process of their own
+    """
     [choice] = body.choices(codec, 10_000, body.prompts(codec, 10_000))
     parts, scores = [], tuple(-0.5 for _ in choice.prompt[1:])
     for place, token in enumerate(tokens):
@@ -67,7 +72,8 @@ def parts_of(codec, body, tokens, cuts):
         scores = ()
         if last or place in cuts:
             choice.read()
-            parts.append(body.part(codec, choice, not cuts))
+            write = functools.partial(body.part, codec, choice, not cuts)
+            parts += asyncio.run(run_forked(lambda write=write: [write()])) if len(parts) in forked else [write()]
             choice.clear()
         if choice.finish:
             break
@@ -110,6 +116,15 @@ def test_offsets_of_a_stream_are_those_of_the_text(kind, prompt, tokens, cuts, e
         for name, offset in zip(listed["tokens"], offsets, strict=True):
             left_out = name.startswith("token_id") or (skip and name == "<call>")
             assert left_out or text.startswith((name, name.lstrip(" ") if offset == 0 else name), offset)
+
+
+@pytest.mark.parametrize("forked", [{0}, {1}, {0, 1}])
+def test_offsets_are_the_same_where_a_long_event_is_written_in_a_fork(forked):
+    codec = codec_of(byte_level)
+    body = CompletionBody(prompt=[*b"ab", CALL, *b"cd"], max_tokens=9, logprobs=1, echo=True, stream=True)
+    expected = parts_of(codec, body, [*b"efgh"], {0, 1})
+    assert flat(part["logprobs"]["text_offset"] for part in expected) == [0, 1, 2, 2, 3, 4, 5, 6, 7]
+    assert parts_of(codec, body, [*b"efgh"], {0, 1}, forked=forked) == expected
 
 
 class ChatEndingWithText(ChatBody):

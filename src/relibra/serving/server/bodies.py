@@ -188,9 +188,9 @@ class CompletionBody(TextBody):
         """Return what is new of a choice, for the answer or for an event."""
         kept = 0 if self.max_tokens == 0 else len(choice.new)
         echoed = choice.prompt if self.echo and choice.first else ()
-        if echoed:
-            choice.echo = codec.decode(echoed, self.skip_special_tokens)
-        text = (choice.echo if echoed else "") + ("" if self.max_tokens == 0 else choice.new_text)
+        if self.echo and choice.echo is None:  # a process that wrote the first event has kept it to itself
+            choice.echo = codec.decode(choice.prompt, self.skip_special_tokens)
+        text = ((choice.echo or "") if echoed else "") + ("" if self.max_tokens == 0 else choice.new_text)
         body = self.fields_of(choice) | {"text": text}
         if self.max_tokens == 0 and choice.finish:
             body["finish_reason"] = "length"
@@ -213,7 +213,7 @@ class CompletionBody(TextBody):
             "tokens": [codec.token(token).name for token in (*echoed, *tokens)],
             "token_logprobs": [*before, *log_probs],
             "top_logprobs": [*(None for _ in before), *likeliest] if self.logprobs else None,
-            "text_offset": [*offsets, *(len(choice.echo) + offset for offset in choice.offsets[:kept])],
+            "text_offset": [*offsets, *(len(choice.echo or "") + offset for offset in choice.offsets[:kept])],
         }
 
 

@@ -34,7 +34,7 @@ class Choice:
     new          progress that no event has sent to the client yet, and `new_text` its text
     offsets      where the text of each token of `new` begins in that of the answer, in characters
     first        no event has been sent
-    echo         text of the prompt, where the answer repeats it
+    echo         text of the prompt, where the answer repeats it; None: not known yet
     """
 
     index: int
@@ -50,7 +50,7 @@ class Choice:
     offsets: list[int] = field(default_factory=list)
     new_text: str = ""
     first: bool = True
-    echo: str = ""
+    echo: str | None = None
     _unread: list[Progress] = field(default_factory=list)
     _held: deque[tuple[int, Progress]] = field(default_factory=deque)
 
