@@ -63,7 +63,14 @@ class AttackedServer:
             subprocess.run([*relibra, "export", str(home / "model")], check=True, capture_output=True, env=environment)
         words = [*relibra, "serve", str(home / "model"), "--port", "0", "--timeout", str(TIMEOUT_SECONDS), *options]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(words, stderr=log, stdout=log, env=environment, start_new_session=True)
+            self.process = subprocess.Popen(
+                [*words, "--until-eof"],  # it ends with this process
+                stdin=subprocess.PIPE,
+                stderr=log,
+                stdout=log,
+                env=environment,
+                start_new_session=True,
+            )
         while not (found := _READY.search(self.log.read_text())):
             assert self.process.poll() is None, f"the server did not start: {self.log.read_text()}"
             time.sleep(0.05)

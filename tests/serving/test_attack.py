@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -207,6 +208,42 @@ def test_work_ends_with_its_client_and_at_its_limits(monkeypatch):
     [[pid], *statuses] = seen
     assert pid != os.getpid()
     assert statuses == [400, 503]
+
+
+def test_a_fork_that_fails_or_has_no_client_leaves_nothing_open(monkeypatch):
+    def no_fork():
+        raise BlockingIOError
+
+    async def fail():
+        files = set(os.listdir("/proc/self/fd"))
+        monkeypatch.setattr(os, "fork", no_fork)
+        with pytest.raises(HTTPException) as caught:
+            await run_forked(list)
+        for steps in range(4):
+            task = asyncio.create_task(run_forked(list))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await asyncio.sleep(0)
+        return caught.value.status_code, set(os.listdir("/proc/self/fd")) - files
+
+    assert asyncio.run(fail()) == (503, set())
+
+
+def test_work_ends_though_its_server_was_killed(monkeypatch):
+    monkeypatch.setattr(forked, "MOST_SECONDS", 0.5)
+    kill, pids = os.kill, []
+    monkeypatch.setattr(os, "kill", lambda pid, _: pids.append(pid))
+    with pytest.raises(HTTPException):
+        asyncio.run(run_forked(lambda: time.sleep(60)))
+    began = time.monotonic()
+    while time.monotonic() - began < 10 and not are_gone(pids):
+        time.sleep(0.05)
+    alive = not are_gone(pids)
+    if alive:
+        kill(pids[0], signal.SIGKILL)
+    assert not alive
 
 
 def test_bodies_do_not_wait_for_answers():

@@ -9,6 +9,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,24 +40,24 @@ async def run_forked(work: Callable[[], Iterable[Any]], size: int | None = None)
     """
     found: list[Any] = []
     async with _places["answer" if size is None else "large body" if size > LARGE_BYTES else "body"]:
-        ours, theirs = socket.socketpair()
-        reader, writer = await asyncio.open_connection(sock=ours)
-        async with _one_fork:
-            await asyncio.sleep(0)  # others have their turn between two forks
-            if (process := os.fork()) == 0:
-                _work(work, theirs)
-        theirs.close()
         try:
-            async with asyncio.timeout(MOST_SECONDS):
-                while (frame := await read_frame(reader)) is not None and "yielded" in frame:
-                    found.append(frame["yielded"])
-                    await asyncio.sleep(0)
-        except TimeoutError as error:
+            with ExitStack() as ended:
+                ours, theirs = map(ended.enter_context, socket.socketpair())
+                reader, writer = await asyncio.open_connection(sock=ours)
+                ended.callback(writer.transport.abort)
+                async with _one_fork:
+                    await asyncio.sleep(0)  # others have their turn between two forks
+                    if (process := os.fork()) == 0:
+                        _work(work, theirs)
+                ended.callback(asyncio.get_running_loop().run_in_executor, None, os.waitpid, process, 0)
+                ended.callback(os.kill, process, signal.SIGKILL)  # and waited for while its memory is freed
+                theirs.close()
+                async with asyncio.timeout(MOST_SECONDS):
+                    while (frame := await read_frame(reader)) is not None and "yielded" in frame:
+                        found.append(frame["yielded"])
+                        await asyncio.sleep(0)
+        except OSError as error:  # the time is over, or the system has no process or file left
             raise HTTPException(503, "the server is too busy for so long a request: send it later", SOON) from error
-        finally:
-            writer.transport.abort()
-            os.kill(process, signal.SIGKILL)
-            asyncio.get_running_loop().run_in_executor(None, os.waitpid, process, 0)  # while its memory is freed
     if frame is None:
         raise HTTPException(400, "the request takes more memory than one may: send less at once")
     if "status" in frame:
@@ -71,6 +72,8 @@ def _work(work: Callable[[], Iterable[Any]], end: socket.socket) -> NoReturn:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the server too, which kills this process
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(int(MOST_SECONDS) + 1)  # the server may have been killed
         os.nice(10)
         gc.disable()  # it would touch, and so copy, what the server has
         os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # libraries that lack memory say so
@@ -78,6 +81,8 @@ def _work(work: Callable[[], Iterable[Any]], end: socket.socket) -> NoReturn:
         os.closerange(end.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
         most = MOST_MEMORY + int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        with suppress(ValueError):  # the limit is less already
+            resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # 0 would not keep it from a program that takes cores
         channel = Channel(end)
         try:
             for one in work():
