@@ -246,6 +246,13 @@ def test_work_ends_though_its_server_was_killed(monkeypatch):
     assert not alive
 
 
+def test_a_fork_keeps_no_other_file_open(tmp_path):
+    with (tmp_path / "file").open("w") as file:
+        os.set_inheritable(file.fileno(), True)
+        [names] = asyncio.run(run_forked(lambda: [sorted(map(os.readlink, Path("/proc/self/fd").iterdir()))]))
+    assert str(tmp_path / "file") not in names
+
+
 def test_bodies_do_not_wait_for_answers():
     async def answers_beside():
         slow = [asyncio.create_task(run_forked(lambda: time.sleep(60), size)) for size in [None] * 5 + [8 << 20] * 3]

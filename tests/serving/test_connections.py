@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -38,6 +40,16 @@ def test_clients_that_leave_are_counted_and_print_nothing(tmp_path):
         process.terminate()
         process.wait(30)
         assert process.stderr.read() in ("", "stopped\n")
+
+
+def test_a_low_limit_of_open_files_is_raised():
+    program = (
+        "import resource as r; from relibra.serving.server.connections import allow_open_files;"
+        "r.setrlimit(r.RLIMIT_NOFILE, (256, {most})); allow_open_files(); print(r.getrlimit(r.RLIMIT_NOFILE)[0])"
+    )
+    for most in (1000, 10_000):
+        command = [sys.executable, "-c", program.format(most=most)]
+        assert int(subprocess.check_output(command)) == min(most, 8192)
 
 
 def wait_quickly(monkeypatch, most):

@@ -12,10 +12,16 @@ HEADER_SECONDS = 20.0
 """Until the headers of a request have to be there, from the connection or from their first byte on."""
 READING_SECONDS = 60.0
 """Until a client has to have read what is sent at once, an event or a choice; else it is given up."""
-MOST_CONNECTIONS = max(64, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 256))
+MOST_CONNECTIONS = 4096
 """Where the system allows the files; workers and forks need some, too."""
 READ_BYTES = 16 << 10
 """Taken from a connection at once: a body of tiny chunks takes long for its bytes."""
+
+
+def allow_open_files() -> None:
+    """Let this process open the files of MOST_CONNECTIONS, where the system lets it: shells set low limits."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(now, 2 * MOST_CONNECTIONS), most), most))
 
 
 class BoundedConnection(H11Protocol):
@@ -29,7 +35,7 @@ class BoundedConnection(H11Protocol):
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]
         self._since = self.loop.time()
         self._await_headers()
-        if len(self.connections) > MOST_CONNECTIONS:
+        if len(self.connections) > min(MOST_CONNECTIONS, max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 256)):
             waiting = [one for one in cast("set[BoundedConnection]", self.connections) if one.waits()]
             min(waiting, key=lambda one: one._since).transport.abort()
 
@@ -54,7 +60,7 @@ class BoundedConnection(H11Protocol):
         self.timeout_keep_alive_task = self.loop.call_at(self._headers_until, self.transport.abort)
 
     def pause_writing(self) -> None:
-        """Give the client up where it reads nothing from now on."""
+        """Give the client up where it does not read in time what waits."""
         super().pause_writing()
         self._reading = self.loop.call_later(READING_SECONDS, self.transport.abort)
 

@@ -77,8 +77,9 @@ def _work(work: Callable[[], Iterable[Any]], end: socket.socket) -> NoReturn:
         os.nice(10)
         gc.disable()  # it would touch, and so copy, what the server has
         os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # libraries that lack memory say so
-        os.closerange(3, end.fileno())
-        os.closerange(end.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        for file in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, end.fileno()}:
+            with suppress(OSError):  # that of the list is closed already
+                os.close(file)
         most = MOST_MEMORY + int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         with suppress(ValueError):  # the limit is less already

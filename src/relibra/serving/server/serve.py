@@ -27,7 +27,7 @@ from relibra.serving.layout import WorkerLayout
 from relibra.serving.server.access import key_check, read_api_keys
 from relibra.serving.server.admission import Admission, ServerLimits
 from relibra.serving.server.app import ServedName, make_app
-from relibra.serving.server.connections import BoundedConnection
+from relibra.serving.server.connections import BoundedConnection, allow_open_files
 from relibra.serving.server.metrics import ServerMetrics
 from relibra.serving.server.text import load_codec
 from relibra.serving.server.weights import ServedWeights
@@ -107,6 +107,7 @@ def serve(
     """
     keys = read_api_keys(settings.api_key_from)
     keep_tokenizers_serial()
+    allow_open_files()
     if settings.until_eof:
         threading.Thread(target=_stop_at_eof, name="standard input", daemon=True).start()
     if not keys and not _is_loopback(settings.host):
