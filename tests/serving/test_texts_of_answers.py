@@ -155,6 +155,18 @@ def test_bytes_of_a_chat_are_those_of_its_text(kind, tokens, cuts, skip):
             assert one["bytes"] == (None if skip else [*b"<call>"])
 
 
+def test_names_of_tokens_are_their_numbers_where_asked_for():
+    codec, asked = codec_of(byte_level), {"return_tokens_as_token_ids": True}
+    completion = CompletionBody(prompt=[97], max_tokens=9, logprobs=0, echo=True, **asked)
+    listed = parts_of(codec, completion, [98, CALL], ())[0]["logprobs"]
+    assert listed["tokens"] == ["token_id:97", "token_id:98", f"token_id:{CALL}"]
+    assert [one and next(iter(one)) for one in listed["top_logprobs"]] == [None, *listed["tokens"][1:]]
+    chat = ChatEndingWithText(messages=[{"role": "user", "content": "x"}], logprobs=True, top_logprobs=2, **asked)
+    first, second = parts_of(codec, chat, [98, CALL], ())[0]["logprobs"]["content"]
+    assert (first["token"], first["bytes"]) == ("token_id:98", [98])
+    assert [one["token"] for one in second["top_logprobs"]] == [f"token_id:{CALL}", f"token_id:{(CALL + 1) % 256}"]
+
+
 def test_a_token_of_the_vocabulary_only_adds_nothing():
     codec = codec_of(byte_level)
     assert codec.token(300).data == b""

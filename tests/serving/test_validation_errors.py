@@ -1,6 +1,7 @@
 """The error of an invalid body: one field, what it holds, and what it may hold."""
 
 import json
+from typing import get_args
 
 import pytest
 from pydantic import ValidationError
@@ -95,6 +96,7 @@ SENT = {
     "skip_special_tokens": (False, SAMPLING),
     "include_stop_str_in_output": (True, SAMPLING),
     "return_token_ids": (True, SAMPLING),
+    "return_tokens_as_token_ids": (True, SAMPLING),
     "return_routed_experts": (True, SAMPLING),
     "logprobs": (1, SAMPLING),
     "max_tokens": (3, SAMPLING),
@@ -144,7 +146,6 @@ REFUSED = {
     "reasoning_effort": "low",
     "verbosity": "low",
     "mm_processor_kwargs": {"x": 1},
-    "return_tokens_as_token_ids": True,
     "continuous_usage_stats": True,
     "spaces_between_special_tokens": False,
     "priority": 1,
@@ -172,6 +173,16 @@ def test_every_field_that_changes_an_answer_is_obeyed_or_refused(kind):
     for name, values in HARMLESS.items():
         for value in values if name not in kind.model_fields else ():
             kind.model_validate(BODIES[kind] | {name: value})
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_null_means_as_if_not_given(kind):
+    plain = kind.model_validate(BODIES[kind])
+    for name, field in kind.model_fields.items():
+        if not field.is_required():
+            data = json.dumps(BODIES[kind] | {name: None})
+            value = getattr(kind.model_validate_json(data), name)
+            assert value == getattr(plain, name) or (value is None and type(None) in get_args(field.annotation)), name
 
 
 def test_nested_fields_are_obeyed_or_refused_too():

@@ -9,16 +9,28 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import HTTPException
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticUseDefault
 
 from relibra.engine.sequence import SamplingParameters
 from relibra.serving.server.choice import MOST_CHOICES, Choice, make_choices
-from relibra.serving.server.text import TextCodec, text_offsets
+from relibra.serving.server.text import TextCodec, TokenText, text_offsets
 
 DEFAULT_LIMIT = 16
 """New tokens where a body does not say how many, as OpenAI's."""
 LEAST_TEMPERATURE = 1e-5
 """Below it an answer is greedy, as with vLLM: logits divided by less leave the range of float32."""
+
+
+def _not_null(value: Any) -> Any:
+    """Return a value; null stands for the default."""
+    if value is None:
+        raise PydanticUseDefault
+    return value
+
+
+_null = BeforeValidator(_not_null)
+Flag = Annotated[bool, _null]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
 _quick = Field(fail_fast=True)  # of a long list, only the first error is looked for
@@ -65,7 +77,7 @@ class WholeBody(BaseModel):
 class StreamOptions(WholeBody):
     """What a stream holds beside the answer."""
 
-    include_usage: bool = False
+    include_usage: Flag = False
 
 
 class SamplingBody(WholeBody):
@@ -78,16 +90,22 @@ class SamplingBody(WholeBody):
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=1024)] | None = None
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    return_routed_experts: bool = False
-    return_token_ids: bool = False
+    ignore_eos: Flag = False
+    skip_special_tokens: Flag = True
+    include_stop_str_in_output: Flag = False
+    return_routed_experts: Flag = False
+    return_token_ids: Flag = False
+    return_tokens_as_token_ids: Flag = False
 
     @property
     def stops(self) -> list[str]:
         """Texts that end an answer."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    def token(self, codec: TextCodec, number: int) -> TokenText:
+        """Return what a token is called among log-probs, and its bytes where the text shows it."""
+        known = codec.token(number, self.skip_special_tokens)
+        return known._replace(name=f"token_id:{number}") if self.return_tokens_as_token_ids else known
 
     def stop_reason(self, choice: Choice) -> str | int | None:
         """Return the text or the token among those of this request that ended an answer, as vLLM does, or None."""
@@ -137,7 +155,7 @@ class SamplingBody(WholeBody):
 class TextBody(SamplingBody):
     """What both endpoints of OpenAI take."""
 
-    model: str = Field("", max_length=1024)
+    model: Annotated[str, _null] = Field("", max_length=1024)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
 
@@ -154,7 +172,7 @@ class CompletionBody(TextBody):
     max_tokens: int | None = Field(DEFAULT_LIMIT, ge=0, lt=1 << 31)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = False
-    add_special_tokens: bool = True
+    add_special_tokens: Flag = True
 
     kind: ClassVar[str] = "text_completion"
     prefix: ClassVar[str] = "cmpl-"
@@ -203,16 +221,16 @@ class CompletionBody(TextBody):
     def _log_probs(self, codec: TextCodec, choice: Choice, echoed: Sequence[int], kept: int) -> dict[str, Any]:
         """Return tokens, their log-probs and the likeliest ones; the first token of a prompt has none."""
         before = [None, *(choice.prompt_log_probs or [])] if echoed else []
-        tokens, log_probs = choice.tokens[:kept], choice.log_probs[:kept]
+        token, tokens, log_probs = partial(self.token, codec), choice.tokens[:kept], choice.log_probs[:kept]
         likeliest = [
-            {codec.token(int(token)).name: value for token, value in top} | {codec.token(sampled).name: log_prob}
+            {token(int(one)).name: value for one, value in top} | {token(sampled).name: log_prob}
             for sampled, log_prob, top in zip(tokens, log_probs, choice.tops[:kept], strict=True)
         ]
         offsets = text_offsets(codec, echoed, skip_special=self.skip_special_tokens)
         return {
-            "tokens": [codec.token(token).name for token in (*echoed, *tokens)],
+            "tokens": [token(one).name for one in (*echoed, *tokens)],
             "token_logprobs": [*before, *log_probs],
-            "top_logprobs": [*(None for _ in before), *likeliest] if self.logprobs else None,
+            "top_logprobs": [*(None for _ in before), *likeliest],
             "text_offset": [*offsets, *(len(choice.echo or "") + offset for offset in choice.offsets[:kept])],
         }
 
@@ -248,8 +266,8 @@ class ChatBody(TextBody):
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    add_generation_prompt: Flag = True
+    continue_final_message: Flag = False
     chat_template_kwargs: dict[str, Any] | None = None
 
     kind: ClassVar[str] = "chat.completion"
@@ -288,7 +306,7 @@ class ChatBody(TextBody):
 
     def _named(self, codec: TextCodec, token: int) -> dict[str, Any]:
         """Return the name and the bytes of a token; one that the text leaves out has none."""
-        known = codec.token(token, self.skip_special_tokens)
+        known = self.token(codec, token)
         return {"token": known.name, "bytes": None if known.data is None else list(known.data)}
 
 
@@ -300,7 +318,7 @@ class TokenSampling(SamplingBody):
     """
 
     ignored: ClassVar[frozenset[str]] = IGNORED | {"detokenize"}  # the answer has no text
-    return_routed_experts: bool = True
+    return_routed_experts: Flag = True
     max_tokens: int | None = Field(DEFAULT_LIMIT, ge=1, lt=1 << 31)
     logprobs: int | None = Field(None, ge=0, le=20)
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
@@ -312,8 +330,8 @@ class TokenBody(WholeBody):
     ignored: ClassVar[frozenset[str]] = IGNORED | {"request_id"}  # the answer has no id
 
     token_ids: Annotated[Tokens, Field(min_length=1)]
-    sampling_params: TokenSampling = Field(default_factory=TokenSampling)
-    model: str = Field("", max_length=1024)
+    sampling_params: Annotated[TokenSampling, _null] = Field(default_factory=TokenSampling)
+    model: Annotated[str, _null] = Field("", max_length=1024)
     stream: bool | None = False
 
     no_prompt: ClassVar[dict[str, Any]] = {"token_ids": [0]}
