@@ -19,7 +19,7 @@ from relibra.serving.messages import Progress, read_frame
 from relibra.serving.server.access import read_api_keys
 from relibra.serving.server.admission import Admission, ServerLimits
 from relibra.serving.server.choice import make_choices
-from relibra.serving.server.metrics import ServerMetrics
+from relibra.serving.server.metrics import CountAnswers, ServerMetrics
 from relibra.serving.server.serve import ServerSettings
 from relibra.serving.server.text import AnswerText, TextCodec, longest_beginning
 from relibra.serving.server.workers.clients import WorkerClients
@@ -197,6 +197,32 @@ class NoWorkers(WorkerClients):
 
     def end_answers(self, _why):
         pass
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_failure_is_counted_and_its_cause_logged_once(begun, caplog):
+    failure = type("Failure", (Exception,), {})
+
+    async def app(_scope, _receive, send):
+        if begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise failure("why")
+
+    async def fail():
+        sent, metrics = [], ServerMetrics()
+
+        async def send(message):
+            sent.append(message["type"])
+
+        for _ in range(3):
+            await CountAnswers(app, metrics)({"type": "http"}, send, send)
+        return sent, metrics.text([], {}).decode()
+
+    sent, text = asyncio.run(fail())
+    assert sent == (["http.response.start"] * 3 if begun else ["http.response.start", "http.response.body"] * 3)
+    assert 'relibra_requests_total{path="other",status="500"} 3.0' in text
+    [record] = caplog.records
+    assert record.exc_info[0] is failure
 
 
 def choices_of(samples):

@@ -48,19 +48,26 @@ class CountAnswers:
 
         begun = False
 
+        def count(status: int) -> None:
+            self._metrics.answered(getattr(scope.get("route"), "path", "other"), status)
+
         async def look(message: Message) -> None:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
-                path = getattr(scope.get("route"), "path", "other")
-                self._metrics.answered(path, message["status"])
+                count(message["status"])
             await send(message)
 
         try:
             await self._app(scope, receive, look)
         except (Exception, CancelledError) as error:  # noqa: BLE001 - uvicorn would print it for every request
-            if not begun and isinstance(error, Exception):  # else the server stops
-                await answer_failure(error)(scope, receive, look)
+            if not isinstance(error, Exception):
+                return  # the server stops
+            answer = answer_failure(error)
+            if begun:
+                count(500)  # beside the status that was sent: the connection breaks
+            else:
+                await answer(scope, receive, look)
 
 
 class WorkerCounters(NamedTuple):

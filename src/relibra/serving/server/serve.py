@@ -133,13 +133,15 @@ def serve(
                 f"{settings.name} at {url}/v1 ({layout.attention} attention and {layout.experts} expert workers; "
                 f"{cache}); Ctrl-C stops"
             )
-            yield admission, ServedWeights(admission, model.start_from, settings.updates)
-            if settings.timeline is not None:
-                frames = await clients.timelines()
-                for line in write_timeline(settings.timeline, layout, frames, clients.lost_records):
-                    print_line(line)
-            await clients.close()
-            model.stop()  # a worker that is just being started again ends too, and with it who waits for it
+            try:
+                yield admission, ServedWeights(admission, model.start_from, settings.updates)
+                if settings.timeline is not None:
+                    frames = await clients.timelines()
+                    for line in write_timeline(settings.timeline, layout, frames, clients.lost_records):
+                        print_line(line)
+                await clients.close()
+            finally:  # after a second Ctrl-C, too
+                model.stop()  # a worker that is just being started again ends too, and with it who waits for it
 
         about = ServedName(name=settings.name, max_length=layout.max_length, config=_as_vllm(model))
         config = uvicorn.Config(
