@@ -1,10 +1,14 @@
 """Folders from which clients let a server load weights: below that of --updates, links resolved."""
 
 import asyncio
+import json
+from pathlib import Path
 
 import pytest
 from fastapi import HTTPException
 
+from relibra.errors import ConfigError
+from relibra.serving.roles.checkpoint import open_checkpoint
 from relibra.serving.server.admission import Admission
 from relibra.serving.server.weights import ReloadArguments, ServedWeights, WorkerCall
 
@@ -44,3 +48,21 @@ def test_weights_come_from_below_the_folder_of_updates_only(tmp_path, monkeypatc
                "/etc/hostname", "/nowhere", inside / "nowhere", "a" * 300, "a\0b"]  # fmt: skip
     sentences = {str(loads(inside, path)).replace(str(path)[:300], "", 1) for path in refused}
     assert len(sentences) == 1, "whether a folder elsewhere exists is not told"
+
+
+def test_nothing_of_a_folder_elsewhere_is_looked_at(tmp_path, monkeypatch):
+    (tmp_path / "updates").mkdir()
+
+    def listed(folder):
+        raise AssertionError(folder)
+
+    monkeypatch.setattr(Path, "iterdir", listed)
+    assert "no folder below" in loads(tmp_path / "updates", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "below/model.safetensors"])
+def test_an_index_names_files_of_its_own_folder_only(name, tmp_path):
+    index = {"weight_map": {"one": "model.safetensors", "other": name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="no file of its folder"):
+        open_checkpoint(tmp_path)

@@ -66,6 +66,8 @@ def open_checkpoint(folder: Path) -> dict[str, CheckpointTensor]:
             files = sorted(path.name for path in folder.glob("model*.safetensors"))
         if not files:
             raise ConfigError(f"{folder} has no model.safetensors: write the weights with save_pretrained")
+        if elsewhere := [name for name in files if Path(name).name != name]:
+            raise ConfigError(f"{index} names {elsewhere[0][:200]!r}, which is no file of its folder: put all there")
         opened = [safe_open(folder / name, framework="pt") for name in files]
         return {name: CheckpointTensor(file.get_slice(name)) for file in opened for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, ValueError, KeyError) as error:

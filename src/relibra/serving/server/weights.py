@@ -85,7 +85,8 @@ class ServedWeights:
         assert self._updates is not None, "check_offered was called"
         with contextlib.suppress(OSError, ValueError):
             folder = Path(path).resolve()
-            if all(one.resolve().is_relative_to(self._updates) for one in (folder, *folder.iterdir())):
+            inside = folder.is_relative_to(self._updates)  # else nothing of it is looked at
+            if inside and all(one.resolve().is_relative_to(self._updates) for one in folder.iterdir()):
                 return folder
         raise HTTPException(400, f"{path[:300]} is no folder below {self._updates}, which --updates names")
 
