@@ -119,7 +119,7 @@ def test_offsets_of_a_stream_are_those_of_the_text(kind, prompt, tokens, cuts, e
 
 
 @pytest.mark.parametrize("forked", [{0}, {1}, {0, 1}])
-def test_offsets_are_the_same_where_a_long_event_is_written_in_a_fork(forked):
+def test_offsets_of_an_event_written_in_a_fork_are_the_same(forked):
     codec = codec_of(byte_level)
     body = CompletionBody(prompt=[*b"ab", CALL, *b"cd"], max_tokens=9, logprobs=1, echo=True, stream=True)
     expected = parts_of(codec, body, [*b"efgh"], {0, 1})
