@@ -6,10 +6,7 @@ from pathlib import Path
 
 from relibra.errors import ConfigError
 from relibra.rl.config.run_config import RunConfig
-from relibra.rl.model.tokenizer import make_tokenizer
-from relibra.rl.run.checkpoints.policy_folder import check_new, write_model_folder
-from relibra.rl.tasks.make import make_task
-from relibra.rl.toy.model import built_in_config, initial_model
+from relibra.rl.run.checkpoints.policy_folder import built_in_model, check_new, write_model_folder
 
 
 def write_start_folder(config: RunConfig, folder: Path) -> None:
@@ -20,9 +17,5 @@ def write_start_folder(config: RunConfig, folder: Path) -> None:
     if config.model.path:
         raise ConfigError(f"model.path {config.model.path!r} is a folder to start a server from: nothing to export")
     check_new(folder)
-    task = make_task(config.task, config.run.seed, 0)
-    tokenizer = make_tokenizer(config.model.source, task.characters, config.task)
-    model = initial_model(
-        built_in_config(config.model, tokenizer.vocab_size, config.rollout.least_head_dim), config.run.seed
-    )
+    model, tokenizer = built_in_model(config)
     write_model_folder(model, tokenizer.save, folder)

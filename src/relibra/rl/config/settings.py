@@ -176,7 +176,8 @@ class UpdateSettings(Section):
     """Largest global gradient norm; larger gradients are scaled down to it."""
     max_mismatch: float | None = Field(None, gt=0, le=LARGE)
     """Largest mean difference of the log-probs of trainer and sampler before the first update (log_ratio_mean_abs);
-    a larger one ends the run. None: 0.005 in float32; 0.05 in bfloat16, and with servers of your own."""
+    a larger one ends the run. None: 0.005 in float32; 0.05 in bfloat16, and with servers of your own; both divided by
+    a rollout.temperature below 1."""
 
 
 class CriticSettings(Section):

@@ -69,7 +69,7 @@ class Prompts:
 
     def answer(self, prompt: Prompt) -> Any:
         """Return what the answer column holds."""
-        return prompt.row.get(self.rate.answer_column)
+        return prompt.row.get(self.settings.answer_column)
 
     def reward(self, prompt: Prompt, response: str, *, stopped: bool) -> float:  # noqa: ARG002
         """Return the chosen reward of the text, whether it stopped or was cut.

@@ -32,11 +32,10 @@ RewardFunction = Callable[[str, Mapping[str, Any]], Any]
 
 @dataclass(frozen=True, eq=False)
 class Reward:
-    """A reward function with its configured name, for error messages, and the column of the correct answer."""
+    """A reward function with its configured name, for error messages."""
 
     name: str
     function: RewardFunction
-    answer_column: str
 
     def __call__(self, prompt: Prompt, response: str) -> float:
         """Return the reward of a response.
@@ -71,12 +70,12 @@ def make_reward(name: str, answer_column: str) -> Reward:
     raises           ConfigError if there is no such reward, module or function, or a library is missing
     """
     if name == "exact":
-        return Reward(name, lambda response, row: _is_answer(response, row, answer_column), answer_column)
+        return Reward(name, lambda response, row: _is_answer(response, row, answer_column))
     if name == "maths":
         judge = MathsJudge()
-        return Reward(name, lambda response, row: judge(response, right_answer(row, answer_column)), answer_column)
+        return Reward(name, lambda response, row: judge(response, right_answer(row, answer_column)))
     function = import_function("task.reward", name, known=_KNOWN, arguments=("response", "row"))
-    return Reward(name, function, answer_column)
+    return Reward(name, function)
 
 
 def check_reward(name: str) -> None:

@@ -50,7 +50,6 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("use_beam_search", "echo", "add_special_tokens", "continuous_usage_stats"), (False,)),
     **dict.fromkeys(("bad_words", "logits_processors", "documents", "tools", "functions"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-    "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "logit_bias": ({},),
     "suffix": ("",),

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from relibra.errors import ConfigError
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.model.sharding import quiet_loading
-from relibra.rl.model.tokenizer import loading
+from relibra.rl.model.tokenizer import load_tokenizer, loading
 from relibra.rl.run.checkpoints.checkpoint import load_weights
 from relibra.rl.run.run_folder import checkpoint_names
 from relibra.rl.tasks.make import make_task
@@ -34,19 +34,25 @@ def write_policy_folder(config: RunConfig, run: Path, step: int | None, folder: 
     checkpoint = run / "checkpoints" / names[max(names) if step is None else step]
     check_new(folder)
     if config.model.path:
+        trusted, source = config.model.trust_remote_code, config.model.source
         with loading(f"model.path {config.model.path!r}"), quiet_loading():
-            options = {"trust_remote_code": config.model.trust_remote_code}
-            model = AutoModelForCausalLM.from_pretrained(config.model.source, dtype=getattr(torch, dtype), **options)
-            tokenizer = AutoTokenizer.from_pretrained(config.model.source, **options)
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), trust_remote_code=trusted)
+        save_tokenizer = load_tokenizer(source, trust_remote_code=trusted).save_pretrained
     else:
-        characters = make_task(config.task, config.run.seed, 0).characters
-        assert characters is not None, "RunConfig refuses a task without an alphabet for the built-in model"
-        tokenizer = CharacterTokenizer(characters)
-        sizes = built_in_config(config.model, tokenizer.vocab_size, config.rollout.least_head_dim)
-        model = initial_model(sizes, config.run.seed).to(getattr(torch, dtype))
+        model, tokenizer = built_in_model(config)
+        model, save_tokenizer = model.to(getattr(torch, dtype)), tokenizer.save
     load_weights(checkpoint, "policy", model)
-    write_model_folder(model, tokenizer.save_pretrained if config.model.path else tokenizer.save, folder)
+    write_model_folder(model, save_tokenizer, folder)
     return checkpoint
+
+
+def built_in_model(config: RunConfig) -> tuple[Any, CharacterTokenizer]:
+    """Return the built-in model of a run as it is before its first step, and its tokenizer."""
+    characters = make_task(config.task, config.run.seed, 0).characters
+    assert characters is not None, "RunConfig refuses a task without an alphabet for the built-in model"
+    tokenizer = CharacterTokenizer(characters)
+    sizes = built_in_config(config.model, tokenizer.vocab_size, config.rollout.least_head_dim)
+    return initial_model(sizes, config.run.seed), tokenizer
 
 
 def check_new(folder: Path) -> None:
