@@ -93,7 +93,7 @@ def user_errors(what: str, error: type[RelibraError]) -> Iterator[None]:
 def _module_and_function(setting: str, name: str, known: str) -> tuple[str, str]:
     """Return the two names, and let Python find modules in the current folder too."""
     module, colon, function = name.partition(":")
-    if not (module and colon and function):
+    if not (module and colon and function) or module.endswith(".py") or "/" in module:
         raise ConfigError(
             f"{setting} is {name!r}: allowed are {known and f'{known}, or '}a function of yours as 'module:function'"
         )

@@ -104,7 +104,8 @@ def read_tensors(path: Path, form: TensorFormat) -> tuple[dict[str, Any], dict[s
 
 def _check_header_size(path: Path, form: TensorFormat) -> None:
     if not path.is_file():
-        raise form.error(f"{path} does not exist: expected {form.noun}")
+        found = "is a folder" if path.is_dir() else "does not exist"
+        raise form.error(f"{path} {found}: expected {form.noun}")
     try:
         with path.open("rb") as file:
             length, size = int.from_bytes(file.read(8), "little"), path.stat().st_size

@@ -24,7 +24,7 @@ def encode_prompt(group: int, task: Task, tokenizer: Tokenizer, settings: Rollou
     raises    ConfigError for a prompt without tokens, or one that is too long
     """
     prompt = task.prompt(group)
-    tokens = tokenizer.encode(prompt.text, **prompt.template)
+    tokens = _encode(prompt, tokenizer)
     _check_length(prompt, group, len(tokens), settings.max_prompt)
     return tokens
 
@@ -39,7 +39,7 @@ def encode_held_out(
     found = []
     prompts = task.evaluation_prompts(num_prompts)
     for number, prompt in enumerate(prompts):
-        tokens = tokenizer.encode(prompt.text, **prompt.template)
+        tokens = _encode(prompt, tokenizer)
         if len(tokens) > settings.max_prompt:
             continue
         _check_length(prompt, number, len(tokens), settings.max_prompt)
@@ -63,7 +63,7 @@ def fit_prompts(task: Task, tokenizer: Tokenizer, settings: RolloutSettings) -> 
         return task, 0
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     prompts = map(task.row_prompt, task.training_rows[rank::num_ranks].tolist())
-    own = np.array([len(tokenizer.encode(prompt.text, **prompt.template)) for prompt in prompts], dtype=np.int64)
+    own = np.array([len(_encode(prompt, tokenizer)) for prompt in prompts], dtype=np.int64)
     length_r = np.zeros(task.num_training, dtype=np.int64)
     for other, lengths in enumerate(gather_arrays(own)):
         length_r[other::num_ranks] = lengths
@@ -88,6 +88,14 @@ def _without(task: Prompts, over_r: np.ndarray, settings: RolloutSettings, *, te
     if tell:
         _log.warning("%s and are left out; the first: %s", told, first)
     return replace(task, training_rows=task.training_rows[~over_r])
+
+
+def _encode(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of a prompt; an error names its file and line."""
+    try:
+        return tokenizer.encode(prompt.text, **prompt.template)
+    except ConfigError as error:
+        raise ConfigError(f"{prompt.origin}: {error}" if prompt.origin else str(error)) from error
 
 
 def _check_length(prompt: Prompt, group: int, length: int, max_prompt: int) -> None:

@@ -57,7 +57,7 @@ class Reward:
         if number is None:
             raise RewardError(
                 f"{where}: returned {excerpt(value)}; a reward is a number from -{LARGEST:g} to "
-                f"{LARGEST:g}, or True or False"
+                f"{LARGEST:g}, or True or False, of one response: it is called as (response, row)"
             )
         return number
 
