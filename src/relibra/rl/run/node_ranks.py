@@ -101,6 +101,8 @@ def _launch(node: Node, folder: Path) -> dict[int, Any]:
             node.host, port, is_master=True, wait_for_workers=False, multi_tenant=True,
             master_listen_fd=listener.detach(),
         )  # fmt: skip
+    # Before torch 2.12 the agent waits up to 30 s for ranks that it stops.
+    timeout = {"shutdown_timeout": 0} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}
     config = LaunchConfig(
         min_nodes=node.num_nodes,
         max_nodes=node.num_nodes,
@@ -112,7 +114,7 @@ def _launch(node: Node, folder: Path) -> dict[int, Any]:
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
         signals_to_handle=_NO_SIGNALS,
-        shutdown_timeout=0,
+        **timeout,
     )
     try:
         elastic_launch(config, sys.executable)("-c", START_RANK, str(folder / "place.json"))
