@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
 from threading import Lock
 from typing import TypeVar
 
@@ -35,12 +36,27 @@ def parallel_map(work: Callable[[int], T], count: int) -> list[T]:
                 numbers.clear()
             raise
 
-    with ThreadPoolExecutor(workers - 1) as pool:  # this thread works too: pieces are small, and threads take time
-        others = [pool.submit(take_numbers) for _ in range(workers - 1)]
+    # This thread works too: pieces are small. A piece may call this function itself, so what no thread has begun when
+    # all numbers are taken is not waited for.
+    others = [_threads().submit(take_numbers) for _ in range(workers - 1)]
+    try:
         take_numbers()
-        for other in others:
-            other.result()
+    finally:
+        begun = [other for other in others if not other.cancel()]
+        wait(begun)
+    for other in begun:
+        other.result()
     return [result_of[number] for number in range(count)]
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Return the threads of this process: starting some for each call would take as long as planning a small step."""
+    return ThreadPoolExecutor(max(1, available_cores() - 1), thread_name_prefix="relibra-planning")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not survive a fork
 
 
 def available_cores() -> int:
