@@ -24,7 +24,7 @@ START_SECONDS = 20
 """parallel.timeout_seconds: for ranks that meet, before there are signs of life."""
 SETTINGS = (
     f"run.steps={STEPS}", "rollout.prompts_per_step=6", "rollout.responses_per_prompt=3", "rollout.max_response=12",
-    "update.mini_batches=2", "algorithm.preset=grpo", "plan.objective=tokens", "checkpoint.every=2",
+    "update.mini_batches=2", "algorithm.preset=grpo", "plan.balancer=relibra_paper_tokens", "checkpoint.every=2",
     f"parallel.ranks={RANKS}", f"parallel.heartbeat_seconds={HEARTBEAT_SECONDS}",
     f"parallel.timeout_seconds={START_SECONDS}", f"run.name={RUN}",
 )  # fmt: skip
