@@ -296,6 +296,15 @@ def test_settings_of_a_run_stay_below_their_ceiling():
     assert 0 < total <= MOST_SETTINGS, f"{total} settings, at most {MOST_SETTINGS}: {settings}"
 
 
+def test_benchmarks_and_examples_name_settings_that_exist():
+    sections = {name: set(field.annotation.model_fields) for name, field in RunConfig.model_fields.items()}
+    given = re.compile(rf"[\"' ]({'|'.join(sections)})\.([a-z_]+)=[^=]")
+    files = [file for folder in ("benchmarks", "examples") for file in (ROOT / folder).rglob("*.py")]
+    named = [(file, *found.groups()) for file in files for found in given.finditer(file.read_text())]
+    assert len(named) > 50
+    assert not [f"{file}: {section}.{key}" for file, section, key in named if key not in sections[section]]
+
+
 def test_no_file_is_a_collection_of_helpers():
     assert not {file.stem for file in FILES} & {"utils", "helpers", "common", "misc"}
 
