@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,12 +36,12 @@ def serve_and_ask(model: Path) -> int:
 
 
 @contextmanager
-def local_server(model: Path) -> Iterator[str]:
-    """Run `relibra serve` with two expert workers at a free port; yield its address.
+def local_server(model: Path, flags: Sequence[str] = ("--experts", "2")) -> Iterator[str]:
+    """Run `relibra serve` at a free port; yield its address.
 
     raises   EngineError where it does not start; it has said why
     """
-    command = [*RELIBRA, "serve", str(model), "--experts", "2", "--port", "0", "--max-length", "512", "--until-eof"]
+    command = [*RELIBRA, "serve", str(model), *flags, "--port", "0", "--max-length", "512", "--until-eof"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdin is not None, "it is a pipe"
     assert process.stderr is not None, "it is a pipe"
