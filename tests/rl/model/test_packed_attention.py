@@ -79,9 +79,9 @@ def test_models_give_the_same_logits_and_gradients(family):
 def test_a_family_that_attends_in_its_own_way_keeps_it(family):
     model = tiny_model(family, num_hidden_layers=2).eval()
     before = model.config._attn_implementation
-    assert can_attend_packed(model) == (before == "sdpa")
+    assert can_attend_packed(model) == (before == "sdpa" or family == "gpt_oss")
     assert model.config._attn_implementation == before
-    if before == "sdpa":
+    if can_attend_packed(model):
         use_packed_attention(model)
         assert not mixes_sequences(model)
 

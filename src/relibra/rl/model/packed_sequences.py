@@ -6,12 +6,15 @@ masks (`use_explicit_masks`).
 
 The mask that transformers makes for `sdpa` has an entry for each pair of tokens of a micro-batch, and most pairs are of
 two sequences: with sequences of n tokens in a micro-batch of T, the work is T / n times the necessary work. Where a
-model allows it, sequences attend one by one instead (`use_packed_attention`).
+model allows it, sequences attend one by one instead (`use_packed_attention`). Families with attention sinks have no
+`sdpa`, and make all scores of all heads: they get a function of their own (`attention_sinks.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -19,15 +22,18 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import create_masks_for_generate, sdpa_mask
+from transformers.masking_utils import create_masks_for_generate, eager_mask, sdpa_mask
 
 from relibra.replay.forward_cache import CACHE_NAME
+from relibra.rl.model.attention_sinks import attend_with_sinks
 
-PACKED = "relibra_packed"
-"""Name among the attention implementations of transformers."""
+PACKED, PACKED_SINKS = "relibra_packed", "relibra_packed_sinks"
+"""Names among the attention implementations of transformers."""
 
 _lengths_of = WeakTensorKeyDictionary()
 """Cache of sequence lengths by position tensor: all layers share the tensor, and reading it synchronizes the GPU."""
+_offsets_of = WeakTensorKeyDictionary()
+"""Cache of where sequences begin, on the device, by position tensor."""
 LENGTH = 6
 """Tokens of a sequence to probe a model with."""
 NOISE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
@@ -67,6 +73,41 @@ def attend_packed(
     return torch.cat(pieces, dim=2).transpose(1, 2).contiguous(), None
 
 
+def attend_packed_with_sinks(
+    _module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    s_aux: Tensor,
+    position_ids: Tensor | None = None,
+    scaling: float,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **_settings: Any,
+) -> tuple[Tensor, None]:
+    """Attend within each packed sequence, with sinks; for other inputs, to what the mask shows, by all scores.
+
+    s_aux            sink of each head. A family that passes none raises TypeError, and keeps its own attention
+    sliding_window   tokens that a token sees, itself included; None: all before it
+    """
+    if softcap or (attention_mask is None and (position_ids is None or dropout)):
+        raise TypeError("attention with sinks needs positions, and has no soft cap and no dropout")
+    if attention_mask is None:
+        places = {"lengths": sequence_lengths(position_ids), "offsets": sequence_offsets(position_ids)}
+        output_HTD = attend_with_sinks(
+            query[0], key[0], value[0], s_aux, **places, window=sliding_window, scale=scaling
+        )
+        return output_HTD.transpose(0, 1)[None].contiguous(), None
+    groups = query.shape[1] // key.shape[1]
+    score_BHTN = (query @ repeat_kv(key, groups).mT).float() * scaling + attention_mask
+    lse_BHT = torch.logaddexp(score_BHTN.logsumexp(-1), s_aux.float()[:, None])
+    share_BHTN = nn.functional.dropout((score_BHTN - lse_BHT[..., None]).exp(), dropout).to(value.dtype)
+    return (share_BHTN @ repeat_kv(value, groups)).transpose(1, 2).contiguous(), None
+
+
 def packed_mask(
     batch_size: int,
     q_length: int,
@@ -75,15 +116,21 @@ def packed_mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
+    sinks: bool = False,
     **settings: Any,
 ) -> Tensor | None:
     """Return the mask of `sdpa`, or None if `attend_packed` needs none: full causal attention of one row.
 
     Layers with sliding windows or chunks (`local_size`), and custom masks of a model (`use_vmap`), keep their mask.
+
+    sinks   for `attend_packed_with_sinks`: that of eager attention, or None with a window too, which layers pass to
+            their attention as they do for flash attention. On a GPU its kernel does not take float32
     """
-    if batch_size == 1 and q_length == kv_length and attention_mask is None and local_size is None and not use_vmap:
+    one_row = batch_size == 1 and q_length == kv_length and attention_mask is None and not use_vmap
+    on_cpu = torch.device(settings.get("device", "cpu")).type == "cpu"
+    if one_row and ((on_cpu or settings.get("dtype") != torch.float32) if sinks else local_size is None):
         return None
-    return sdpa_mask(
+    return (eager_mask if sinks else sdpa_mask)(
         batch_size,
         q_length,
         kv_length,
@@ -106,32 +153,56 @@ def sequence_lengths(position_ids_1T: Tensor) -> list[int]:
     return lengths
 
 
+def sequence_offsets(position_ids_1T: Tensor) -> Tensor:
+    """Return where each packed sequence begins, and the end of the last: int32, on the device of the positions."""
+    offsets = _offsets_of.get(position_ids_1T)
+    if offsets is None:
+        offsets = torch.tensor([0, *accumulate(sequence_lengths(position_ids_1T))], dtype=torch.int32)
+        if position_ids_1T.device.type != "cpu":  # from page-locked memory, so that the host does not wait
+            offsets = offsets.pin_memory().to(position_ids_1T.device, non_blocking=True)
+        _offsets_of[position_ids_1T] = offsets
+    return offsets
+
+
 def can_attend_packed(model: nn.Module) -> bool:
-    """Return whether a model has the same logits with `attend_packed`; it is not sharded, in evaluation mode.
+    """Return whether a packed sequence has the logits that it has alone; the model is not sharded, in evaluation mode.
 
     A family that does not pass positions on to its attention would attend across sequences.
     """
     loaded = cast(PreTrainedModel, model)
-    if loaded.config._attn_implementation != "sdpa":
-        return False  # attention sinks, soft caps and the like: the family does not use sdpa
-    row = ((0, range(LENGTH)), (2, range(LENGTH)))
-    masked = last_logits(model, *row)
-    loaded.set_attn_implementation(PACKED)
+    own, packed = loaded.config._attn_implementation, packed_implementation(loaded)
+    if own != {PACKED: "sdpa", PACKED_SINKS: "eager"}[packed]:
+        return False
+    alone = last_logits(model, (2, range(LENGTH)))
+    loaded.set_attn_implementation(packed)
     try:
         kept_apart = (
-            loaded.config._attn_implementation == PACKED
-            and same_logits(model, masked, last_logits(model, *row))
+            loaded.config._attn_implementation == packed
+            and same_logits(model, alone, last_logits(model, (0, range(LENGTH)), (2, range(LENGTH))))
             and not mixes_sequences(model)
         )
-    except (TypeError, AttributeError):  # it reads the mask, as the indexer of DeepSeek-V3.2
+    except (
+        TypeError,
+        AttributeError,
+        AssertionError,
+    ):  # it reads the mask (the indexer of DeepSeek-V3.2), has no sinks
         kept_apart = False
-    loaded.set_attn_implementation("sdpa")
+    loaded.set_attn_implementation(own)
     return kept_apart
 
 
 def use_packed_attention(model: nn.Module) -> None:
     """Make a model attend within each packed sequence; other inputs are unaffected."""
-    cast(PreTrainedModel, model).set_attn_implementation(PACKED)
+    loaded = cast(PreTrainedModel, model)
+    loaded.set_attn_implementation(packed_implementation(loaded))
+
+
+def packed_implementation(model: PreTrainedModel) -> str:
+    """Return the attention that may replace a model's own.
+
+    A family without `sdpa` that can use flash attention passes windows and, if it has any, sinks to its attention.
+    """
+    return PACKED_SINKS if model._supports_flash_attn and not model._supports_sdpa else PACKED
 
 
 def mixes_sequences(model: nn.Module) -> bool:
@@ -192,3 +263,5 @@ def use_explicit_masks(model: nn.Module, dtype: torch.dtype) -> None:
 
 AttentionInterface.register(PACKED, attend_packed)
 AttentionMaskInterface.register(PACKED, packed_mask)
+AttentionInterface.register(PACKED_SINKS, attend_packed_with_sinks)
+AttentionMaskInterface.register(PACKED_SINKS, partial(packed_mask, sinks=True))

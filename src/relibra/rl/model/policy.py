@@ -131,7 +131,7 @@ def build_policy(
     with _initial_weights(settings, seed, model_config, folder) as path:
         full = _load_whole(path, f"model.path {settings.path!r}", settings, device, copy.deepcopy(model_config))
         explicit_masks = on_all_ranks(lambda: _needs_masks(full, settings))
-        packed = on_all_ranks(lambda: not explicit_masks and can_attend_packed(full))
+        packed = on_all_ranks(lambda: can_attend_packed(full))
         if settings.path:
             on_all_ranks(lambda: check_lengths(full, longest, _name(settings), decodes=decodes))
         if not full.all_tied_weights_keys:  # transformers ties no weights that differ in the files
