@@ -23,7 +23,7 @@ help:
 	@echo "make bench      measure what fits into 15 minutes, then write docs/results.md from all results"
 	@echo "make bench-all  measure everything (more than an hour)"
 	@echo "make bench-gpu  measure experts and copies on one CUDA GPU (needs a CUDA build of torch, see TORCH)"
-	@echo "make bench-gpus GPUS=8  measure steps on several GPUs, one process for each"
+	@echo "make bench-gpus GPUS=8  train Qwen3-30B-A3B and gpt-oss-20b with random weights on as many GPUs: tokens/s, GiB"
 	@echo "make test-gpu   the executor on one CUDA GPU, ranks as threads of one process"
 	@echo "make clean      remove the virtual environment and caches"
 
@@ -130,10 +130,12 @@ bench-all: $(VENV)/.run
 bench-gpu: $(VENV)/.run
 	$(BIN)/relibra bench gpu
 
-GPUS ?= 8
+# What follows the program: --model gpt-oss-20b --layers 3 --length 4096, settings of relibra train; without: all that fits 8.
+GPUS  ?= 8
+BENCH ?=
 
 bench-gpus: $(VENV)/.run
-	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(GPUS) -m benchmarks runtime --backend nccl
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(GPUS) -m benchmarks training $(BENCH)
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/gpu

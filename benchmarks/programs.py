@@ -84,6 +84,7 @@ PROGRAMS = (
         threads=1,
     ),
     Program(name="gpu", folder="runtime", minutes=10, takes_data=True, long=True),
+    Program(name="training", folder="runtime", minutes=5, long=True),
 )  # fmt: skip
 """Programs that measure, in the order in which `relibra bench all` runs them."""
 

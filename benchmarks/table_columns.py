@@ -119,6 +119,16 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         ("target", lambda row: f"{'<=' if row['at_most'] else '>='} {shown(row['target'])}"),
     ),
     "runtime_ranks": ("balancer", "ep", *_RUNTIME),
+    "training": (
+        "case",
+        "layers",
+        ("GPUs", lambda row: row["ranks"]),
+        ("s / step", lambda row: row["seconds"]),
+        ("tokens/s, GPU", lambda row: f"{row['tokens_per_second']:,.0f}"),
+        ("update alone", lambda row: f"{row['update_tokens_per_second']:,.0f}"),
+        ("GiB", lambda row: f"{row['gib']:.1f}"),
+        "configuration",
+    ),
     "preparation": ("case", "value", "unit", _of("target"), "configuration"),
     "dispatch": (
         ("dispatch", lambda row: row["case"]),

@@ -109,3 +109,36 @@ def test_ranks_of_torchrun_measure_the_table(tmp_path, num_ranks):
         assert row["tokens_per_second"] > 0
     assert done.stderr.count("skipped: recorded routes") == 1, "rank 0 alone says what it skips"
     assert not list(tmp_path.iterdir()), "--quick writes no rows"
+
+
+def test_cases_of_training_fit_their_micro_batches():
+    from argparse import Namespace
+
+    from benchmarks.runtime.training import cases
+
+    given = Namespace(model=None, quick=False, layers=None, length=None, tokens=16384)
+    found = [(one.model, one.layers, one.length, one.tokens) for one in cases(given)]
+    qwen, gpt_oss = ("qwen3-30b-a3b", 48), ("gpt-oss-20b", 24)
+    assert found == [(*qwen, 4096, 16384), (*qwen, 16384, 16384), (*gpt_oss, 8192, 16384)]
+    [small] = cases(Namespace(**vars(given) | {"layers": 3, "model": "gpt-oss-20b"}))
+    assert (small.model, small.layers) == ("gpt-oss-20b", 3)
+    config = cases(given)[0].config()
+    assert (config.num_experts, config.hidden_size, config.num_hidden_layers) == (128, 2048, 48)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_of_torchrun_train_random_weights(tmp_path, num_ranks):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    program = ["-m", "benchmarks", "training", "--quick", "--json", "--output", str(tmp_path), "update.mini_batches=2"]
+    done = subprocess.run([*command, *program], cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert [row["case"] for row in rows] == [
+        f"{model}, 128 tokens, update.mini_batches=2" for model in ("qwen3-30b-a3b", "gpt-oss-20b")
+    ]
+    for row in rows:
+        assert (row["ranks"], row["layers"], row["repetitions"]) == (num_ranks, 2, 1)
+        assert 0 < row["tokens_per_second"] < row["update_tokens_per_second"]
+        assert row["gib"] > 0
+    assert not list(tmp_path.iterdir()), "--quick writes no rows"
