@@ -41,6 +41,6 @@ def write_task(folder: Path) -> tuple[str, ...]:
     (folder / "chinese_rewards.py").write_text(_REWARD)
     return (
         "task.name=prompts", f"task.file={folder / 'prompts.jsonl'}", "task.reward=chinese_rewards:by_characters",
-        f"model.path={folder / 'model'}", "model.dtype=float32", "model.activation_checkpointing=false",
+        f"model.path={folder / 'model'}", "model.dtype=float32", "update.activations=keep",
         "update.learning_rate=2e-4", "warmup.steps=0",
     )  # fmt: skip

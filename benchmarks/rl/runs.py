@@ -17,7 +17,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 _OF_BUILT_IN = (
     "model.dtype=float32",
-    "model.activation_checkpointing=false",
+    "update.activations=keep",
     "update.learning_rate=2e-4",
     "critic.learning_rate=1e-3",
     "rollout.max_prompt=1024",

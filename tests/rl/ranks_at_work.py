@@ -57,7 +57,7 @@ def _task(settings: Any, seed: int, _held_out: int) -> ByLetters:
     return ByLetters(seed, settings.max_terms, settings.continue_probability)
 
 
-def _plain_descent(model: torch.nn.Module, _learning_rate: float) -> torch.optim.Optimizer:
+def _plain_descent(model: torch.nn.Module, _learning_rate: float, _update: Any) -> torch.optim.Optimizer:
     """Stand in for AdamW, which would blow up the last bits of gradients that are zero but for rounding."""
     return torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, foreach=False)
 

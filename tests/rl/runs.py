@@ -78,7 +78,7 @@ def make_user_task(folder: Path, characters: str = "0123456789+=,.") -> tuple[st
         "task.reward=my_rewards:by_letters",
         "model.path=model",
         "model.dtype=float32",
-        "model.activation_checkpointing=false",
+        "update.activations=keep",
         "update.learning_rate=2e-4",
         "rollout.max_response=12",
         "warmup.steps=0",

@@ -22,6 +22,8 @@ from tests.rl.ranks_at_work import (
 TPPO = ("algorithm.preset=tppo", "rollout.window=4", "algorithm.tail_drop=1", "run.steps=4")
 EVEN = ("plan.balancer=relibra_paper_tokens",)
 """On processes that share cores, copies of experts this small never pay."""
+IDLE = ("algorithm.preset=ppo", "algorithm.kl_coefficient=0.1", "plan.sums=canonical")
+ON_HOST = ("update.offload=moments", "update.activations=host")
 REFILL = (*TPPO, "rollout.window=12", "rollout.max_response=24", "rollout.refill=true")
 SETTINGS_OF_PPO = {
     "lambda_policy": 0.95,
@@ -39,8 +41,10 @@ ALGORITHMS = {
     "tppo_refill": REFILL,
     "r2_tppo": (*TPPO, "algorithm.replay=R2"),
     "bf16": ("model.dtype=bfloat16",),
-    "checkpointing": ("model.activation_checkpointing=true",),
+    "checkpointing": ("update.activations=recompute",),
     "reference": ("algorithm.preset=grpo", "algorithm.kl_coefficient=0.1", "run.steps=3"),
+    "idle": IDLE,
+    "idle_on_host": (*IDLE, *ON_HOST),
     "two_epochs": ("update.epochs=2", "algorithm.entropy_coefficient=0.01"),
     "small_micro_batches": ("update.micro_batch_tokens=1",),
     "strings": ("algorithm.preset=ppo", "algorithm.correction=mis"),
@@ -155,6 +159,11 @@ def test_activation_checkpointing_changes_no_bit(alone):
 
 
 @pytest.mark.slow
+def test_what_waits_on_the_host_changes_no_bit(alone):
+    assert_same_bits(alone("idle"), alone("idle_on_host"))
+
+
+@pytest.mark.slow
 def test_windows_as_long_as_the_longest_response_are_no_windows(tmp_path):
     """U8 of the T-PPO checks: with a window of max_response T-PPO is the synchronous algorithm, bit for bit."""
     as_ppo = [f"algorithm.{name}={value}" for name, value in SETTINGS_OF_PPO.items()]
@@ -225,8 +234,10 @@ BALANCED = {
     "tppo": TPPO,
     "tppo_refill": REFILL,
     "reference": ("algorithm.preset=gspo", "algorithm.kl_coefficient=0.1"),
-    "checkpointing": ("model.activation_checkpointing=true",),
+    "checkpointing": ("update.activations=recompute",),
     "bf16": ("model.dtype=bfloat16",),
+    "idle": IDLE,
+    "idle_on_host": (*IDLE, *ON_HOST),
     "dense_ppo": ("algorithm.preset=ppo", "model.num_experts=0", "algorithm.replay=off"),
     "more_ranks_than_responses": (
         "algorithm.preset=ppo",
@@ -263,6 +274,11 @@ def test_in_canonical_sums_a_plan_changes_no_bit(algorithm, together):
     assert_same_bits(static, planned, *PLAN_COLUMNS)
     assert sum(row["replicas"] or 0 for row in planned.rows) > 0, "the plan has copied nothing, so nothing was tested"
     assert all(not row["replicas"] for row in static.rows)
+
+
+@pytest.mark.slow
+def test_what_waits_on_the_host_of_two_ranks_changes_no_bit(together):
+    assert_same_bits(together["idle"], together["idle_on_host"])
 
 
 @pytest.mark.slow

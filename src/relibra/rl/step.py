@@ -25,6 +25,7 @@ from relibra.rl.batch.training_batch import (
     plan_recorded_routes,
 )
 from relibra.rl.config.run_config import RunConfig
+from relibra.rl.model.host_weights import idle_while_sampling
 from relibra.rl.model.optimizer import StepCount
 from relibra.rl.model.policy import Policy
 from relibra.rl.model.tokenizer import Tokenizer
@@ -238,7 +239,7 @@ def _sample(
     step: int, learner: Learner, progress: Progress, config: RunConfig, traces: StepTraces, clock: Stopwatch
 ) -> Rollout:
     """Sample a window of every response, compute rewards, and write the routes of the step."""
-    with clock.stage("rollout"):
+    with clock.stage("rollout"), idle_while_sampling(learner.policy.trained, config.update):
         rollout = collect(
             progress.live,
             cursor=progress.cursor,

@@ -14,6 +14,7 @@ from relibra.errors import EngineError, library_errors
 from relibra.parallel import LiveBalancing, LiveSkew
 from relibra.rl.batch.training_batch import balancing
 from relibra.rl.config.settings import PlanSettings
+from relibra.rl.model.host_weights import on_device
 from relibra.rl.run.ranks import begin_stage, is_peer_loss
 
 
@@ -39,8 +40,8 @@ class Stopwatch:
 
     @contextmanager
     def balanced_stage(self, name: str, model: nn.Module, settings: PlanSettings, cluster: Cluster) -> Iterator[None]:
-        """Balance a model live in a stage, and keep its skew; collective."""
-        with self.stage(name), balancing(model, settings, cluster) as live:
+        """Balance a model live in a stage, its weights on the device, and keep its skew; collective."""
+        with self.stage(name), on_device(model), balancing(model, settings, cluster) as live:
             yield
             self.keep_skew(name, live)
 

@@ -22,8 +22,10 @@ from relibra.rl.config.rollout_settings import RolloutSettings
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.evaluation import evaluate
 from relibra.rl.model.critic import build_critic
+from relibra.rl.model.host_weights import idle_while_sampling, move_to_host, on_device
 from relibra.rl.model.optimizer import make_optimizer
 from relibra.rl.model.policy import Policy, build_policy, reference_policy, save_policy
+from relibra.rl.model.sharding import save_activations
 from relibra.rl.model.tokenizer import Tokenizer, make_tokenizer
 from relibra.rl.rollout.engines import check_engine, make_engine, sync_weights
 from relibra.rl.rollout.prompt_lengths import encode_prompt, fit_prompts
@@ -133,13 +135,14 @@ def _train(
 
 def _evaluate(learner: Learner, config: RunConfig) -> dict[str, float]:
     """Return mean reward and response length of the present policy on held-out prompts; collective."""
-    return evaluate(
-        learner.engine,
-        learner.task,
-        learner.tokenizer,
-        config.evaluation.prompts,
-        config.rollout,
-    )
+    with idle_while_sampling(learner.policy.trained, config.update):
+        return evaluate(
+            learner.engine,
+            learner.task,
+            learner.tokenizer,
+            config.evaluation.prompts,
+            config.rollout,
+        )
 
 
 def _find_cluster(config: RunConfig, device: torch.device) -> Cluster:
@@ -214,6 +217,7 @@ def _build_task_and_policy(
         longest=longest,
         decodes=config.rollout.engine in ("embedded", "serve"),
     )
+    save_activations(policy.trained, config.update.activations)
     if config.model.path and dist.get_rank() == 0:
         warn_beyond_context(longest, policy.copy, config.model.path)
     return task, tokenizer, policy, longest
@@ -286,11 +290,12 @@ def _build_learner(
 
     Also writes config.json (and reference/, if the loss needs it) and gives the engine the weights of the policy.
     """
-    optimizer = make_optimizer(policy.trained, config.update.learning_rate)
+    optimizer = make_optimizer(policy.trained, config.update.learning_rate, config.update)
     critic = None
     if config.algorithm.advantage == "gae":
         critic_model = build_critic(config.model, policy, run, device)
-        critic_optimizer = make_optimizer(critic_model, config.critic.learning_rate)
+        save_activations(critic_model, config.update.activations)
+        critic_optimizer = make_optimizer(critic_model, config.critic.learning_rate, config.update)
         critic = Trained(model=critic_model, optimizer=critic_optimizer)
     progress, step = _resume(run, _models(policy, optimizer, critic), task) if resumed else (Progress(), 0)
     if dist.get_rank() == 0:
@@ -299,6 +304,10 @@ def _build_learner(
     reference = None
     if config.algorithm.kl_coefficient:
         reference = reference_policy(policy, run / "reference", device, settings=config.model, write=not resumed)
+    if config.update.offload != "off":
+        for model in (critic.model if critic else None, reference):
+            if model is not None:
+                move_to_host(model)
     learner = Learner(
         policy=policy,
         optimizer=optimizer,
@@ -330,10 +339,12 @@ def _models(policy: Policy, optimizer: torch.optim.Optimizer, critic: Trained | 
 
 def _stage(writer: CheckpointWriter, step: int, learner: Learner, progress: Progress) -> int:
     """Copy a checkpoint, and return its step; collective."""
-    writer.stage(
-        step,
-        models=_models(learner.policy, learner.optimizer, learner.critic),
-        responses=[*progress.live, *progress.for_values],
-        state={**progress.as_state(), **rows_state(learner.task)},
-    )
+    models = _models(learner.policy, learner.optimizer, learner.critic)
+    with on_device(*(model for model, _ in models.values())):
+        writer.stage(
+            step,
+            models=models,
+            responses=[*progress.live, *progress.for_values],
+            state={**progress.as_state(), **rows_state(learner.task)},
+        )
     return step

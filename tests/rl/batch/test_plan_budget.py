@@ -36,7 +36,7 @@ def test_copies_and_a_value_model_leave_less_for_slots():
     assert memory() == pytest.approx(alone - copy)
     assert memory("algorithm.kl_coefficient=0.01") == pytest.approx(max(0.0, alone - copy - 2 * copy / 8))
     assert memory("algorithm.preset=ppo") == pytest.approx(max(0.0, alone - copy - 8 * copy / 8))
-    assert memory("model.activation_checkpointing=true") > memory()
+    assert memory("update.activations=recompute") > memory()
 
 
 def test_a_run_chooses_its_dispatch_or_takes_that_of_the_machine():

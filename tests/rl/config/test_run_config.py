@@ -281,7 +281,7 @@ def test_preset_tppo_trains_in_windows_that_fit(overrides, window, tail_drop):
 def test_a_model_of_the_user_gets_defaults_of_post_training():
     config = load_config(None, ["model.path=mine"])
     assert (config.update.learning_rate, config.critic.learning_rate, config.warmup.steps) == (1e-6, 1e-5, 0)
-    assert (config.model.dtype, config.model.activation_checkpointing) == ("bfloat16", True)
+    assert (config.model.dtype, config.update.activations) == ("bfloat16", "recompute")
     assert (config.rollout.max_prompt, config.rollout.max_response) == (1024, 8192)
     given = load_config(None, ["model.path=mine", "model.dtype=float32", "warmup.steps=5"])
     assert (given.model.dtype, given.warmup.steps) == ("float32", 5)

@@ -19,7 +19,7 @@ from relibra.parallel.balanced import balanced_layers
 from relibra.parallel.homes.logical_order import full_tensor
 from relibra.rl.model.optimizer import clip_gradients, make_optimizer
 from relibra.rl.model.policy import save_policy, write_weights
-from relibra.rl.model.sharding import full_parameters, is_balanced
+from relibra.rl.model.sharding import full_parameters, is_balanced, save_activations
 from relibra.rl.run.checkpoints.checkpoint import load_checkpoint
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
 from tests.replay.tiny_models import random_tokens, tiny_model
@@ -32,7 +32,10 @@ NATIVE = "algorithm.replay=off"
 
 
 def build(folder, *overrides, ranks=1, vocab=VOCAB):
-    return policy_of(tiny_config(*overrides, ranks=ranks), folder, vocab)
+    config = tiny_config(*overrides, ranks=ranks)
+    policy = policy_of(config, folder, vocab)
+    save_activations(policy.trained, config.update.activations)
+    return policy
 
 
 def saved(folder, family="qwen3_moe", **changes):
@@ -255,12 +258,14 @@ def test_flags_that_add_outputs_are_off(tmp_path, caplog, flags):
 
 
 def test_activation_checkpointing_changes_no_gradient(tmp_path):
-    plain, sparing = build(tmp_path), build(tmp_path, "model.activation_checkpointing=true")
-    for policy in (plain, sparing):
-        loss_of(policy.trained).backward()
-    assert sparing.trained.is_activation_checkpointing
-    for one, other in zip(plain.trained.parameters(), sparing.trained.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    found = {}
+    for how in ("keep", "recompute", "host"):
+        model = build(tmp_path, f"update.activations={how}").trained
+        loss_of(model).backward()
+        assert model.is_activation_checkpointing == (how != "keep")
+        found[how] = [parameter.grad for parameter in model.parameters()]
+    assert all(map(torch.equal, found["keep"], found["recompute"]))
+    assert all(map(torch.equal, found["keep"], found["host"]))
 
 
 @pytest.mark.parametrize("experts", [4, 0])
@@ -359,7 +364,8 @@ CASES = {
     "static": ("plan.balancer=static",),
     "native": (NATIVE,),
     "dense": ("model.num_experts=0", NATIVE),
-    "sparing": ("model.activation_checkpointing=true",),
+    "sparing": ("update.activations=recompute",),
+    "host": ("update.activations=host",),
     "narrow": ("model.dtype=bfloat16",),
     "narrow static": ("model.dtype=bfloat16", "plan.balancer=static"),
     "tied": ("model.path=tied",),

@@ -25,7 +25,7 @@ def refusal_of(family, folder):
         AutoModelForCausalLM,
         str(folder / "model"),
         model_config=AutoConfig.from_pretrained(folder / "model"),
-        settings=load_config(None, ["model.dtype=float32", "model.activation_checkpointing=false"]).model,
+        settings=load_config(None, ["model.dtype=float32"]).model,
         device=CPU,
         has_experts=True,
         experts="relibra",

@@ -94,8 +94,8 @@ def rows_by_expert(layer_id: int, layer: BalancedEP, optimizer: torch.optim.Opti
                 "optimizer that does, or None while there is none"
             )
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-            if _is_per_expert(value, shard.rows, f"layer {layer_id}: optimizer state {key!r} of {shard.name}"):
-                tensors.append(StoredRows(f"{shard.name}.{key}", _local(value)))
+            what = f"layer {layer_id}: optimizer state {key!r} of {shard.name}"
+            tensors += [StoredRows(f"{shard.name}.{key}{part}", rows) for part, rows in _parts(value, shard.rows, what)]
     return tensors
 
 
@@ -126,12 +126,19 @@ def _local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def _is_per_expert(value: object, rows: Tensor, what: str) -> bool:
-    """Return whether a state has a row per expert; False for a number of the whole parameter, such as a step count."""
+def _parts(value: object, rows: Tensor, what: str) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a state that have a row per expert, each with the end of its name.
+
+    Two of a state that is quantized in blocks (torchao: `codes [X, ...]`, `scale [blocks]`), none of a number of the
+    whole parameter, such as a step count.
+    """
     if isinstance(value, Tensor):
-        local = _local(value)
+        local: Any = _local(value)
         if local.shape == rows.shape and type(local) is Tensor:
-            return True
+            return [("", local)]
+        codes, scale = getattr(local, "codes", None), getattr(local, "scale", None)
+        if codes is not None and scale is not None and codes.shape == rows.shape and not len(scale) % len(rows):
+            return [(".codes", codes), (".scale", scale.view(len(rows), -1))]
         kind = f"a {type(local).__name__} of shape {tuple(local.shape)}"
         belongs_to_all = local.numel() == 1
     else:
@@ -142,4 +149,4 @@ def _is_per_expert(value: object, rows: Tensor, what: str) -> bool:
             f"{what} is {kind}, the rows have shape {tuple(rows.shape)}, so it cannot be cut by experts: use an "
             "optimizer whose states are single numbers or plain tensors of the parameter's shape, such as AdamW"
         )
-    return False
+    return []

@@ -32,13 +32,13 @@ def slot_memory(config: RunConfig, demand: ScheduledDemand, cluster: Cluster, mo
     Beside it a rank holds a full copy for sampling, and its parts of the reference policy and of a value model.
     """
     held_bytes = float(model.parameters * model.expert.bytes_per_value)
-    if config.algorithm.kl_coefficient > 0:
-        held_bytes += _REFERENCE_BYTES * model.parameters / cluster.num_ranks
-    if config.algorithm.advantage == "gae":
-        held_bytes += _TRAINED_BYTES * model.parameters / cluster.num_ranks
-    how = Execution(recompute_activations=config.model.activation_checkpointing)
+    if config.update.offload == "off":  # else they are on the host while the policy is trained
+        shard = model.parameters / cluster.num_ranks
+        held_bytes += model.expert.bytes_per_value * shard * (config.algorithm.kl_coefficient > 0)
+        held_bytes += _TRAINED_BYTES * shard * (config.algorithm.advantage == "gae")
+    how = Execution(recompute_activations=config.update.activations != "keep")
     return memory_for_slots(demand, cluster, model, how, held_bytes=held_bytes)
 
 
-_REFERENCE_BYTES, _TRAINED_BYTES = 4.0, 16.0
-"""Of a float32 weight; and with its gradient and two moments."""
+_TRAINED_BYTES = 16.0
+"""Of a float32 weight with its gradient and two moments."""

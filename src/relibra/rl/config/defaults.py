@@ -11,10 +11,10 @@ PRESETS: dict[str, dict[str, Any]] = {one.SETTINGS["loss"]: one.SETTINGS for one
 """Published algorithms as values of `AlgorithmSettings`. They set no sizes or learning rates."""
 
 BUILT_IN_MODEL: Mapping[str, Mapping[str, Any]] = {
-    "model": {"dtype": "float32", "activation_checkpointing": False},
+    "model": {"dtype": "float32"},
     "warmup": {"steps": 320},  # its weights are random: RL needs a policy that earns some rewards
     "rollout": {"max_response": 80},
-    "update": {"learning_rate": 2e-4},
+    "update": {"learning_rate": 2e-4, "activations": "keep"},
     "critic": {"learning_rate": 1e-3},
 }
 """By section, where they differ from those of a model of your own; its sizes are the defaults of `ModelSettings`."""

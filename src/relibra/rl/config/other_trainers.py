@@ -9,7 +9,7 @@ CALLED_HERE: Mapping[str, str] = {
     "beta": "algorithm.kl_coefficient", "kl_coef": "algorithm.kl_coefficient",
     "n": "rollout.responses_per_prompt", "num_generations": "rollout.responses_per_prompt",
     "max_completion_length": "rollout.max_response", "max_new_tokens": "rollout.max_response",
-    "max_prompt_length": "rollout.max_prompt", "gradient_checkpointing": "model.activation_checkpointing",
+    "max_prompt_length": "rollout.max_prompt", "gradient_checkpointing": "update.activations",
     "max_steps": "run.steps", "save_steps": "checkpoint.every", "ppo_epochs": "update.epochs",
 }  # fmt: skip
 _CUT = "responses cut at rollout.max_response are trained on; algorithm.overlong_buffer lowers their reward"

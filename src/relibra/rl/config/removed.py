@@ -14,6 +14,7 @@ REMOVED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "task.max_failed_rewards": ((0.1,), "is gone: a tenth of the rewards of a step may fail"),
     "model.num_heads": ((4,), "is gone: the built-in model has 4 heads"),
     "model.head_dim": ((0,), "is gone: it follows from model.hidden_size and rollout.engine"),
+    "model.activation_checkpointing": ((False,), "update.activations: recompute, host or keep"),
     "rollout.servers": ((1,), _SERVERS),
     "rollout.server_cpus": ((0,), _SERVERS),
     "rollout.server_gpus": ((None,), _SERVERS),
@@ -76,6 +77,8 @@ def _kept_values(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[A
         kept["algorithm.advantage"] = ("gae",)
     if preset == "tppo" and algorithm.get("lambda_policy", 0.95) == 0.95:
         kept["algorithm.lambda_mode"] = ("length_adaptive", "fixed")
+    if model.get("path"):
+        kept["model.activation_checkpointing"] = (True,)
     hidden = model.get("hidden_size", 64)
     if settings.get("rollout", {}).get("engine") in ("sglang", "vllm") and isinstance(hidden, int):
         kept["model.head_dim"] = (0, max(32, hidden // 4))

@@ -40,6 +40,14 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
     if ":" not in algorithm.loss and algorithm.loss not in PRESETS:
         yield "algorithm.loss", f"allowed are {', '.join(PRESETS)}, or a function of yours as 'module:function'", ""
 
+    # What leaves the device comes back before it is used.
+    if update.optimizer == "adamw8bit" and update.offload != "off":
+        why = "keeps its moments on the device, and update.offload moves those of 'adamw'"
+        yield "update.optimizer", why, "set update.offload=off, or update.optimizer=adamw"
+    if update.offload == "all" and rollout.engine == "embedded":
+        why = "takes the policy from the device while a server samples, and rollout.engine 'embedded' samples there"
+        yield "update.offload", why, "set update.offload=moments, or another engine"
+
     # Every mini-batch has responses, and whole groups if advantages compare a group.
     prompts, per_prompt, responses = rollout.prompts_per_step, rollout.responses_per_prompt, rollout.responses_per_step
     if responses > MOST_RESPONSES:

@@ -195,6 +195,7 @@ _MAY_CHANGE = (
 
 _GONE = (
     *("rollout.server_", "rollout.servers", "rollout.retry_seconds", "task.max_failed_rewards", "evaluation.stop_at"),
+    "model.activation_checkpointing",
     *_MAY_CHANGE,
 )
 """Removed settings with which a run may be resumed all the same."""

@@ -86,8 +86,6 @@ class ModelSettings(Section):
     """Experts per token (top-k)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of forward and backward passes; trained weights, gradients and optimizer states are always float32."""
-    activation_checkpointing: bool = True
-    """Save only the input of each layer for the backward pass and recompute the rest; less memory, more time."""
 
     @property
     def source(self) -> str:
@@ -172,6 +170,14 @@ class UpdateSettings(Section):
     """Passes over the responses of a step."""
     micro_batch_tokens: int = Field(2048, ge=1, le=1 << 30)
     """Most tokens of a rank's micro-batch; a longer response is one by itself. Limits activation memory."""
+    activations: Literal["recompute", "host", "keep"] = "recompute"
+    """Of the forward pass, for the backward pass: "recompute" saves only the input of each layer, "host" keeps these
+    inputs in host memory, "keep" saves all: more memory, less time. They change no bit."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """AdamW with moments in float32, or in 8 bits (torchao), which take a quarter of the memory and round."""
+    offload: Literal["off", "moments", "all"] = "off"
+    """What is in host memory when it is not used: "moments" of AdamW between optimizer steps, and value model and
+    reference policy outside of their stages; "all": the policy too, while a server samples. Changes no bit."""
     max_grad_norm: float = Field(1.0, gt=0, le=LARGE)
     """Largest global gradient norm; larger gradients are scaled down to it."""
     max_mismatch: float | None = Field(None, gt=0, le=LARGE)

@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 
 from relibra.errors import EngineError
 from relibra.rl.config.settings import UpdateSettings
+from relibra.rl.model.adamw_8bit import make_adamw_8bit
+from relibra.rl.model.host_adamw import HostAdamW
+from relibra.rl.model.local_shards import local_shard
 
 BETAS = (0.9, 0.95)
 MOST_SKIPPED = 5
@@ -35,20 +37,27 @@ class StepCount:
     skipped_in_a_row: int = 0
 
 
-def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
+def make_optimizer(
+    model: nn.Module, learning_rate: float, update: UpdateSettings | None = None
+) -> torch.optim.Optimizer:
     """Return AdamW over the trained parameters of a model, without weight decay.
 
-    A group for each device mesh, as dense layers and experts have: kernels over lists of tensors cannot mix them; and
-    for each GiB in float32, as the kernels make a copy of a list. On a CPU tensors go one by one, which is as fast.
+    update    says what moments are, and where; None: float32, on the device
+    raises    ConfigError if a package for moments of 8 bits is missing, EngineError if host memory cannot be locked
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    lists: dict[object, list[nn.Parameter]] = {}
-    size = 0
-    for parameter in trained:
-        size += 4 * (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
-        lists.setdefault((getattr(parameter, "device_mesh", None), size >> 30), []).append(parameter)
-    groups, on_gpu = [{"params": own} for own in lists.values()], any(parameter.is_cuda for parameter in trained)
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, weight_decay=0.0, foreach=on_gpu)
+    if update is not None and update.optimizer == "adamw8bit":
+        return make_adamw_8bit(trained, learning_rate, BETAS)
+    if update is not None and update.offload != "off":
+        return HostAdamW(trained, learning_rate, BETAS)
+    on_gpu = any(parameter.device.type != "cpu" for parameter in trained)
+    return torch.optim.AdamW(trained, lr=learning_rate, betas=BETAS, weight_decay=0.0, foreach=False, fused=on_gpu)
+
+
+def new_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> Tensor:
+    """Return a tensor of the state of a parameter as it is before the first step: zeros, where the optimizer has it."""
+    zeros = getattr(optimizer, "zeros", None)
+    return zeros(parameter, key) if zeros else torch.zeros_like(parameter.detach())
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, base: float, step: int, warmup_steps: int) -> float:
@@ -60,7 +69,10 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, base: float, step: int, 
     """
     rate = base * min(1.0, (step + 1) / max(1, warmup_steps))
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)  # torchao reads the same tensor in each step
+        else:
+            group["lr"] = rate
     return rate
 
 
@@ -111,7 +123,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     so the squared norm is the sum of local squares over ranks. Where it is not finite, nothing is scaled.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    local = [local_shard(gradient) for gradient in gradients]
     device = local[0].device if local else torch.device("cpu")
     total = torch.zeros((), device=device, dtype=torch.float64)
     for gradient in local:

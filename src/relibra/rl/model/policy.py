@@ -342,9 +342,7 @@ def _name(settings: ModelSettings) -> str:
 def reference_policy(
     policy: Policy, folder: Path, device: torch.device, *, settings: ModelSettings, write: bool
 ) -> nn.Module:
-    """Return a frozen copy, loaded from a folder; collective.
-
-    It is sharded as a policy that is balanced; else every rank holds all of it.
+    """Return a frozen copy, loaded from a folder, in `settings.dtype`, and sharded as the policy; collective.
 
     write    write the current policy into the folder first (a new run); False: the folder exists (a resumed run)
     raises   ConfigError, the same on all ranks, if the folder cannot be written or read
@@ -352,9 +350,8 @@ def reference_policy(
     if write:
         write_weights(policy, folder)
     what = f"the reference policy {str(folder)!r}"
-    if policy.balanced:
-        with loading(what):
-            model_config = AutoConfig.from_pretrained(folder)
+    with loading(what):
+        model_config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
         if not policy.copy.all_tied_weights_keys:
             set_tied(model_config, tied=False)
         reference = load_sharded(
@@ -363,12 +360,10 @@ def reference_policy(
             model_config=without_randomness(model_config),
             settings=settings,
             device=device,
-            has_experts=True,
-            experts="relibra",
+            has_experts=policy.num_experts > 0,
+            experts="relibra" if policy.balanced else "all_to_all",
+            frozen=True,
         )
-        reference.eval().requires_grad_(False)
-    else:
-        reference = _load_whole(str(folder), what, settings, device)
     policy.separate_sequences(reference)
     if settings.path:
         check_modes(reference, what, settings.dtype, (False, False))

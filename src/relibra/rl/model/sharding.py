@@ -7,11 +7,13 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedConfig
@@ -42,6 +44,7 @@ def load_sharded(
     device: torch.device,
     has_experts: bool,
     experts: Literal["relibra", "all_to_all"] = "all_to_all",
+    frozen: bool = False,
 ) -> nn.Module:
     """Load a model in float32 and training mode, sharded over all ranks by FSDP2 and expert parallelism; collective.
 
@@ -51,10 +54,12 @@ def load_sharded(
     model_class   an Auto class or a model class of transformers
     has_experts   whether there are experts to shard
     experts       implementation of expert parallelism
+    frozen        hold weights in `settings.dtype`, without gradients, in evaluation mode
     raises        ValueError if transformers has no sharding plan for this model family, or weights inside of layers are
                   tied
     """
     num_ranks, mixed = dist.get_world_size(), settings.dtype == "bfloat16"
+    held = torch.bfloat16 if mixed and frozen else torch.float32
     options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
     if num_ranks > 1:
         register()
@@ -65,18 +70,33 @@ def load_sharded(
             fsdp_mixed_precision=mixed,
         )
     with quiet_loading(), _tied_before_sharding():
-        model = model_class.from_pretrained(path, config=model_config, dtype=torch.float32, **options).to(device)
+        model = model_class.from_pretrained(path, config=model_config, dtype=held, **options).to(device)
     for target, source in model.all_tied_weights_keys.items():
         assert model.get_parameter(target) is model.get_parameter(source), f"{target} is one parameter with {source}"
-    if mixed and num_ranks == 1:
+    if mixed and num_ranks == 1 and not frozen:
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         mesh, layers = init_device_mesh(device.type, (1,)), set(model._no_split_modules or ())
         # Layer by layer, as on several ranks: else bfloat16 weights and gradients of the whole model are there at once.
         for module in [*(one for one in model.modules() if type(one).__name__ in layers), model]:
             fully_shard(module, mesh=mesh, mp_policy=precision)
-    if settings.activation_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    return model.train()
+    return model.eval().requires_grad_(False) if frozen else model.train()
+
+
+def save_activations(model: nn.Module, how: Literal["recompute", "host", "keep"]) -> None:
+    """Set what a model saves in a forward pass for the backward pass, as `update.activations` says."""
+    if how == "keep":
+        return
+    loaded: Any = model
+    loaded.activation_checkpointing_enable({"use_reentrant": False})
+    for layer in model.modules() if how == "host" else ():
+        if run := getattr(layer, "_gradient_checkpointing_func", None):
+            layer._gradient_checkpointing_func = partial(_with_inputs_on_host, run)
+
+
+def _with_inputs_on_host(run: Callable[..., Any], layer: Callable[..., Any], *inputs: Any) -> Any:
+    """Run a layer whose hidden states, saved for the backward pass, are in host memory until then."""
+    with save_on_cpu(pin_memory=any(isinstance(one, Tensor) and one.is_cuda for one in inputs)):
+        return run(layer, *inputs)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from relibra.rl.batch.training_batch import MicroBatchContext, TrainingBatch
 from relibra.rl.config.settings import UpdateSettings
 from relibra.rl.model.optimizer import StepCount, step_or_skip
 from relibra.rl.run.ranks import sum_over_ranks
+from relibra.rl.update.gradient_reduction import each_micro_batch
 from relibra.rl.update.recompute import response_logits
 
 
@@ -51,13 +52,13 @@ def update_policy(
 ) -> PolicyUpdate:
     """Train the policy on a step, a mini-batch at a time; collective.
 
-    Gradients are accumulated over the micro-batches of a mini-batch. FSDP averages them over ranks, so each rank's sum
-    is multiplied by the number of ranks. A mini-batch that trains no token on any rank is left out;
-    one whose gradient is not finite is skipped (`step_or_skip`).
+    Gradients are accumulated over the micro-batches of a mini-batch, and averaged over ranks by FSDP, once or in each
+    of them (`gradient_reduction.py`), so each rank's sum is multiplied by the number of ranks. A mini-batch that trains
+    no token on any rank is left out; one whose gradient is not finite is skipped (`step_or_skip`).
 
     count    optimizer steps made before
     """
-    device = next(model.parameters()).device
+    device, reduces_each = next(model.parameters()).device, each_micro_batch(model)
     all_totals = loss_totals(batch)
     sums, norms, skipped = defaultdict[str, float](float), list[float](), 0
     for mini_batch, totals in list(enumerate(all_totals)) * update.epochs:
@@ -65,8 +66,8 @@ def update_policy(
             continue
         numbered, found = batch.of_mini_batch(mini_batch), defaultdict[str, float](float)
         for i, (number, micro_batch) in enumerate(numbered):
-            if isinstance(model, FSDPModule):  # gradients are reduced once, after the last micro-batch
-                model.set_requires_gradient_sync(i == len(numbered) - 1)
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(reduces_each or i == len(numbered) - 1)
             with context(number):
                 total, own_sums = loss(response_logits(model, micro_batch), micro_batch.to(device), totals)
                 (total * num_ranks).backward()

@@ -19,6 +19,7 @@ from relibra.rl.model.optimizer import StepCount, step_or_skip
 from relibra.rl.rollout.response import Response
 from relibra.rl.run.ranks import sum_over_ranks
 from relibra.rl.update.credit import make_value_batches, returns_of
+from relibra.rl.update.gradient_reduction import each_micro_batch
 
 CLIP_LOW, CLIP_HIGH = 0.5, 0.6
 """A new value is clipped at the old one - CLIP_LOW, and at the old one + CLIP_HIGH."""
@@ -50,7 +51,7 @@ def update_values(
     parts = own_mini_batches(finished, update.mini_batches, by_group=by_group, seed=seed)
     totals = sum_over_ranks(torch.tensor([len(part) for part in parts])).tolist()
     nominal = responses_per_step // update.mini_batches  # fewer that finished make a smaller step
-    losses, skipped = list[float](), 0
+    losses, skipped, reduces_each = list[float](), 0, each_micro_batch(critic)
     for part, total in list(zip(parts, totals, strict=True)) * update.epochs:
         if not total:
             continue
@@ -58,7 +59,7 @@ def update_values(
         loss_sum = 0.0
         for i, batch in enumerate(batches):
             if isinstance(critic, FSDPModule):
-                critic.set_requires_gradient_sync(i == len(batches) - 1)
+                critic.set_requires_gradient_sync(reduces_each or i == len(batches) - 1)
             loss = _value_loss(critic, _with_targets(batch, finished), max(nominal, total))
             (loss * num_ranks).backward()
             loss_sum += float(loss.detach())

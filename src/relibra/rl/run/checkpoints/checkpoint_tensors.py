@@ -15,6 +15,9 @@ from torch.optim import Optimizer
 from relibra.parallel import logical_order, relocate
 from relibra.parallel.balanced import balanced_layers
 from relibra.parallel.homes.logical_order import reshard
+from relibra.rl.model.adamw_8bit import blocks_of
+from relibra.rl.model.local_shards import local_shard, sharded_like
+from relibra.rl.model.optimizer import new_state
 from relibra.rl.model.sharding import is_balanced
 
 Homes = list[list[int]] | None
@@ -40,9 +43,11 @@ def tensors(models: Mapping[str, tuple[nn.Module, Optimizer | None]]) -> dict[st
             for parameter_name, parameter in model.named_parameters():
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if not _is_scalar(value):
-                        named[f"{name}/optimizer/{parameter_name}/{key}"] = value
+                        blocks = {f"{key}/{part}": tensor for part, tensor in blocks_of(value).items()}
+                        for part, tensor in (blocks or {key: value}).items():
+                            named[f"{name}/optimizer/{parameter_name}/{part}"] = tensor
     one_block = {key: _one_block(tensor) for key, tensor in named.items()}
-    return {key: tensor for key, tensor in one_block.items() if _local(tensor).numel()}
+    return {key: tensor for key, tensor in one_block.items() if local_shard(tensor).numel()}
 
 
 def copied(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -65,8 +70,10 @@ def restore_scalars(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, 
     reshard(model)
     optimizer.state.clear()
     for name, parameter in model.named_parameters():
+        where = parameter.device if optimizer.defaults.get("fused") else "cpu"  # where the kernels read step counts
         for key, number in saved.get(name, {}).items():
-            value = torch.zeros_like(parameter.detach()) if number is None else torch.tensor(number)
+            is_tensor = number is None
+            value = new_state(optimizer, parameter, key) if is_tensor else torch.tensor(number, device=where)
             optimizer.state[parameter][key] = value
 
 
@@ -105,10 +112,6 @@ def _is_scalar(value: Any) -> bool:
     return not isinstance(value, Tensor) or value.ndim == 0
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _one_block(tensor: Tensor) -> Tensor:
     """Return an expert parameter with placements that say that each rank has one block of rows.
 
@@ -122,8 +125,7 @@ def _one_block(tensor: Tensor) -> Tensor:
     assert all(size == 1 for p, size in spread if _is_strided(p)), "experts are sharded by FSDP too"
     spelled: list[Any] = list(whole.placements)
     placements = [Shard(p.dim) if _is_strided(p) else p for p in spelled]
-    local, shape, stride = whole.to_local(), whole.shape, whole.stride()
-    return DTensor.from_local(local, whole.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    return sharded_like(whole.to_local(), whole, placements=placements)
 
 
 def _is_strided(placement: Any) -> bool:

@@ -1,0 +1,33 @@
+"""Local shards of sharded tensors, and tensors of shards that lie elsewhere than the mesh computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a tensor: all of it if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_like(
+    local: Tensor, like: Tensor, *, shape: Sequence[int] | None = None, placements: Sequence[Placement] | None = None
+) -> Tensor:
+    """Return a local shard as a tensor that is sharded as another one, which may be not sharded at all.
+
+    It shares the memory of the shard, wherever that is: `DTensor.from_local` would move it to the device of the mesh.
+
+    shape        of the whole tensor; None: that of the other one
+    placements   None: those of the other one
+    """
+    if not isinstance(like, DTensor):
+        return local
+    whole = torch.empty(torch.Size(shape or like.shape), device="meta")
+    meta = TensorMeta(whole.shape, whole.stride(), local.dtype)
+    spec = DTensorSpec(like.device_mesh, tuple(placements or like.placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]

@@ -1,0 +1,46 @@
+"""When gradients are summed over ranks: once per mini-batch, or in each micro-batch where whole ones do not fit.
+
+Until they are summed, a rank adds up gradients of whole weights, except those of experts, which no other rank has. To
+sum them in each micro-batch sends them as often, beside the backward pass, and adds in another order. So sizes alone
+decide, the same in all steps: neither a plan nor `update.offload` changes a bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from relibra.rl.run.ranks import largest_over_ranks
+
+LARGEST_SHARE = 0.05
+"""Of the device memory, that whole gradients may take: 4 GiB of 80."""
+
+
+def reduces_each_micro_batch(whole_bytes: int, device_bytes: int | None) -> bool:
+    """Return whether gradients are summed in each micro-batch.
+
+    whole_bytes    that a rank holds more when they are summed once
+    device_bytes   memory of its device; None: a CPU, where they are summed once
+    """
+    return device_bytes is not None and whole_bytes > LARGEST_SHARE * device_bytes
+
+
+def whole_gradient_bytes(model: nn.Module) -> int:
+    """Return the bytes that whole gradients of a sharded model take on a rank beside its shards, in float32."""
+    trained = [one for one in model.parameters() if one.requires_grad and isinstance(one, DTensor)]
+    return sum(4 * (one.numel() - one.to_local().numel()) for one in trained if "ep" not in _axes(one))
+
+
+def each_micro_batch(model: nn.Module) -> bool:
+    """Return whether the gradients of a model are summed in each micro-batch, alike on all ranks; collective."""
+    if not isinstance(model, FSDPModule):
+        return False
+    device = next(model.parameters()).device
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return largest_over_ranks(reduces_each_micro_batch(whole_gradient_bytes(model), memory)) > 0
+
+
+def _axes(parameter: DTensor) -> tuple[str, ...]:
+    return parameter.device_mesh.mesh_dim_names or ()
