@@ -32,6 +32,7 @@ def test_a_run_starts_its_own_server_and_stops_it(tmp_path):
         "rollout.engine=serve",
         "algorithm.preset=ppo",
         "rollout.server_options=--experts 2",
+        "update.offload=all",
         "run.steps=3",
         "parallel.ranks=2",
     )

@@ -62,14 +62,17 @@ def test_a_run_resumes_without_operational_settings_of_then():
         "parallel": {"threads_per_rank": 4, "ranks": 2},
         "rollout": {"retry_seconds": 600.0},
         "task": {"max_letters": 9},
+        "model": {"activation_checkpointing": True},
     }
     warned = drop_operational(base)
     assert base == {
         "parallel": {"ranks": 2},
         "rollout": {},
         "task": {"max_letters": 9, "prompt_format": "text"},  # what the run did before there was a choice
+        "model": {},
     }
-    assert [line.split()[1] for line in warned] == ["rollout.retry_seconds", "parallel.threads_per_rank"]
+    gone = ["model.activation_checkpointing", "rollout.retry_seconds", "parallel.threads_per_rank"]
+    assert [line.split()[1] for line in warned] == gone
 
 
 def test_a_resumed_run_keeps_the_format_of_its_prompts():

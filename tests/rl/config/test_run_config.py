@@ -70,6 +70,8 @@ def test_an_override_has_section_key_and_value(override):
         ("task.name", ("task.name=prompts", "model.path=x")),
         ("rollout.responses_per_prompt", ("rollout.responses_per_prompt=1",)),
         ("update.mini_batches", ("update.mini_batches=33",)),
+        ("update.optimizer", ("update.optimizer=adamw8bit", "update.offload=moments")),
+        ("update.offload", ("update.offload=all",)),
         ("update.mini_batches", ("update.mini_batches=17", "rollout.prompts_per_step=2", "algorithm.preset=ppo")),
         ("rollout.window", ("rollout.window=20", "algorithm.group_filter=off")),
         ("algorithm.group_filter", (TPPO, "rollout.window=20", "algorithm.group_filter=mixed")),

@@ -13,8 +13,8 @@ from torch.optim.adamw import adamw
 from relibra.rl.model.host_memory import CopyStream, host_memory
 from relibra.rl.model.local_shards import local_shard, sharded_like
 
-PIECE_VALUES = 1 << 25
-"""Most values of a parameter that are stepped at once: 128 MiB of each moment, twice on the device."""
+PIECE_VALUES = 1 << 23
+"""Most values of a parameter that are stepped at once: 32 MiB of each moment, twice on the device."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
