@@ -65,7 +65,7 @@ def _work(rank: int, tokens: int, port: int, folder: Path) -> None:
     settings = [f"parallel.ranks={NUM_RANKS}", f"model.num_experts={EXPERTS}", f"update.micro_batch_tokens={tokens}"]
     config, model = load_config(None, settings), nn.Identity()
     layers = tuple(range(LAYERS))
-    policy = Policy(trained=model, copy=model, num_experts=EXPERTS, layer_ids=layers, top_k=TOP_K, balanced=False)
+    policy = Policy(trained=model, meta=model, num_experts=EXPERTS, layer_ids=layers, top_k=TOP_K, balanced=False)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(NUM_RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with joined_ranks(600.0, torch.device("cpu")):
         record_routes(0, _responses(rank, 8), StepTraces(folder / "first", config.trace, num_experts=EXPERTS,

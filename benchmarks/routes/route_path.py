@@ -88,7 +88,7 @@ def _pass(windows: list[Window]) -> tuple[float, float, float]:
     model = nn.Identity()
     policy = Policy(
         trained=model,
-        copy=model,
+        meta=model,
         num_experts=EXPERTS,
         layer_ids=tuple(range(LAYERS)),
         top_k=TOP_K,

@@ -20,9 +20,9 @@ from relibra.rl.rollout.served.canary_probe import Canary, WatchedServer
 from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
 from relibra.rl.rollout.served.engine import ServerEngine
 from relibra.rl.rollout.served.preflight import check_servers
-from relibra.rl.rollout.served.weights import publish_weights
 from relibra.rl.start_folder import write_start_folder
 from tests.rl.rollout.against_transformers import largest_difference
+from tests.rl.rollout.published import compare, publish_weights
 
 PYTHON = Path(os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python"))
 TEMPERATURE, CONTEXT, STOP, VOCAB = 0.7, 3200, 14, 15
@@ -92,7 +92,7 @@ def test_routes_and_log_probs_are_those_of_transformers(server, start, tmp_path)
                     parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version))
         canary.before_update()
         publish_weights(model, tmp_path / "weights", engine, version)
-        report = canary.after_update(model, version)
+        report = compare(canary, model, version)
         difference, equal = largest_difference(model, engine, prompts_of(8, 12), 24, TEMPERATURE)
         print(f"{part}: canary {report}, largest difference {difference:.1e}, equal routes {equal:.2%}")
         assert difference < 2e-5, part
@@ -122,7 +122,7 @@ def test_a_server_without_our_reload_is_caught(start, tmp_path, monkeypatch):
         canary.before_update()
         publish_weights(model, tmp_path / "weights", engine, 0)
         with pytest.raises(EngineError, match="the reload corrupts weights"):
-            canary.after_update(model, 0)
+            compare(canary, model, 0)
 
 
 def test_a_server_started_again_gets_the_last_weights(start, tmp_path, caplog):
@@ -143,7 +143,7 @@ def test_a_server_started_again_gets_the_last_weights(start, tmp_path, caplog):
                     parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version))
             canary.before_update()
             publish_weights(model, tmp_path / "weights", engine, version)
-            return canary.after_update(model, version)
+            return compare(canary, model, version)
 
         assert update(0).servers == 2
         ending = threading.Timer(1.0, stack.close)

@@ -38,8 +38,8 @@ def tiny_config(*overrides: str, ranks: int = 1) -> RunConfig:
     return load_config(None, [*TINY, f"parallel.ranks={ranks}", *overrides])
 
 
-def policy_of(config: RunConfig, folder: Path, vocab: int = VOCAB) -> Policy:
-    """Build the policy of a configuration on the CPU."""
+def policy_of(config: RunConfig, folder: Path, vocab: int = VOCAB, *, samples: bool = True) -> Policy:
+    """Build the policy of a configuration on the CPU; `samples` in these processes, and not in a server."""
     return build_policy(
         config.model,
         vocab,
@@ -49,6 +49,7 @@ def policy_of(config: RunConfig, folder: Path, vocab: int = VOCAB) -> Policy:
         num_ranks=config.parallel.ranks,
         replay=config.algorithm.replay,
         follows_plans=config.follows_plans,
+        samples=samples,
     )
 
 

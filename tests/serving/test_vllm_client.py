@@ -11,8 +11,8 @@ from relibra.rl.rollout.served.canary_probe import Canary, WatchedServer
 from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
 from relibra.rl.rollout.served.engine import ServerEngine
 from relibra.rl.rollout.served.preflight import check_servers
-from relibra.rl.rollout.served.weights import publish_weights
 from tests.rl.rollout.against_transformers import largest_difference
+from tests.rl.rollout.published import compare, publish_weights
 from tests.serving.models import write_model
 from tests.serving.server_process import relibra_serve
 
@@ -71,7 +71,7 @@ def test_log_probs_and_routes_equal_transformers_after_updates(server, start, tm
                     parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version))
         canary.before_update()
         publish_weights(model, tmp_path / "weights", engine, version)
-        report = canary.after_update(model, version)
+        report = compare(canary, model, version)
         assert report.difference < 1e-5, part
         assert report.equal_routes == 1.0, part
         difference, equal = largest_difference(model, engine, prompts_of(8, 8), 12, TEMPERATURE)

@@ -82,7 +82,7 @@ def _train(
     if policy.balanced and ":" in config.plan.balancer:
         try_balancer(config.plan, cluster, policy.num_experts)
     begin_stage("start of the rollout engine")
-    rollout = servers.enter_context(own_server(config, run, policy.copy, tokenizer))
+    rollout = servers.enter_context(own_server(config, run, policy, tokenizer))
     engine, canary = _make_engine(config, rollout, policy, task, tokenizer, longest)
     resumed = broadcast_json(has_checkpoint(run) if dist.get_rank() == 0 else None)
     warmed = resumed or _warm_up(config, policy, task, tokenizer, display, stop)
@@ -216,10 +216,11 @@ def _build_task_and_policy(
         least_head_dim=config.rollout.least_head_dim,
         longest=longest,
         decodes=config.rollout.engine in ("embedded", "serve"),
+        samples=config.rollout.engine == "embedded",
     )
     save_activations(policy.trained, config.update.activations)
     if config.model.path and dist.get_rank() == 0:
-        warn_beyond_context(longest, policy.copy, config.model.path)
+        warn_beyond_context(longest, policy.meta, config.model.path)
     return task, tokenizer, policy, longest
 
 
@@ -242,10 +243,10 @@ def warn_beyond_context(longest: int, model: nn.Module, name: str) -> None:
 
 def model_sizes(policy: Policy) -> dict[str, Any]:
     """Return the sizes of the model that is trained, for config.json."""
-    text_config = policy.copy.config.get_text_config()  # type: ignore[operator, union-attr]
+    text_config = policy.meta.config.get_text_config()
     sizes = {
         "model_type": text_config.model_type,
-        "parameters": sum(parameter.numel() for parameter in policy.copy.parameters()),
+        "parameters": sum(parameter.numel() for parameter in policy.meta.parameters()),
         "hidden_size": text_config.hidden_size,
         "num_layers": text_config.num_hidden_layers,
         "num_heads": getattr(text_config, "num_attention_heads", None),

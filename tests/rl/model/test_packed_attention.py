@@ -20,6 +20,8 @@ from relibra.rl.model.packed_sequences import (
 )
 from tests.replay.tiny_models import CONFIGS, random_tokens, tiny_model
 
+pytestmark = pytest.mark.usefixtures("group")
+
 PACKS = ("qwen3_moe", "mixtral", "deepseek_v3")
 SIZES = {
     "vocab_size": 64,

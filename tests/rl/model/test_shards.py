@@ -1,5 +1,6 @@
 """Weights in shards against the same weights in one piece."""
 
+import copy
 import logging
 from functools import partial
 
@@ -9,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from relibra.errors import ConfigError
 from relibra.rl.config.run_config import load_config
-from relibra.rl.model.sharding import check_shards, load_sharded
+from relibra.rl.model.sharding import check_shards, load_parameters, load_sharded
 from tests.replay.model_zoo import tiny_causal_model
 from tests.rl.joined import CPU, on_ranks
 
@@ -17,21 +18,23 @@ from tests.rl.joined import CPU, on_ranks
 def refusal_of(family, folder):
     """Return what is wrong with the shards of a family on this rank; None: nothing."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    whole = tiny_causal_model(family)
     if dist.get_rank() == 0:
-        whole.save_pretrained(folder / "model")
+        tiny_causal_model(family).save_pretrained(folder / "model")
     dist.barrier()
+    path, settings = str(folder / "model"), load_config(None, ["model.dtype=float32"]).model
+    model_config = AutoConfig.from_pretrained(path)
+    meta = AutoModelForCausalLM.from_pretrained(path, device_map="meta")
     sharded = load_sharded(
         AutoModelForCausalLM,
-        str(folder / "model"),
-        model_config=AutoConfig.from_pretrained(folder / "model"),
-        settings=load_config(None, ["model.dtype=float32"]).model,
+        path,
+        model_config=copy.deepcopy(model_config),
+        settings=settings,
         device=CPU,
         has_experts=True,
         experts="relibra",
     )
     try:
-        check_shards(sharded, whole, "the model")
+        check_shards(sharded, meta, "the model", lambda names: load_parameters(path, names, model_config, settings))
     except ConfigError as error:
         return str(error)
     return None

@@ -19,8 +19,8 @@ from relibra.rl.rollout.served.canary_probe import Canary, WatchedServer
 from relibra.rl.rollout.served.client import ServedRoutes
 from relibra.rl.rollout.served.engine import ServerEngine
 from relibra.rl.rollout.served.preflight import check_servers, missing_flags
-from relibra.rl.rollout.served.weights import publish_weights
 from tests.replay.tiny_models import tiny_model
+from tests.rl.rollout.published import compare, publish_weights
 from tests.rl.rollout.stand_in_server import CONFIG, client_of, running
 
 both = pytest.mark.parametrize("dialect", ["sglang", "vllm"])
@@ -113,7 +113,7 @@ class Updates:
         self.version += 1
         self.canary.before_update()
         self.written = publish_weights(self.model, self.folder, self.engine, self.version)
-        return self.canary.after_update(self.model, self.version)
+        return compare(self.canary, self.model, self.version)
 
 
 def perturb(model, scale):

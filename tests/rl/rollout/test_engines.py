@@ -77,6 +77,6 @@ def test_windows_go_on_at_other_servers_when_one_ends(tmp_path, small_canary):
 def test_spares_begin_only_where_the_time_left_is_enough():
     rollout = load_config(None, ["algorithm.preset=tppo", "rollout.window=20"]).rollout
     model = tiny_model()
-    policy = Policy(trained=model, copy=model, num_experts=8, layer_ids=(0,), top_k=2, balanced=False)
+    policy = Policy(trained=model, meta=model, copy=model, num_experts=8, layer_ids=(0,), top_k=2, balanced=False)
     tokenizer = CharacterTokenizer(Arithmetic.characters)
     assert make_engine(rollout, policy, tokenizer, seed=0, shortest=6, replays_rollout=True).shortest == 6

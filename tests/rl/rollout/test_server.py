@@ -20,9 +20,9 @@ from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
 from relibra.rl.rollout.served.dialects import PATHS
 from relibra.rl.rollout.served.engine import ServerEngine
 from relibra.rl.rollout.served.requests import RequestFailed, open_connections, request_json
-from relibra.rl.rollout.served.weights import publish_weights
 from tests.fuzz.servers import RawServer, answer_body, http
 from tests.replay.tiny_models import tiny_model
+from tests.rl.rollout.published import publish_weights
 from tests.rl.rollout.stand_in_server import STOP, answer_of, engine_of, ids_of, running
 
 
@@ -384,9 +384,3 @@ def test_routes_of_zeros_say_that_nothing_was_recorded(served):
     served.change = lambda answer: {"choices": [answer["choices"][0] | {"routed_experts": text}]}
     with pytest.raises(EngineError, match=r"only zeros as routes.*--enforce-eager"):
         engine_of(served, "vllm").generate([new_response(1, 0, [20])], window=4, max_response=4)
-
-
-def test_weights_that_cannot_be_written_are_told_in_a_sentence(served, tmp_path):
-    (tmp_path / "policy").write_text("a file where a folder should be")
-    with pytest.raises(EngineError, match=rf"cannot write weights for {served.url} into .*policy"):
-        publish_weights(tiny_model("qwen3_moe"), tmp_path / "policy", engine_of(served), 1)

@@ -11,8 +11,8 @@ import pytest
 from relibra.errors import EngineError
 from relibra.rl.rollout.response import new_response
 from relibra.rl.rollout.served import pool, requests
-from relibra.rl.rollout.served.weights import publish_weights
 from tests.replay.tiny_models import tiny_model
+from tests.rl.rollout.published import publish_weights
 from tests.rl.rollout.stand_in_server import answer_of, engine_of, running
 
 PATH = "/inference/v1/generate"

@@ -134,7 +134,12 @@ def test_r2_records_the_routes_that_this_pass_took(model):
     batch = batch_of(RESPONSES, replayed=False)
     found = run(model, batch, record=True)
     policy = Policy(
-        trained=model, copy=model, num_experts=EXPERTS, layer_ids=tuple(range(LAYERS)), top_k=2, balanced=False
+        trained=model,
+        meta=model,
+        num_experts=EXPERTS,
+        layer_ids=tuple(range(LAYERS)),
+        top_k=2,
+        balanced=False,
     )
     with alone_in_group():
         planned = plan_recorded_routes(

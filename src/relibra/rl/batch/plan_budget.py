@@ -29,9 +29,10 @@ def plan_budget(settings: PlanSettings, memory_gib: float) -> Budget:
 def slot_memory(config: RunConfig, demand: ScheduledDemand, cluster: Cluster, model: ModelShape) -> float:
     """Return the GiB that the trained model of a run leaves for slots, the same on all ranks and in a resumed run.
 
-    Beside it a rank holds a full copy for sampling, and its parts of the reference policy and of a value model.
+    Beside it a rank holds a full copy if it samples, and its parts of the reference policy and of a value model.
     """
-    held_bytes = float(model.parameters * model.expert.bytes_per_value)
+    samples = config.rollout.engine == "embedded"
+    held_bytes = float(model.parameters * model.expert.bytes_per_value) if samples else 0.0
     if config.update.offload == "off":  # else they are on the host while the policy is trained
         shard = model.parameters / cluster.num_ranks
         held_bytes += model.expert.bytes_per_value * shard * (config.algorithm.kl_coefficient > 0)

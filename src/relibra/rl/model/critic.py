@@ -29,12 +29,12 @@ def build_critic(settings: ModelSettings, policy: Policy, folder: Path, device: 
     """
     path = folder / ".critic-weights"
     write_weights(policy, path)
-    model_config: Any = copy.deepcopy(policy.copy.config)
+    model_config: Any = copy.deepcopy(policy.meta.config)
     model_config.num_labels = 1
     model_config.classifier_dropout = 0.0
     model_config.token_classification_bias = False  # with a bias the output is a view, for which FSDP2 warns
     critic = load_sharded(
-        value_model_class(type(policy.copy)),
+        value_model_class(type(policy.meta)),
         str(path),
         model_config=without_randomness(model_config),
         settings=settings,

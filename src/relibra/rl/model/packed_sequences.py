@@ -17,8 +17,10 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -26,6 +28,7 @@ from transformers.masking_utils import create_masks_for_generate, eager_mask, sd
 
 from relibra.replay.forward_cache import CACHE_NAME
 from relibra.rl.model.attention_sinks import attend_with_sinks
+from relibra.rl.run.ranks import gather_json
 
 PACKED, PACKED_SINKS = "relibra_packed", "relibra_packed_sinks"
 """Names among the attention implementations of transformers."""
@@ -165,7 +168,7 @@ def sequence_offsets(position_ids_1T: Tensor) -> Tensor:
 
 
 def can_attend_packed(model: nn.Module) -> bool:
-    """Return whether a packed sequence has the logits that it has alone; the model is not sharded, in evaluation mode.
+    """Return whether a packed sequence has the logits that it has alone, in evaluation mode; collective.
 
     A family that does not pass positions on to its attention would attend across sequences.
     """
@@ -206,7 +209,7 @@ def packed_implementation(model: PreTrainedModel) -> str:
 
 
 def mixes_sequences(model: nn.Module) -> bool:
-    """Return whether a sequence changes the logits of the next one in its row; the model is not sharded."""
+    """Return whether a sequence changes the logits of the next one in its row; collective."""
     one, other = (last_logits(model, (first, range(LENGTH)), (2, range(LENGTH))) for first in (0, 1))
     return not same_logits(model, one, other)
 
@@ -231,15 +234,24 @@ def probe_tokens(model: nn.Module, numbers: Sequence[int]) -> Tensor:
 
 
 def same_logits(model: nn.Module, left_TV: Tensor, right_TV: Tensor) -> bool:
-    """Return whether two logits of a model differ by no more than rounding in passes of several shapes."""
-    return change_of(left_TV, right_TV) <= NOISE[model.dtype]  # type: ignore[index]
+    """Return whether two logits of a model differ by no more than rounding in passes of several shapes; collective."""
+    return change_of(left_TV, right_TV) <= NOISE[compute_dtype(model)]
 
 
 def change_of(left_TV: Tensor, right_TV: Tensor) -> float:
-    """Return the change of the logits of a token, relative to their standard deviation."""
+    """Return the change of the logits of a token, relative to their standard deviation, the largest of all ranks.
+
+    Collective: what ranks decide by it is the same on all of them, as the passes of a sharded model have to be.
+    """
     change_T = (left_TV - right_TV).abs().amax(dim=1)
     # The median: a few tokens may change their expert by rounding, and then their logits.
-    return float(change_T.median() / left_TV.std())
+    return float(np.max(gather_json(float(change_T.median() / left_TV.std()))))
+
+
+def compute_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype of a model's forward pass, which mixed precision of FSDP makes narrower than its weights."""
+    narrow = model._get_fsdp_state()._mp_policy.param_dtype if isinstance(model, FSDPModule) else None
+    return narrow or cast(PreTrainedModel, model).dtype
 
 
 def use_explicit_masks(model: nn.Module, dtype: torch.dtype) -> None:

@@ -1,15 +1,14 @@
-"""The policy: your model or the built-in one, sharded over the ranks, with a full copy for sampling on each."""
+"""The policy: your model or the built-in one, sharded over the ranks; a full copy on each if they sample themselves."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,11 +18,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from relibra.errors import ConfigError, EngineError
+from relibra.files import sync_folder
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.replay import find_routers
 from relibra.rl.config.settings import NO_EXPERTS, ModelSettings
 from relibra.rl.model.packed_sequences import (
     can_attend_packed,
+    compute_dtype,
     mixes_sequences,
     use_explicit_masks,
     use_packed_attention,
@@ -31,7 +32,9 @@ from relibra.rl.model.packed_sequences import (
 from relibra.rl.model.probes import check_lengths, check_modes
 from relibra.rl.model.sharding import (
     check_shards,
+    evaluation_mode,
     full_parameters,
+    load_parameters,
     load_sharded,
     on_all_ranks,
     quiet_loading,
@@ -40,6 +43,7 @@ from relibra.rl.model.sharding import (
     without_randomness,
 )
 from relibra.rl.model.tokenizer import Tokenizer, loading
+from relibra.rl.model.weight_files import StoredWeights, write_folder
 from relibra.rl.toy.model import built_in_config, initial_model
 from relibra.simulation import ModelShape, counted_model_shape
 
@@ -65,17 +69,20 @@ class ModelStructure:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(ModelStructure):
-    """The trained model and its full copy on this rank.
+    """The trained model.
 
     trained       sharded over the ranks (plain on one rank); parameters and gradients in float32
-    copy          not sharded, in evaluation mode, without gradients; the rollout engine samples from it
+    meta          the same on the meta device, without weights: names, shapes, types that are computed with, config.json
+    copy          not sharded, in evaluation mode, without gradients; the embedded engine samples from it. None: a
+                  server samples
     balanced      `trained` has experts and can execute plans
     packed        the model supports attention within each packed sequence (`packed_sequences.py`)
     explicit_masks   the model needs explicit masks to keep packed sequences independent
     """
 
     trained: nn.Module
-    copy: nn.Module
+    meta: Any
+    copy: nn.Module | None = None
     balanced: bool
     packed: bool = False
     explicit_masks: bool = False
@@ -87,7 +94,9 @@ class Policy(ModelStructure):
         return self.shape
 
     def sync(self) -> None:
-        """Copy the trained weights, gathered in logical expert order, into the full copy; collective."""
+        """Copy the trained weights, gathered in logical expert order, into the full copy, if any; collective."""
+        if self.copy is None:
+            return
         targets = dict(self.copy.named_parameters())
         with torch.no_grad():
             for name, full in full_parameters(self.trained):
@@ -96,7 +105,7 @@ class Policy(ModelStructure):
     def separate_sequences(self, model: nn.Module) -> None:
         """Keep packed sequences of a model of this family independent, in the fastest way that it supports."""
         if self.explicit_masks:
-            use_explicit_masks(model, self.copy.dtype)  # type: ignore[arg-type]
+            use_explicit_masks(model, self.meta.dtype)
         if self.packed:
             use_packed_attention(model)
 
@@ -114,6 +123,7 @@ def build_policy(
     least_head_dim: int = 0,
     longest: int = 0,
     decodes: bool = True,
+    samples: bool = True,
 ) -> Policy:
     """Initialize the built-in model from the seed, or load the one at `model.path`; collective.
 
@@ -123,21 +133,17 @@ def build_policy(
     follows_plans   plans decide where experts are computed, if the model has experts
     least_head_dim  of the built-in model
     longest         tokens of a prompt and its response
-    decodes         the copy samples here, and not in a server
+    decodes         it is sampled by our own engine
+    samples         it is sampled in these processes, and not in a server
     raises          ConfigError, the same on all ranks, if there is no such model, or it does not fit the run
     """
     model_config = on_all_ranks(lambda: _model_config(settings, vocab_size, least_head_dim))
     structure = on_all_ranks(lambda: _read_structure(model_config, settings, num_ranks, replay))
     with _initial_weights(settings, seed, model_config, folder) as path:
-        full = _load_whole(path, f"model.path {settings.path!r}", settings, device, copy.deepcopy(model_config))
-        explicit_masks = on_all_ranks(lambda: _needs_masks(full, settings))
-        packed = on_all_ranks(lambda: can_attend_packed(full))
-        if settings.path:
-            on_all_ranks(lambda: check_lengths(full, longest, _name(settings), decodes=decodes))
-        if not full.all_tied_weights_keys:  # transformers ties no weights that differ in the files
-            set_tied(model_config, tied=False)
-        try:
-            trained = load_sharded(
+        meta = _load_meta(path, settings, copy.deepcopy(model_config))
+
+        def load() -> nn.Module:
+            return load_sharded(
                 AutoModelForCausalLM,
                 path,
                 model_config=without_randomness(copy.deepcopy(model_config)),
@@ -146,92 +152,135 @@ def build_policy(
                 has_experts=structure.num_experts > 0,
                 experts="relibra" if follows_plans else "all_to_all",
             )
+
+        try:
+            trained = load()
+            if meta.all_tied_weights_keys and not trained.all_tied_weights_keys:  # they differ in the files
+                set_tied(model_config, tied=False)
+                trained = load()
         except ValueError as error:  # transformers has no plan for this family; the same on all ranks
             raise ConfigError(
                 f"{_name(settings)} cannot be sharded over {num_ranks} ranks: "
                 f"{str(error).splitlines()[0].rstrip('.')}; use parallel.ranks=1, or a model of another family"
             ) from error
-    check_shards(trained, full, _name(settings))
+        meta.all_tied_weights_keys = trained.all_tied_weights_keys
+        meta.tie_weights(recompute_mapping=False)
+        with evaluation_mode(trained):
+            explicit_masks = _needs_masks(trained, settings)
+            packed = can_attend_packed(trained)
+            if settings.path:
+                check_lengths(trained, longest, _name(settings), decodes=decodes)
+        if num_ranks > 1:
+            check_shards(
+                trained,
+                meta,
+                _name(settings),
+                lambda names: load_parameters(path, names, copy.deepcopy(model_config), settings),
+            )
     policy = Policy(
         **vars(structure),
         trained=trained,
-        copy=full,
+        meta=meta,
+        copy=_copy_of(meta, trained, device) if samples else None,
         balanced=follows_plans and structure.num_experts > 0,
         packed=packed,
         explicit_masks=explicit_masks,
     )
-    policy.separate_sequences(trained)
+    policy.sync()
+    if packed:
+        use_packed_attention(trained)
+    if explicit_masks and policy.copy is not None:
+        use_explicit_masks(policy.copy, meta.dtype)
     if settings.path:
         check_modes(trained, _name(settings), settings.dtype)
     return policy
 
 
-def _load_whole(
-    path: str, what: str, settings: ModelSettings, device: torch.device, model_config: Any = None
-) -> nn.Module:
-    """Return a model that every rank holds all of, in evaluation mode, without gradients; collective."""
+def _load_meta(path: str, settings: ModelSettings, model_config: Any) -> Any:
+    """Return a model on the meta device, in evaluation mode: of its files the headers are read; collective."""
 
-    def load() -> nn.Module:
-        with loading(what), quiet_loading():
+    def load() -> Any:
+        with loading(f"model.path {settings.path!r}"), quiet_loading():
             return AutoModelForCausalLM.from_pretrained(
                 path,
                 config=model_config,
                 dtype=getattr(torch, settings.dtype),
                 trust_remote_code=settings.trust_remote_code,
+                device_map={"": "meta"},
             )
 
-    return on_all_ranks(load).to(device).eval().requires_grad_(False)
+    return on_all_ranks(load).eval().requires_grad_(False)
+
+
+def _copy_of(meta: Any, trained: nn.Module, device: torch.device) -> nn.Module:
+    """Return a model as `meta` on a device, with the buffers of the trained one, whose weights are not set yet."""
+    whole = copy.deepcopy(meta).to_empty(device=device)
+    whole.tie_weights(recompute_mapping=False)
+    buffers = dict(trained.named_buffers())
+    for name, buffer in whole.named_buffers():
+        buffer.copy_(buffers[name])
+    return whole
 
 
 def save_policy(policy: Policy, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write policy and tokenizer as a `transformers` folder, renamed to `folder` when it is complete; collective.
+    """Write policy and tokenizer as a `transformers` folder; collective.
 
-    Weights have the types of the copy, which its config.json names: those that every engine computes with.
+    Weights have the types that config.json names: those that every engine computes with.
     """
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    if dist.get_rank() == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-    write_weights(policy, temporary, types={name: whole.dtype for name, whole in policy.copy.named_parameters()})
-    if dist.get_rank() == 0:
-        tokenizer.save(temporary)
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
+    write_weights(policy, folder, dtype=None, finish=tokenizer.save)
 
 
-def write_weights(policy: Policy, folder: Path, types: Mapping[str, torch.dtype] = MappingProxyType({})) -> None:
+def write_weights(
+    policy: Policy,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = torch.float32,
+    finish: Callable[[Path], object] = lambda _: None,
+    setting: str = "run.folder",
+) -> None:
     """Write the trained weights, in logical expert order, as a `transformers` folder; collective.
 
-    Rank 0 writes, and needs memory for all of them. Tied weights are the same in all their places.
+    It has its name only when it is complete. Rank 0 writes, and holds one layer at a time.
 
-    types    of parameters by name; float32 for others, with nothing lost
-    raises   ConfigError, the same on all ranks, if the folder cannot be written
+    dtype     of parameters; None: those that are computed with
+    finish    adds to the folder, on rank 0
+    setting   that names the folder, for messages
+    raises    ConfigError, the same on all ranks, if the folder cannot be written
     """
     writes = dist.get_rank() == 0
-    named = full_parameters(policy.trained)
-    weights = {name: full.to("cpu", types.get(name, torch.float32)) for name, full in named if writes}
-    for pair in policy.copy.all_tied_weights_keys.items() if writes else ():  # type: ignore[operator, union-attr]
-        shared = next(weights[name] for name in pair if name in weights)
-        weights |= dict.fromkeys(pair, shared)
+    stored = StoredWeights(policy.meta, dtype)
+    weights = stored.gather(policy.trained, wanted=writes)
+    temporary = folder.with_name(f".{folder.name}.tmp")
 
     def write() -> None:
-        if writes:
-            with _writing(folder):
-                policy.copy.save_pretrained(folder, state_dict={**policy.copy.state_dict(), **weights})  # type: ignore[operator]
+        try:
+            if writes:
+                with _writing(folder, setting):
+                    shutil.rmtree(temporary, ignore_errors=True)
+                    write_folder(temporary, stored, weights)
+                    finish(temporary)
+                    shutil.rmtree(folder, ignore_errors=True)
+                    temporary.rename(folder)
+                    sync_folder(folder.parent)
+        finally:
+            for _ in weights:  # take part to the end
+                continue
 
     on_all_ranks(write)
 
 
-def _needs_masks(full: nn.Module, settings: ModelSettings) -> bool:
-    """Return whether packed sequences are independent only with explicit masks, and use these in the full copy.
+def _needs_masks(model: nn.Module, settings: ModelSettings) -> bool:
+    """Return whether packed sequences are independent only with explicit masks, and use these; collective.
 
-    raises   ConfigError if masks do not help either
+    raises   ConfigError, on all ranks, if masks do not help either
     """
-    if not settings.path or not mixes_sequences(full):
+    if not settings.path or not mixes_sequences(model):
         return False
-    use_explicit_masks(full, full.dtype)  # type: ignore[arg-type]
-    if mixes_sequences(full):
+    use_explicit_masks(model, compute_dtype(model))
+    if mixes_sequences(model):
+        family = type(model).__name__.removeprefix("FSDP")
         raise ConfigError(
-            f"{_name(settings)} cannot be trained: training packs sequences end to end, and {type(full).__name__} "
+            f"{_name(settings)} cannot be trained: training packs sequences end to end, and {family} "
             "carries state from one sequence into the next, as recurrent layers do; use an attention-only model"
         )
     return True
@@ -244,6 +293,8 @@ def _model_config(settings: ModelSettings, vocab_size: int, least_head_dim: int)
         model_config = AutoConfig.from_pretrained(settings.source, trust_remote_code=settings.trust_remote_code)
     if (changed := with_plain_outputs(model_config)) and dist.get_rank() == 0:
         _log.warning("model.path %r sets %s in config.json, which training does not use", settings.path, changed)
+    if (stored := getattr(model_config, "quantization_config", None)) and stored.get("quant_method") == "mxfp4":
+        stored["dequantize"] = True  # else it stays quantized, and cannot be trained, where the kernels for it are
     known = model_config.get_text_config().vocab_size
     if vocab_size > known:
         raise ConfigError(
@@ -314,7 +365,7 @@ def _initial_weights(settings: ModelSettings, seed: int, model_config: Any, fold
 
     def write() -> None:
         if writes:
-            with _writing(temporary), quiet_loading():
+            with _writing(temporary, "run.folder"), quiet_loading():
                 initial_model(model_config, seed).save_pretrained(temporary)
 
     try:
@@ -327,12 +378,12 @@ def _initial_weights(settings: ModelSettings, seed: int, model_config: Any, fold
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def _writing(folder: Path, setting: str) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot write weights into {folder} (run.folder): {reason}") from error
+        raise ConfigError(f"cannot write weights into {folder} ({setting}): {reason}") from error
 
 
 def _name(settings: ModelSettings) -> str:
@@ -352,7 +403,7 @@ def reference_policy(
     what = f"the reference policy {str(folder)!r}"
     with loading(what):
         model_config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
-        if not policy.copy.all_tied_weights_keys:
+        if not policy.meta.all_tied_weights_keys:
             set_tied(model_config, tied=False)
         reference = load_sharded(
             AutoModelForCausalLM,

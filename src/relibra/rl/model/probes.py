@@ -15,9 +15,16 @@ from relibra.engine.forward import run_model
 from relibra.engine.kv_cache import Room, SlottedCache
 from relibra.errors import ConfigError
 from relibra.parallel.homes.logical_order import reshard
-from relibra.rl.model.packed_sequences import LENGTH, NOISE, change_of, last_logits, probe_tokens, same_logits
+from relibra.rl.model.packed_sequences import (
+    LENGTH,
+    NOISE,
+    change_of,
+    compute_dtype,
+    last_logits,
+    probe_tokens,
+    same_logits,
+)
 from relibra.rl.model.sharding import on_all_ranks
-from relibra.rl.run.ranks import gather_json
 
 _REPEATED = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 """Largest change by rounding (sums in another order) in passes of one shape, relative to the standard deviation."""
@@ -37,7 +44,7 @@ def check_modes(model: nn.Module, name: str, dtype: str, modes: Sequence[bool] =
     """
     before, kind = model.training, getattr(torch, dtype)
     first, *others = [last_logits(model.train(mode), (0, _SHORT)) for mode in modes]
-    changes = np.array(gather_json([change_of(first, one) for one in others])).max(axis=0)
+    changes = np.array([change_of(first, one) for one in others])
     noise = min(NOISE[kind], max(_REPEATED[kind], _ROUNDED * changes[0]))
     agree = [*(changes[:1] <= NOISE[kind]), *(changes[1:] <= noise)]
     if not all(agree):
@@ -75,12 +82,14 @@ def _trace(model: nn.Module) -> list[tuple[str, Tensor]]:
 def check_lengths(model: nn.Module, longest: int, name: str, *, decodes: bool = True) -> None:
     """Check that a sequence is computed alike alone, packed, beside long ones, from a cache, and again afterwards.
 
-    model     whole, in evaluation mode
+    Collective.
+
+    model     in evaluation mode
     longest   tokens of a sequence of the run
     decodes   it samples with a cache here, and not in a server
-    raises    ConfigError
+    raises    ConfigError, on all ranks
     """
-    noise, alone = _REPEATED[model.dtype], last_logits(model, (2, _SHORT))  # type: ignore[index]
+    noise, alone = _REPEATED[compute_dtype(model)], last_logits(model, (2, _SHORT))
     text = model.config.get_text_config()  # type: ignore[operator, union-attr]
     if not getattr(text, "rope_parameters", None):  # a table of positions ends
         longest = min(longest, getattr(text, "max_position_embeddings", None) or longest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, modeling_utils
+from transformers.core_model_loading import WeightConverter, apply_converters
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.mixin import DistributedMixin
+from transformers.distributed.sharding_utils import DtensorShardOperation
 from transformers.utils import logging as transformers_logging
 
 from relibra.errors import ConfigError, RelibraError
@@ -61,7 +63,9 @@ def load_sharded(
     num_ranks, mixed = dist.get_world_size(), settings.dtype == "bfloat16"
     held = torch.bfloat16 if mixed and frozen else torch.float32
     options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
-    if num_ranks > 1:
+    if num_ranks == 1:
+        options["device_map"] = {"": device}  # tensor by tensor, so that the host never holds all of them
+    else:
         register()
         options["distributed_config"] = DistributedConfig(
             fsdp_size=num_ranks,
@@ -69,7 +73,7 @@ def load_sharded(
             ep_implementation=experts if has_experts else "auto",
             fsdp_mixed_precision=mixed,
         )
-    with quiet_loading(), _tied_before_sharding():
+    with quiet_loading(), _tied_before_sharding(), _own_slices():
         model = model_class.from_pretrained(path, config=model_config, dtype=held, **options).to(device)
     for target, source in model.all_tied_weights_keys.items():
         assert model.get_parameter(target) is model.get_parameter(source), f"{target} is one parameter with {source}"
@@ -132,6 +136,25 @@ def _tied_before_sharding() -> Iterator[None]:
         mixin._resolve_parallel_plans = resolve
 
 
+@contextmanager
+def _own_slices() -> Iterator[None]:
+    """Let models that transformers loads inside hold only their slice of each tensor in the files.
+
+    A slice of the type that is wanted is a view, which keeps the whole tensor in memory.
+    """
+    shard = DtensorShardOperation.shard_tensor
+
+    def shard_and_copy(*given: Any, **named: Any) -> Tensor | None:
+        found: Tensor | None = shard(*given, **named)
+        return found if found is None or found.untyped_storage().nbytes() <= found.nbytes else found.clone()
+
+    DtensorShardOperation.shard_tensor = shard_and_copy
+    try:
+        yield
+    finally:
+        DtensorShardOperation.shard_tensor = shard
+
+
 def set_tied(model_config: Any, *, tied: bool) -> None:
     """Set in a transformers configuration whether the output matrix is the input embedding."""
     for section in (model_config, model_config.get_text_config()):
@@ -190,22 +213,69 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, full_tensor(parameter)
 
 
-def check_shards(sharded: nn.Module, whole: nn.Module, name: str) -> None:
+def load_parameters(path: str, names: Sequence[str], model_config: Any, settings: ModelSettings) -> dict[str, Tensor]:
+    """Return some parameters of a model whole, in float32; nothing else of it is read.
+
+    names   of parameters, at least one
+    """
+    kept, dispatch = set(names), modeling_utils.accelerate_dispatch
+    modeling_utils.accelerate_dispatch = lambda *_: None  # it would prepare a model on two devices for its forward pass
+    try:
+        with loading(f"model.path {path!r}"), quiet_loading():
+            model = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=model_config,
+                dtype=torch.float32,
+                trust_remote_code=settings.trust_remote_code,
+                device_map={"": "meta", **dict.fromkeys(kept, "cpu")},
+            )
+    finally:
+        modeling_utils.accelerate_dispatch = dispatch
+    return {name: model.get_parameter(name).detach() for name in names}
+
+
+def check_shards(sharded: nn.Module, meta: Any, name: str, load: Callable[[Sequence[str]], dict[str, Tensor]]) -> None:
     """Compare loaded shards with the same weights loaded whole; collective.
 
-    raises   ConfigError, on all ranks, where one differs: transformers converts some parameters shard by shard
+    transformers converts some parameters when it loads them, and does that shard by shard. What is converted is the
+    same in all layers, so one parameter of each kind is compared, by rank 0.
+
+    meta     the same model on the meta device, as it was loaded there
+    load     returns parameters by name, in float32, whole
+    raises   ConfigError, on all ranks, where one differs
     """
-    weights = dict(whole.named_parameters())
-    differ = [
-        key
-        for key, full in full_parameters(sharded)
-        if not torch.equal(full.to(weights[key].dtype), weights[key].detach())
-    ]
-    if differ:
-        raise ConfigError(
-            f"{name} cannot be sharded: {differ[0]} and {len(differ) - 1} more parameters have other values in shards "
-            "than in its files; use parallel.ranks=1, or a model of another family"
-        )
+    converters = [one.reverse_transform() for one in (getattr(meta, "_weight_conversions", None) or ())[::-1]]
+    converters = [one for one in converters if isinstance(one, WeightConverter)]
+    kinds: dict[tuple[str, torch.Size], str] = {}
+    for key, parameter in sharded.named_parameters():
+        if apply_converters(key, converters)[1] is not None:
+            kinds.setdefault((re.sub(r"\d+", "*", key), parameter.shape), key)
+    reads = bool(kinds) and dist.get_rank() == 0
+    whole = on_all_ranks(lambda: load(list(kinds.values())) if reads else {})
+    full = ((key, full_tensor(sharded.get_parameter(key))) for key in kinds.values())
+    differ = [key for key, found in full if reads and not torch.equal(found.cpu(), whole[key])]
+
+    def refuse() -> None:
+        if differ:
+            raise ConfigError(
+                f"{name} cannot be sharded: {differ[0]} and {len(differ) - 1} more parameters have other values in "
+                "shards than in its files; use parallel.ranks=1, or a model of another family"
+            )
+
+    on_all_ranks(refuse)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, without gradients, and back after it; collective."""
+    before = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(before)
+        reshard(model)  # FSDP keeps the root's weights whole after a pass, and an optimizer would get these
 
 
 def on_all_ranks(work: Callable[[], T]) -> T:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -18,7 +17,8 @@ from relibra.rl.rollout.served.canary_probe import Canary, CanaryReport, Watched
 from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
 from relibra.rl.rollout.served.engine import ServerEngine
 from relibra.rl.rollout.served.preflight import check_servers
-from relibra.rl.rollout.served.weights import publish_weights
+from relibra.rl.rollout.served.trained_scores import TrainedScorer
+from relibra.rl.rollout.served.weights import publish_weights, write_version
 from relibra.rl.run.ranks import broadcast_json, wait_for_ranks
 
 
@@ -31,6 +31,7 @@ def make_engine(
     replays_rollout   training replays the routes of the rollout (R3), so a server has to report them
     """
     if rollout.engine == "embedded":
+        assert policy.copy is not None, "the ranks sample"
         return EmbeddedEngine(
             model=policy.copy,
             pad_id=tokenizer.pad_id,
@@ -41,7 +42,7 @@ def make_engine(
             record=bool(policy.layer_ids),
             shortest=shortest,
         )
-    text_config = policy.copy.config.get_text_config()  # type: ignore[operator, union-attr]
+    text_config = policy.meta.config.get_text_config()
     routes = None
     if policy.num_experts and replays_rollout:
         routes = ServedRoutes(
@@ -107,23 +108,27 @@ def check_engine(
 def sync_weights(
     engine: RolloutEngine, policy: Policy, weight_version: int, canary: Canary | None
 ) -> CanaryReport | None:
-    """Copy the trained weights to the full copies, and to the servers if there are any; collective.
+    """Copy the trained weights to the servers, or to the full copies that the ranks sample from; collective.
 
     canary    on rank 0: compares the servers with the policy afterwards
     returns   what the canary saw, on all ranks; None: there is none
     raises    EngineError where a server does not load them, or does not compute with them
     """
-    policy.sync()
     if not isinstance(engine, ServerEngine):
+        policy.sync()
         return None
     assert engine.weights is not None, "RolloutSettings asks for a folder that the server sees"
-    report, folder = None, None
+    watched = broadcast_json(canary is not None)
+    written = write_version(policy, engine.weights, weight_version, setting="rollout.server_weights")
+    scorer, report = TrainedScorer(policy.trained, engine.servers[0]), None
     if dist.get_rank() == 0:
         if canary is not None:
             canary.before_update()
-        folder = str(publish_weights(policy.copy, engine.weights, engine, weight_version))
-        report = canary and canary.after_update(policy.copy, weight_version)
+        publish_weights(written, engine, weight_version)
+        report = canary and canary.after_update(scorer, weight_version)
+    elif watched:
+        scorer([])
     wait_for_ranks()  # without a deadline; no rank asks a server before it has the weights
-    found, folder = broadcast_json([report and asdict(report), folder])
-    engine.published.version, engine.published.folder = weight_version, Path(folder)
+    found = broadcast_json(report and asdict(report))
+    engine.published.version, engine.published.folder = weight_version, written
     return found and CanaryReport(**found)

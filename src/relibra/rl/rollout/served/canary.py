@@ -42,7 +42,7 @@ _TEMPERS: dict[Dialect, str] = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CanaryScores:
-    """Log-probs of a server, and of the trainer's copy of the policy with the weights just published.
+    """Log-probs of a server, and of the trainer with the weights just published.
 
     served_T     of given tokens at temperature 1, computed without the server's cache (probe W)
     trained_T    the same by the trainer

@@ -1,25 +1,22 @@
-"""The probes of the canary: sequences of the task, scored by each server and by the trainer's copy of the policy."""
+"""The probes of the canary: sequences of the task, scored by each server and by the trainer."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import httpx
 import numpy as np
-import torch
 from numpy import ndarray
-from torch import nn
 
 from relibra.errors import EngineError
-from relibra.replay import record_routing
 from relibra.rl.rollout.served.canary import CanaryScores, find_fault, share_made
 from relibra.rl.rollout.served.client import ServerClient
 from relibra.rl.rollout.served.dialects import PATHS, SCORES, TokenAnswer, read_scores, scoring_body
 from relibra.rl.rollout.served.pool import on_every_server
 from relibra.rl.rollout.served.requests import ServerLost
+from relibra.rl.rollout.served.trained_scores import Scorer, TrainedScores
 
 SEQUENCES, MOST_SEQUENCES, SEQUENCE_TOKENS = 8, 32, 272
 """More than two blocks of vLLM's cache each, of 128 tokens on a CPU; more sequences where they reach few experts."""
@@ -97,36 +94,34 @@ class Canary:
         """
         asyncio.run(self._prepare())
 
-    def after_update(self, model: nn.Module, version: int) -> CanaryReport:
+    def after_update(self, score: Scorer, version: int) -> CanaryReport:
         """Compare the servers with the policy that was published.
 
-        model     full copy of the policy, in evaluation mode
+        score     returns what the trained model computes for sequences
         raises    EngineError naming what is wrong, and where
         """
         found = asyncio.run(on_every_server(self.servers, self._ask, retry_seconds=self.retry_seconds))
-        trained_by_tokens: dict[tuple[int, ...], TrainedScores] = {}  # equal servers sample equal tokens
-
-        def score(sequence: Sequence[int], answer: TokenAnswer, client: ServerClient) -> TrainedScores:
-            tokens, given = (*sequence, *answer.tokens), len(sequence)
-            if (given, *tokens) not in trained_by_tokens:
-                trained_by_tokens[given, *tokens] = score_sequence(
-                    model,
-                    tokens,
-                    given=given,
-                    temperature=client.temperature,
-                    with_routes=client.routes is not None,
-                )
-            return trained_by_tokens[given, *tokens]
-
-        reports = []
-        for server, scores in zip(self.servers, found, strict=True):
-            if not isinstance(scores, ServerLost):
-                trained = [
-                    score(sequence, answer, server.client)
-                    for sequence, answer in zip(self.sequences, scores.answers, strict=True)
-                ]
-                reports.append(self._compare(server, scores, trained, version))
-        return worst_of(reports)
+        answered = [
+            (server, scores)
+            for server, scores in zip(self.servers, found, strict=True)
+            if not isinstance(scores, ServerLost)
+        ]
+        sampled_of = [
+            [(*sequence, *answer.tokens) for sequence, answer in zip(self.sequences, scores.answers, strict=True)]
+            for _, scores in answered
+        ]
+        given_by_tokens = {  # equal servers sample equal tokens
+            tokens: len(sequence)
+            for sampled in sampled_of
+            for tokens, sequence in zip(sampled, self.sequences, strict=True)
+        }
+        trained_by_tokens = dict(zip(given_by_tokens, score(list(given_by_tokens.items())), strict=True))
+        return worst_of(
+            [
+                self._compare(server, scores, [trained_by_tokens[tokens] for tokens in sampled], version)
+                for (server, scores), sampled in zip(answered, sampled_of, strict=True)
+            ]
+        )
 
     def _compare(
         self, server: WatchedServer, served: ServedScores, trained: Sequence[TrainedScores], version: int
@@ -270,34 +265,4 @@ def worst_of(reports: Sequence[CanaryReport]) -> CanaryReport:
         equal_routes=min(routes, default=None),
         reached=min(reached, default=None),
         servers=len(reports),
-    )
-
-
-@dataclass(frozen=True)
-class TrainedScores:
-    """Log-probs of the trainer's copy: of given tokens, and of those after them with and without temperature.
-
-    experts_TLK   native routes of all tokens; None: a model without experts
-    """
-
-    given_T: ndarray
-    tempered_S: ndarray
-    raw_S: ndarray
-    experts_TLK: ndarray | None
-
-
-@torch.inference_mode()
-def score_sequence(
-    model: nn.Module, tokens: Sequence[int], *, given: int, temperature: float, with_routes: bool
-) -> TrainedScores:
-    """Return the log-probs of a sequence whose first tokens are given, and its native routes."""
-    ids_1N = torch.tensor([tokens], device=next(model.parameters()).device)
-    with record_routing(model) if with_routes else nullcontext() as recorder:
-        logits_NV = model(input_ids=ids_1N, use_cache=False).logits[0, :-1].float()
-    next_N1 = ids_1N[0, 1:, None]
-    raw_N = logits_NV.log_softmax(-1).gather(1, next_N1)[:, 0].double().cpu().numpy()
-    tempered_N = (logits_NV / temperature).log_softmax(-1).gather(1, next_N1)[:, 0].double().cpu().numpy()
-    routes = None if recorder is None else recorder.take()[0].cpu().numpy()
-    return TrainedScores(
-        given_T=raw_N[: given - 1], tempered_S=tempered_N[given - 1 :], raw_S=raw_N[given - 1 :], experts_TLK=routes
     )

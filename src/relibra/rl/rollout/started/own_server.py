@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -18,6 +17,7 @@ from relibra.environment import launched_rank, worker_environment
 from relibra.errors import ConfigError, EngineError
 from relibra.rl.config.rollout_settings import RolloutSettings
 from relibra.rl.config.run_config import RunConfig
+from relibra.rl.model.policy import Policy
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.served.weights import write_version
 from relibra.rl.run.ranks import broadcast_json
@@ -35,13 +35,13 @@ _ADDRESS = re.compile(r"at (http://[^\s/]+:\d+)/v1 ")
 
 
 @contextmanager
-def own_server(config: RunConfig, run: Path, model: Any, tokenizer: Tokenizer) -> Iterator[RolloutSettings]:
+def own_server(config: RunConfig, run: Path, policy: Policy, tokenizer: Tokenizer) -> Iterator[RolloutSettings]:
     """Yield the settings of the rollout, with the address of the server that rank 0 starts; collective.
 
     The server ends with the block.
 
     run         its folder `server` holds the log of the server, and the weights on their way there
-    model       full copy of the policy, which the server starts from
+    policy      which the server starts from
     tokenizer   of the policy: the server stops at its tokens, not at those of a tokenizer that suits the architecture
     raises      ConfigError for wrong options; EngineError, with the end of what it printed, where it does not start
     """
@@ -57,9 +57,12 @@ def own_server(config: RunConfig, run: Path, model: Any, tokenizer: Tokenizer) -
             "relibra serve --updates where all ranks reach it, and set rollout.engine=vllm and rollout.url"
         )
     server, outcome = None, None
+    start = write_version(policy, run / "server" / "start", 0, setting="run.folder")
     if dist.get_rank() == 0:
         try:
-            server = _start(config, run / "server", model, tokenizer)
+            tokenizer.save(start)
+            words = serve_command(config.model_copy(update={"rollout": rollout.model_copy(update=weights)}), str(start))
+            server = ServerProcess(words, worker_environment(1), run / "server" / "log")
             outcome = {"url": server.wait_for_address(rollout.start_seconds)}
         except EngineError as error:
             outcome = {"error": str(error)}
@@ -71,13 +74,6 @@ def own_server(config: RunConfig, run: Path, model: Any, tokenizer: Tokenizer) -
     finally:
         if server is not None:
             server.stop()
-
-
-def _start(config: RunConfig, folder: Path, model: Any, tokenizer: Tokenizer) -> ServerProcess:
-    folder.mkdir(exist_ok=True)
-    start = write_version(model, folder / "start", "the server of the run", 0)
-    tokenizer.save(start)
-    return ServerProcess(serve_command(config, str(start)), worker_environment(1), folder / "log")
 
 
 def serve_command(config: RunConfig, model: str) -> list[str]:
