@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.harness.options import measurement_options
 from benchmarks.harness.provenance import quartiles, write_results
 from relibra.rl.algorithms.advantages import Bootstrap, egae, moments, whiten
-from relibra.rl.algorithms.terms import LossTotals, clipped_surrogate, token_log_probs, token_weights
+from relibra.rl.algorithms.terms import LossTotals, clipped_surrogate, token_weights
 from relibra.rl.algorithms.value_loss import clipped_value_loss
 
 SLOTS, CAP = 128, 96
@@ -237,7 +237,7 @@ class Learner:
         )
         old_X = None
         for _ in range(PASSES):
-            log_prob_X = token_log_probs(self.logits_SA[state_X], action_X, 1.0)
+            log_prob_X = self.logits_SA[state_X].log_softmax(-1).gather(-1, action_X[:, None])[:, 0]
             old_X = log_prob_X.detach() if old_X is None else old_X
             surrogate_X, _ = clipped_surrogate(
                 log_prob_X - old_X, advantage_X, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, dual_clip=0.0

@@ -135,13 +135,17 @@ class _NoWaiting:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def reads_back(function: Any, args: Any) -> bool:
+    """Return whether the host waits for the result of an operation, or for its size, on an accelerator."""
+    name = function.overloadpacket.__name__
+    masks = name in ("index", "index_put", "index_put_") and any(
+        index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+    )
+    return masks or name in READS_BACK or str(function) == "aten.repeat_interleave.Tensor"
+
+
 class _NoReading(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.overloadpacket.__name__
-        reads = name in READS_BACK or str(function) == "aten.repeat_interleave.Tensor"
-        masks = name in ("index", "index_put", "index_put_") and any(
-            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-        )
-        if reads or masks:
+        if reads_back(function, args):
             raise RuntimeError(f"{function} reads back between the layers of a micro-batch")
         return function(*args, **(kwargs or {}))

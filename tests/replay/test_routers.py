@@ -7,7 +7,7 @@ from torch import nn
 from relibra.errors import EngineError
 from relibra.replay import find_routers
 from relibra.replay.families import REFUSED
-from relibra.replay.routers import decoder_of
+from relibra.replay.routers import RuleChecks, decoder_of
 from tests.replay.tiny_models import CONFIGS, tiny_model
 
 
@@ -76,9 +76,14 @@ def test_refuses_a_part_of_a_model_without_layer_numbers():
         find_routers(tiny_model().model.layers[0])
 
 
-def test_check_rule_notices_a_router_that_changed():
-    site = find_routers(tiny_model())[0]
+def test_checks_notice_a_router_that_changed():
+    model = tiny_model()
+    site = find_routers(model)[0]
     output = site.module(torch.randn(5, 32))
-    site.check_rule(output)
+    checks = RuleChecks()
+    checks.compare(site, output)
+    checks.read()
+    site.module.norm_topk_prob = not site.module.norm_topk_prob  # another rule, which is checked again
+    checks.compare(find_routers(model)[0], output)
     with pytest.raises(EngineError, match=r"layers\.0\.mlp\.gate.*Qwen3MoeTopKRouter.*transformers \d"):
-        site.check_rule((output[0], output[1] * 1.001, output[2]))
+        checks.read()

@@ -12,7 +12,7 @@ from jaxtyping import Integer, Shaped
 from torch import Tensor, nn
 
 from relibra.errors import EngineError, TraceError
-from relibra.replay.routers import RouterSite, find_routers, is_recompute
+from relibra.replay.routers import RouterSite, RuleChecks, find_routers, is_recompute
 from relibra.routing.trace import RoutingTrace
 
 
@@ -33,7 +33,7 @@ class RoutingRecorder:
         self._dtype = narrow_dtype(self.num_experts)
         self._forwards: list[Tensor] = []
         self._running: list[Tensor] = []  # ids of the current forward pass: its first layers, in order
-        self._unchecked = set(range(len(sites)))
+        self._checks = RuleChecks()
 
     def take(self) -> list[Integer[Tensor, "T L K"]]:
         """Return the ids `[T, L, K]` of each forward pass since the last call, oldest first, and drop them.
@@ -49,6 +49,7 @@ class RoutingRecorder:
                 f"a forward pass ended after {done} of {len(self._sites)} routers, before {self._sites[done].name}: "
                 "take routes only after whole forward passes, and record again"
             )
+        self._checks.read()
         taken, self._forwards = self._forwards, []
         return taken
 
@@ -92,9 +93,7 @@ class RoutingRecorder:
     def _on_router(self, index: int, _router: nn.Module, _args: Any, output: tuple[Tensor, ...]) -> None:
         if is_recompute():
             return
-        if index in self._unchecked:
-            self._sites[index].check_rule(output)
-            self._unchecked.discard(index)
+        self._checks.compare(self._sites[index], output)
         if index != len(self._running):
             expected, self._running = self._sites[len(self._running)].name, []
             raise EngineError(
@@ -112,8 +111,8 @@ class RoutingRecorder:
 def record_routing(model: nn.Module) -> Iterator[RoutingRecorder]:
     """Record the experts that every forward pass of the model takes inside this context.
 
-    Recomputation by activation checkpointing is not recorded. The first forward pass
-    checks that relibra's gate rule reproduces each router's weights bit for bit.
+    Recomputation by activation checkpointing is not recorded. Taking the routes of the first forward pass, or leaving
+    the context, checks that relibra's gate rule reproduces each router's weights bit for bit.
 
     raises   EngineError for a model that cannot be recorded (`find_routers`), a rule that does not hold, or an
              unfinished forward pass
@@ -134,6 +133,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecorder]:
             handle.remove()
     if recorder._running:
         recorder.take()
+    recorder._checks.read()
 
 
 def narrow_dtype(num_experts: int) -> torch.dtype:

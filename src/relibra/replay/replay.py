@@ -9,18 +9,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from relibra.errors import EngineError, TraceError
 from relibra.replay.batch import BatchRoutes
-from relibra.replay.routers import RouterSite, awaits_recompute, decoder_of, find_routers, is_recompute
+from relibra.replay.routers import RouterSite, RuleChecks, awaits_recompute, decoder_of, find_routers, is_recompute
 
 _SUSPICIOUS_ROWS = 16
 """With one choice per token, so many rows that all took expert 0 are refused as an empty recording."""
-
-_RULE_CHECKED = "_relibra_rule_checked"
-"""Attribute of a router: the key of the last check of its gate rule, which synchronises the device."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,7 @@ class RoutingReplay:
         self._routes = routes
         self._experts_TLK, self._valid_T = routes.experts_TLK, routes.valid_T
         self._hooks = [_RouterReplay(site, self, position) for position, site in enumerate(sites)]
+        self._checks = RuleChecks()
         self._backward_begun = False
         """Whether a backward pass has begun here, of a forward pass over these routes in this or an earlier context."""
         self._with_grad = False
@@ -74,15 +73,22 @@ class RoutingReplay:
 
         Read back from the device only here; all 0 before the forward pass.
         """
+        return self.replayed() + RouterComparison(0, 0, 0, *self.differing().tolist())
+
+    def replayed(self) -> RouterComparison:
+        """Return the rows, pairs and choices of `comparison`, which the host knows; the others are 0."""
+        layers = sum(hook.missed_T is not None for hook in self._hooks)
+        rows = int(self._routes.valid_T.sum()) if layers else 0
+        return RouterComparison(rows, rows * layers, rows * layers * self._routes.top_k)
+
+    def differing(self) -> Int[Tensor, " 3"]:
+        """Return the pairs, rows and choices of `comparison` that differ, on the device: nobody waits for them here."""
         missed = [hook.missed_T for hook in self._hooks if hook.missed_T is not None]
         if not missed:
-            return RouterComparison()
+            return torch.zeros(3, dtype=torch.int64)
         missed_LT = torch.stack(missed)
         differs_LT = missed_LT > 0
-        rows = self._valid_T.sum().to(missed_LT.device)
-        counts = torch.stack([rows, differs_LT.sum(), differs_LT.any(0).sum(), missed_LT.sum()]).tolist()
-        pairs = counts[0] * len(missed)
-        return RouterComparison(counts[0], pairs, pairs * self._experts_TLK.shape[2], *counts[1:])
+        return torch.stack([differs_LT.sum(), differs_LT.any(0).sum(), missed_LT.sum()])
 
     def _routes_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return (experts `[T, L, K]`, valid `[T]`) on a device, moving all layers at once when it changes."""
@@ -141,7 +147,7 @@ class _RouterReplay:
         self.awaits = False  # whether the backward pass of that forward will recompute this layer
         self.missed_T: Tensor | None = None  # replayed experts per row that the router itself would not have taken
 
-    def __call__(self, router: nn.Module, _args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def __call__(self, _router: nn.Module, _args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         native_TK = output[2]
         experts_TLK, valid_T = self.replay._routes_on(native_TK.device)
         if len(native_TK) != len(valid_T):
@@ -149,9 +155,7 @@ class _RouterReplay:
                 f"layer {self.site.layer_id}: its router sees {len(native_TK)} rows, the routes have {len(valid_T)}: "
                 "build BatchRoutes from the attention mask or the packed length of exactly this batch"
             )
-        if getattr(router, _RULE_CHECKED, None) != (key := self.site.rule_key(output)):
-            self.site.check_rule(output)
-            setattr(router, _RULE_CHECKED, key)
+        self.replay._checks.compare(self.site, output)
         ids_TK = torch.where(valid_T.unsqueeze(1), experts_TLK[:, self.position].long(), native_TK)
         if is_recompute():
             if not self.replay._backward_begun:
@@ -211,6 +215,7 @@ def replay_routing(model: nn.Module, routes: BatchRoutes, weight_version: int | 
         for handle in handles:
             handle.remove()
         replay._leave_device()
+    replay._checks.read()
     replay._check_consumption()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from relibra.errors import EngineError
@@ -55,21 +56,45 @@ class RouterSite:
         values = {name: value for name, value in settings.items() if not isinstance(value, nn.Module)}
         return f"{function.__name__} {values} {output[0].dtype} {output[1].dtype}"
 
-    def check_rule(self, output: tuple[Tensor, ...]) -> None:
-        """Compare the rule with the router: under it the router's ids have to give the router's weights, bit for bit.
+    @torch.no_grad()
+    def rule_holds(self, output: tuple[Tensor, ...]) -> Bool[Tensor, ""]:
+        """Return whether the router's ids give the router's weights under the rule, bit for bit; on the device."""
+        return (self.gates(output, output[2]) == output[1]).all()
 
-        This synchronises the device once, so callers check once per `rule_key`.
 
-        raises   EngineError when the installed transformers computes the weights differently
+class RuleChecks:
+    """Checks of gate rules in a pass: each router once per `rule_key`, all read after the pass, in one wait."""
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._found: dict[RouterSite, tuple[str, Tensor]] = {}
+
+    def compare(self, site: RouterSite, output: tuple[Tensor, ...]) -> None:
+        """Compare the rule with a call of the router, unless it has been checked; nothing is read here."""
+        key = site.rule_key(output)
+        if getattr(site.module, _CHECKED, None) != key and site not in self._found:
+            self._found[site] = key, site.rule_holds(output)
+
+    def read(self) -> None:
+        """Read what the comparisons found.
+
+        raises   EngineError when the installed transformers computes the weights of a router differently
         """
-        with torch.no_grad():
-            same = torch.equal(self.gates(output, output[2]), output[1])
-        if not same:
-            raise EngineError(
-                f"router {self.name} ({type(self.module).__name__}): relibra's gate rule does not reproduce its "
-                f"weights bit for bit under transformers {transformers.__version__}, so it would train another model: "
-                "run the eager PyTorch router (no replacement kernel), or add its rule to relibra.replay.families"
-            )
+        found, self._found = self._found, {}
+        answers = torch.stack([holds for _, holds in found.values()]).tolist() if found else []
+        for (site, (key, _)), holds in zip(found.items(), answers, strict=True):
+            if not holds:
+                raise EngineError(
+                    f"router {site.name} ({type(site.module).__name__}): relibra's gate rule does not reproduce its "
+                    f"weights bit for bit under transformers {transformers.__version__}, so it would train another "
+                    "model: run the eager PyTorch router (no replacement kernel), or add its rule to "
+                    "relibra.replay.families"
+                )
+            setattr(site.module, _CHECKED, key)
+
+
+_CHECKED = "_relibra_rule_checked"
+"""Attribute of a router: the key of the last check of its gate rule."""
 
 
 def find_routers(model: nn.Module) -> tuple[RouterSite, ...]:

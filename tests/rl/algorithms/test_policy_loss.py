@@ -12,8 +12,6 @@ from relibra.rl.algorithms.terms import (
     LossTotals,
     clipped_surrogate,
     sequence_log_ratio,
-    token_entropy,
-    token_log_probs,
     token_weights,
 )
 
@@ -26,20 +24,6 @@ def random_responses(seed, responses, longest=7):
     tokens_S = rng.integers(1, longest + 1, size=responses)
     response_X = rng.permutation(np.repeat(np.arange(responses), tokens_S))
     return rng, tokens_S, response_X
-
-
-@given(st.integers(0, 1 << 32), st.floats(0.2, 5.0), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_log_probs_and_entropy_are_those_of_the_tempered_policy(seed, temperature, dtype):
-    rng = np.random.default_rng(seed)
-    logits_XV = torch.from_numpy(rng.normal(size=(6, 5))).to(dtype)
-    tokens_X = torch.from_numpy(rng.integers(5, size=6))
-    got_X, entropy_X = token_log_probs(logits_XV, tokens_X, temperature), token_entropy(logits_XV, temperature)
-    assert got_X.dtype == entropy_X.dtype == torch.float32
-    for x in range(6):
-        weights = np.exp(logits_XV[x].double().numpy() / temperature)
-        p = weights / weights.sum()
-        assert float(got_X[x]) == pytest.approx(math.log(p[tokens_X[x]]), abs=1e-5)
-        assert float(entropy_X[x]) == pytest.approx(-(p * np.log(p)).sum(), abs=1e-5)
 
 
 @given(st.integers(0, 1 << 32), st.integers(1, 5))

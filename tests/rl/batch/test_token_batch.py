@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from relibra.replay import record_routing, replay_routing
 from relibra.rl.batch.token_batch import make_token_batch, with_routes
-from relibra.rl.update.recompute import log_probs_and_entropy, response_logits
+from relibra.rl.update.recompute import score_tokens
 from tests.replay.tiny_models import tiny_model
 from tests.rl.made_up import EXPERTS, LAYERS, response_of, responses_of
 
@@ -77,10 +77,10 @@ def test_routes_lie_on_the_rows_of_their_tokens(order):
 
 def test_packed_responses_get_the_log_probs_of_separate_ones(model):
     for chosen in ([0, 1, 2, 3], [2], [3, 1]):
-        logp_X, entropy_X = log_probs_and_entropy(model, make_token_batch(RESPONSES, chosen), 1.0)
+        scores = score_tokens(model, make_token_batch(RESPONSES, chosen), 1.0)
         expected = [value for s in chosen for value in alone(model, RESPONSES[s])[0]]
-        assert logp_X.tolist() == pytest.approx(expected, abs=1e-5)
-        assert entropy_X.shape == logp_X.shape
+        assert scores.log_probs_X.tolist() == pytest.approx(expected, abs=1e-5)
+        assert scores.entropy_X.shape == scores.log_probs_X.shape
 
 
 def test_packed_replay_of_own_routes_equals_separate_passes(model):
@@ -90,7 +90,7 @@ def test_packed_replay_of_own_routes_equals_separate_passes(model):
         recorded.append(replace(response, experts_mLK=experts_NLK.numpy()))
     batch = routed_batch(recorded, [3, 0, 2, 1])
     with replay_routing(model, batch.routes) as replay:
-        logp_X, _ = log_probs_and_entropy(model, batch, 1.0)
+        logp_X = score_tokens(model, batch, 1.0).log_probs_X
     expected = [value for s in (3, 0, 2, 1) for value in alone(model, recorded[s])[0]]
     assert logp_X.tolist() == pytest.approx(expected, abs=1e-5)
     assert replay.comparison().rows == batch.tokens_1T.shape[1]
@@ -100,19 +100,32 @@ def test_packed_replay_of_own_routes_equals_separate_passes(model):
 def test_replayed_routes_are_executed_and_change_the_log_probs(model):
     batch = routed_batch(RESPONSES, [0, 2])
     with replay_routing(model, batch.routes) as replay, torch.no_grad():
-        replayed = response_logits(model, batch)
-    native = response_logits(model, make_token_batch(RESPONSES, [0, 2]))
+        replayed_X = score_tokens(model, batch, 1.0).log_probs_X
+    native_X = score_tokens(model, make_token_batch(RESPONSES, [0, 2]), 1.0).log_probs_X
     assert replay.comparison().differing_pairs > 0
-    assert (replayed - native).abs().max() > 1e-2
+    assert (replayed_X - native_X).abs().max() > 1e-2
 
 
 def test_temperature_divides_the_logits(model):
     batch = make_token_batch(RESPONSES, [0, 1])
-    logp_X, entropy_X = log_probs_and_entropy(model, batch, 2.0)
+    scores = score_tokens(model, batch, 2.0)
     with torch.no_grad():
-        tempered_XV = (response_logits(model, batch) / 2).log_softmax(-1)
-    assert logp_X.tolist() == pytest.approx(tempered_XV.gather(-1, batch.target_X[:, None])[:, 0].tolist(), abs=1e-6)
-    assert entropy_X.tolist() == pytest.approx((-tempered_XV.exp() * tempered_XV).sum(-1).tolist(), abs=1e-5)
+        logits_TV = model(input_ids=batch.tokens_1T, position_ids=batch.position_1T, use_cache=False).logits[0]
+        tempered_XV = (logits_TV[batch.row_X] / 2).log_softmax(-1)
+    expected_X = tempered_XV.gather(-1, batch.target_X[:, None])[:, 0]
+    assert scores.log_probs_X.tolist() == pytest.approx(expected_X.tolist(), abs=1e-6)
+    assert scores.entropy_X.tolist() == pytest.approx((-tempered_XV.exp() * tempered_XV).sum(-1).tolist(), abs=1e-5)
+
+
+def test_some_response_tokens_of_a_batch(model):
+    batch = make_token_batch(RESPONSES, [2, 0])
+    chosen_X = torch.arange(len(batch.row_X)) % 3 == 1
+    some = batch.of_tokens(chosen_X)
+    assert torch.equal(some.tokens_1T, batch.tokens_1T)
+    assert some.token_X.tolist() == batch.token_X[chosen_X].tolist()
+    assert some.num_responses == 2
+    expected_X = score_tokens(model, batch, 1.0).log_probs_X[chosen_X]
+    torch.testing.assert_close(score_tokens(model, some, 1.0).log_probs_X, expected_X, atol=1e-6, rtol=0)
 
 
 @settings(max_examples=30)
@@ -150,5 +163,4 @@ def test_a_filler_trains_nothing(model):
     assert batch.routes is None
     assert batch.tokens_1T.shape == batch.position_1T.shape == (1, 1)
     assert batch.sampled_log_probs_X.shape == batch.token_X.shape == (0,)
-    assert response_logits(model, batch).shape[0] == 1, "one row keeps collectives aligned"
-    assert log_probs_and_entropy(model, batch, 1.0)[0].shape == (0,)
+    assert score_tokens(model, batch, 1.0).log_probs_X.shape == (1,), "one row keeps collectives aligned"

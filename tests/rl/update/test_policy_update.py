@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from relibra.rl.algorithms.loss import find_loss
-from relibra.rl.algorithms.terms import token_log_probs
 from relibra.rl.algorithms.tppo import POSITIVE_WEIGHT
 from relibra.rl.batch.schedule import Schedule
 from relibra.rl.batch.token_batch import make_token_batch
 from relibra.rl.batch.training_batch import TrainingBatch
 from relibra.rl.config.defaults import PRESETS
 from relibra.rl.config.run_config import load_config
+from relibra.rl.model.token_scores import score_logits
 from relibra.rl.update.policy_update import loss_totals
 from tests.rl.made_up import responses_of
 
@@ -61,8 +61,10 @@ class Step:
 
     def loss_and_sums(self, config, chosen, totals, mini_batch=0):
         logits_XV = torch.cat([self.logits_SrV[s] for s in chosen])
-        loss, sums = find_loss(config)(logits_XV, self.batch(chosen), totals[mini_batch])
-        return loss, Counter(sums)
+        found, batch = find_loss(config), self.batch(chosen)
+        read = found.of_tokens_read(replace(batch, row_X=torch.arange(len(batch.row_X))))
+        loss, sums = found(scores_of(logits_XV, read), read, totals[mini_batch])
+        return loss, Counter(found.add_up([sums]))
 
     def loss(self, *arguments, **options):
         return self.loss_and_sums(*arguments, **options)[0]
@@ -80,6 +82,17 @@ class Step:
         return grads, all_sums
 
 
+def scores_of(logits_XV, read):
+    """Return what the update computes: scores of the tokens that the loss reads; without any, of one row."""
+    if not len(read.row_X):
+        return score_logits(logits_XV[:1], torch.zeros(1, dtype=torch.int64), 1.0)
+    return score_logits(logits_XV[read.row_X], read.target_X, 1.0)
+
+
+def log_probs_of(logits_rV, tokens_r):
+    return logits_rV.detach().log_softmax(-1).gather(-1, tokens_r[:, None])[:, 0].numpy()
+
+
 def step_of(seed=0, *, drift=0.3, reference=False, lengths=LENGTHS):
     """Return a step with advantages, masks and old log-probs that are near to the present ones, or equal to them."""
     rng = np.random.default_rng(seed)
@@ -87,7 +100,7 @@ def step_of(seed=0, *, drift=0.3, reference=False, lengths=LENGTHS):
     generator = torch.Generator().manual_seed(seed)
     logits_SrV = [torch.randn(one.length, VOCAB, generator=generator).requires_grad_() for one in responses]
     now_Sr = [
-        token_log_probs(leaf.detach(), torch.from_numpy(one.tokens_n[one.prompt_length :]), 1.0).numpy()
+        log_probs_of(leaf, torch.from_numpy(one.tokens_n[one.prompt_length :]))
         for leaf, one in zip(logits_SrV, responses, strict=True)
     ]
     old_Sr = [(now + drift * rng.normal(size=len(now))).astype(np.float32) for now in now_Sr]
@@ -274,7 +287,7 @@ def test_a_reference_policy_pulls_and_is_measured():
     per_response = []
     for s, one in enumerate(step.responses):
         tokens_r = torch.from_numpy(one.tokens_n[one.prompt_length :])
-        logp_r = token_log_probs(step.logits_SrV[s].detach(), tokens_r, 1.0).numpy()
+        logp_r = log_probs_of(step.logits_SrV[s], tokens_r)
         gap_r = (logp_r - step.targets.reference_Sr[s])[step.targets.trained_Sr[s]]
         per_response.append(np.exp(-gap_r) - 1 + gap_r)
     assert sums["reference_kl"] == pytest.approx(sum(k3.sum() for k3 in per_response), abs=1e-5)
@@ -293,10 +306,25 @@ def test_tokens_rejected_by_correction_count_without_gradient():
     assert gradients[2][2].abs().sum() > 0
 
 
+def test_a_loss_gets_the_tokens_that_it_reads():
+    step = step_of(4)
+    trained = sum(int(trained.sum()) for trained in step.targets.trained_Sr)
+    or_positive = sum(
+        len(trained) if positive else int(trained.sum())
+        for trained, positive in zip(step.targets.trained_Sr, step.targets.positive_S, strict=True)
+    )
+    assert trained < or_positive < sum(LENGTHS)
+    for name, tokens in (("ppo", trained), ("gspo", trained), ("tppo", or_positive)):
+        read = find_loss(preset_config(name)).of_tokens_read(step.batch(list(range(7))))
+        assert (len(read.row_X), len(read.trained_Y)) == (tokens, trained)
+        assert read.loss_mask_X[read.trained_Y].all()
+
+
 def test_a_filler_adds_nothing_and_goes_backward():
     step, config = step_of(9), CONFIGS["dapo"]
     logits_1V = torch.randn(1, VOCAB, requires_grad=True)
-    loss, sums = find_loss(config)(logits_1V, make_token_batch(step.responses, []), totals_of(step)[0])
+    found, filler = find_loss(config), make_token_batch(step.responses, [])
+    loss, sums = found(scores_of(logits_1V, filler), found.of_tokens_read(filler), totals_of(step)[0])
     loss.backward()
     assert float(loss.detach()) == 0
     assert logits_1V.grad.abs().sum() == 0

@@ -19,7 +19,9 @@ from relibra.rl.batch.token_batch import make_token_batch, with_routes
 from relibra.rl.batch.training_batch import BatchExecution, TrainingBatch, executing, plan_recorded_routes, replaying
 from relibra.rl.config.run_config import load_config
 from relibra.rl.model.policy import Policy
-from relibra.rl.update.recompute import log_probs_and_entropy, recompute, reference_log_probs, response_logits
+from relibra.rl.model.token_scores import learn_logits, token_scores
+from relibra.rl.update import recompute as recompute_module
+from relibra.rl.update.recompute import recompute, reference_log_probs, score_tokens
 from tests.replay.tiny_models import tiny_model
 from tests.rl.joined import alone as alone_in_group
 from tests.rl.made_up import EXPERTS, LAYERS, of_rank, response_of
@@ -36,7 +38,9 @@ LOSS = find_loss(CONFIG)
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model().train()
+    model = tiny_model().train()
+    learn_logits(model)
+    return model
 
 
 def batch_of(responses, *, replayed, tokens=14):
@@ -94,7 +98,8 @@ def test_log_probs_equal_those_of_each_response_alone_in_order(model):
     batch = batch_of(RESPONSES, replayed=False)
     found = run(model, batch)
     for response, log_probs_r in zip(RESPONSES, by_response(batch, found.log_probs), strict=True):
-        assert log_probs_r == pytest.approx(native_log_probs(model, response), abs=1e-5)
+        expected_r = native_log_probs(model, response) * response.in_window_r  # only these are computed
+        assert log_probs_r == pytest.approx(expected_r, abs=1e-5)
     assert found.routers.pairs == 0, "nothing was replayed"
     assert found.routes == []
 
@@ -121,12 +126,24 @@ def test_the_sampler_is_compared_on_the_last_window_only(model):
     assert metrics["log_ratio_max"] == pytest.approx(np.log(20.0), abs=1e-4)
 
 
+def test_only_the_last_windows_are_scored(model, monkeypatch):
+    rows = []
+
+    def counting(model, tokens_1T, position_1T, row_X, *arguments):
+        rows.append(len(row_X))
+        return token_scores(model, tokens_1T, position_1T, row_X, *arguments)
+
+    monkeypatch.setattr(recompute_module, "token_scores", counting)
+    found = run(model, batch_of(RESPONSES, replayed=False))
+    assert sum(rows) == found.tokens == sum(response.window_length for response in RESPONSES)
+
+
 def test_entropy_is_summed_over_the_last_windows(model):
     found = run(model, batch_of(RESPONSES, replayed=False))
     expected = 0.0
     for s, response in enumerate(RESPONSES):
-        _, entropy_X = log_probs_and_entropy(model, make_token_batch(RESPONSES, [s]), 1.0)
-        expected += float(entropy_X[-response.window_length :].sum())
+        scores = score_tokens(model, make_token_batch(RESPONSES, [s]), 1.0)
+        expected += float(scores.entropy_X[-response.window_length :].detach().sum())
     assert found.entropy == pytest.approx(expected, rel=1e-5)
 
 
@@ -166,8 +183,9 @@ def test_r3_replays_recorded_routes_and_counts_differences(model):
     found = run(model, batch)
     assert found.routers.differing_pairs > 0.5 * found.routers.pairs, "the recorded routes are random ones"
     with executing(alone_policy(model), batch, CONFIG.plan, cluster_preset("laptop", 1, 1)) as context, context(0):
-        expected_X, _ = log_probs_and_entropy(model, batch.micro_batches[0], 1.0)
-    assert torch.equal(found.log_probs[0], expected_X)
+        [first, _] = batch.micro_batches
+        expected_X = score_tokens(model, first, 1.0).log_probs_X * first.in_window_X
+    torch.testing.assert_close(found.log_probs[0], expected_X.detach(), atol=1e-6, rtol=0)
 
 
 def test_micro_batches_that_leave_the_plan_are_counted(model):
@@ -193,7 +211,7 @@ def test_micro_batches_that_leave_the_plan_are_counted(model):
 
 @pytest.mark.parametrize("replayed", [False, True])
 def test_the_first_mini_batch_has_ratio_1_to_the_bit(model, replayed):
-    batch = batch_of(RESPONSES, replayed=replayed)
+    batch = batch_of([replace(one, window_length=one.length) for one in RESPONSES], replayed=replayed)
     found = run(model, batch)
     ones = [torch.ones(len(micro_batch.row_X)) for micro_batch in batch.micro_batches]
     batch = batch.filled(
@@ -207,17 +225,14 @@ def test_the_first_mini_batch_has_ratio_1_to_the_bit(model, replayed):
         tokens=15, responses=4, positive_tokens=0, step_tokens=30, step_positive_tokens=0, mini_batches=2
     )
     for number, micro_batch in batch.of_mini_batch(0):
+        read = LOSS.of_tokens_read(micro_batch)
         with replaying(model, micro_batch.routes):
-            logits_XV = response_logits(model, micro_batch)
-        loss, sums = LOSS(logits_XV, micro_batch, totals)
+            scores = score_tokens(model, read, 1.0)
+        loss, sums = LOSS(scores, read, totals)
         share = len(micro_batch.row_X) * 2 / 30
         assert float(loss.detach()) == pytest.approx(-share, abs=1e-6), f"micro-batch {number}: ratios are not 1"
-        assert found.log_probs[number].tolist() == log_probs_of(logits_XV, micro_batch)
+        assert found.log_probs[number].tolist() == scores.log_probs_X.tolist()
         assert sums["clip_fraction"] == 0
-
-
-def log_probs_of(logits_XV, micro_batch):
-    return logits_XV.detach().log_softmax(-1).gather(-1, micro_batch.target_X[:, None])[:, 0].tolist()
 
 
 def test_the_reference_routes_by_itself_whatever_is_replayed(model):
@@ -226,6 +241,10 @@ def test_the_reference_routes_by_itself_whatever_is_replayed(model):
     found = reference_log_probs(reference, batch, 1.0)
     for response, log_probs_r in zip(RESPONSES, by_response(batch, found), strict=True):
         assert log_probs_r == pytest.approx(native_log_probs(reference, response), abs=1e-5)
+    masks = [torch.rand(len(one.row_X)) < 0.4 for one in batch.micro_batches]
+    some = reference_log_probs(reference, batch.filled(loss_mask_X=masks), 1.0)
+    for trained_X, all_X, mask_X in zip(some, found, masks, strict=True):
+        torch.testing.assert_close(trained_X, all_X * mask_X, atol=1e-6, rtol=0)
 
 
 def test_a_rank_without_responses_compares_nothing(model):

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Int, Int64
 from numpy import ndarray
-from torch import nn
+from torch import Tensor, nn
 
 from relibra.errors import EngineError
-from relibra.parallel.agreement import Point
+from relibra.parallel.agreement import Agreement, Point
 from relibra.parallel.balanced import BalancedEP, agreement_of, balanced_layers
 from relibra.parallel.homes.home_shards import StoredRows, home_mesh, home_ranks, rows_by_expert
 from relibra.parallel.rows.exchange import all_gather, explain_peer_failure
@@ -59,7 +59,8 @@ def relocate(
     """
     start = time.perf_counter()
     layers = balanced_layers(model)
-    agreement_of(list(layers.values())).reach(Point.RELOCATE)
+    agreement = agreement_of(list(layers.values()))
+    agreement.reach(Point.RELOCATE)
     group = _group(next(iter(layers.values())))
     wanted_LE = np.asarray(physical_to_logical_map)
     refusal: EngineError | None = None
@@ -69,7 +70,7 @@ def relocate(
         tensors = {layer_id: rows_by_expert(layer_id, layer, optimizer) for layer_id, layer in layers.items()}
     except EngineError as error:
         refusal = error  # raised after the exchange of agreement, so that no rank waits for this one
-    _check_agreement(layers, wanted_LE, tensors, refusal, group)
+    _check_agreement(layers, wanted_LE, tensors, refusal, group, agreement)
     experts = sent_bytes = 0
     for (layer_id, layer), wanted_E in zip(layers.items(), wanted_LE.astype(np.int64), strict=True):
         moved = int((wanted_E != layer.physical_to_logical_E).sum())
@@ -123,9 +124,9 @@ def _relocate_layer(
     width = sum(stored.row_bytes for stored in tensors)
     sent = torch.empty((len(moves.leave_X), width), dtype=torch.uint8, device=device)
     received = torch.empty((len(moves.arrive_Y), width), dtype=torch.uint8, device=device)
-    leave_X, arrive_Y = torch.from_numpy(moves.leave_X), torch.from_numpy(moves.arrive_Y)
+    leave_X, arrive_Y = _on_devices(moves.leave_X, tensors), _on_devices(moves.arrive_Y, tensors)
     for stored, columns in _columns(tensors):
-        rows = stored.rows[leave_X.to(stored.rows.device)].reshape(len(leave_X), prod(stored.rows.shape[1:]))
+        rows = stored.rows[leave_X[stored.rows.device]].reshape(len(sent), prod(stored.rows.shape[1:]))
         sent[:, columns] = rows.view(torch.uint8).to(device)
     place = Place(dist.get_rank(), layer_id, -1)
     with explain_peer_failure("moving experts (the layer is unchanged)", place, list(number_of)):
@@ -135,10 +136,17 @@ def _relocate_layer(
         arrived.item()  # the only wait on an accelerator
     for stored, columns in _columns(tensors):
         rows = received[:, columns].clone(memory_format=torch.contiguous_format).view(stored.rows.dtype)
-        rows = rows.reshape(len(arrive_Y), *stored.rows.shape[1:]).to(stored.rows.device)
-        stored.rows[arrive_Y.to(stored.rows.device)] = rows
+        rows = rows.reshape(len(received), *stored.rows.shape[1:]).to(stored.rows.device)
+        stored.rows[arrive_Y[stored.rows.device]] = rows
     layer.physical_to_logical_E = wanted_E.copy()
     return width * int(moves.num_sent_R.sum() - moves.num_sent_R[own])
+
+
+def _on_devices(numbers: ndarray, tensors: list[StoredRows]) -> dict[torch.device, Tensor]:
+    """Return numbers on each device that has rows, uploaded once, without a wait."""
+    on_host = torch.from_numpy(numbers)
+    on_host = on_host.pin_memory() if any(stored.rows.is_cuda for stored in tensors) else on_host
+    return {device: on_host.to(device, non_blocking=True) for device in {stored.rows.device for stored in tensors}}
 
 
 def _columns(tensors: list[StoredRows]) -> Iterator[tuple[StoredRows, slice]]:
@@ -203,10 +211,12 @@ def _check_agreement(
     tensors: dict[int, list[StoredRows]],
     refusal: EngineError | None,
     group: dist.ProcessGroup,
+    agreement: Agreement,
 ) -> None:
     """Compare maps and kinds of tensors across ranks before anything moves; raise on all ranks or on none.
 
-    refusal   why this rank cannot start
+    refusal     why this rank cannot start
+    agreement   of the expert-parallel ranks; without data-parallel replicas the hosts compare in its group
     """
     maps = hashlib.sha256(repr((list(layers), wanted_LE.shape, wanted_LE.tolist())).encode())
     maps.update(repr([layer.physical_to_logical_E.tolist() for layer in layers.values()]).encode())
@@ -214,7 +224,10 @@ def _check_agreement(
     has_rows = any(len(s.rows) for of_layer in tensors.values() for s in of_layer)  # else it may lack states
     payload = bytes([refusal is not None, has_rows]) + maps.digest() + hashlib.sha256(repr(kinds).encode()).digest()
     own = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    own = own.to(next(iter(layers.values())).ep_mesh.device_type)
+    if group.size() == agreement.num_ranks:
+        group = agreement.group
+    else:
+        own = own.to(next(iter(layers.values())).ep_mesh.device_type)
     place = Place(dist.get_rank(group), -1, -1)
     gathered = all_gather(own, group, "the agreement on a map of homes (nothing has moved)", place)
     payload_R = [bytes(other.tolist()) for other in gathered]

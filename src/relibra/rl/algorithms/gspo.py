@@ -16,6 +16,6 @@ def loss(inputs: LossInputs) -> LossResult:
     """Return GRPO's loss with the ratio of the response of each token (`sequence_log_ratio`)."""
     from relibra.rl.algorithms.terms import sequence_log_ratio
 
-    mask_X = inputs.mask_X
-    log_ratio_Y = inputs.log_probs_X[mask_X] - inputs.old_log_probs_X[mask_X]
-    return grpo.loss(inputs, sequence_log_ratio(log_ratio_Y, inputs.response_X[mask_X], inputs.num_responses))
+    inputs = inputs.trained()
+    log_ratio_X = inputs.log_probs_X - inputs.old_log_probs_X
+    return grpo.loss(inputs, sequence_log_ratio(log_ratio_X, inputs.response_X, inputs.num_responses))

@@ -30,28 +30,26 @@ def loss(inputs: LossInputs, log_ratio_Y: Tensor | None = None) -> LossResult:
     """
     from relibra.rl.algorithms import terms  # imports torch, which settings do without
 
-    settings, mask_X = inputs.settings, inputs.mask_X
-    response_Y, old_Y = inputs.response_X[mask_X], inputs.old_log_probs_X[mask_X]  # Y: the trained ones of X
+    settings, inputs = inputs.settings, inputs.trained()  # from here on its X tokens are the Y trained ones
+    old_Y = inputs.old_log_probs_X
     correction_Y = terms.correction_weights(
-        settings, old_Y - inputs.sampled_log_probs_X[mask_X], response_Y, inputs.num_responses
+        settings, old_Y - inputs.sampled_log_probs_X, inputs.response_X, inputs.num_responses
     )
     surrogate_Y, clipped_Y = terms.clipped_surrogate(
-        inputs.log_probs_X[mask_X] - old_Y if log_ratio_Y is None else log_ratio_Y,
-        inputs.advantages_X[mask_X],
+        inputs.log_probs_X - old_Y if log_ratio_Y is None else log_ratio_Y,
+        inputs.advantages_X,
         clip_low=settings.clip_low,
         clip_high=settings.clip_high,
         dual_clip=settings.dual_clip,
     )
-    tokens_Y = response_Y.bincount(minlength=inputs.num_responses)[response_Y]
+    tokens_Y = terms.response_sizes(inputs.response_X, inputs.num_responses)
     weight_Y = terms.token_weights(settings.aggregate, tokens_Y, inputs.totals, inputs.max_response)
     gain_Y = correction_Y * surrogate_Y
     metrics = {"clip_fraction": clipped_Y.sum(), "masked_fraction": (correction_Y == 0).sum()}
     if inputs.ref_log_probs_X is not None:
-        kl_Y, limited_Y = terms.kl_estimate(
-            settings.kl_estimator, inputs.log_probs_X[mask_X], inputs.ref_log_probs_X[mask_X]
-        )
+        kl_Y, limited_Y = terms.kl_estimate(settings.kl_estimator, inputs.log_probs_X, inputs.ref_log_probs_X)
         gain_Y = gain_Y - settings.kl_coefficient * kl_Y
         metrics |= {"reference_kl": kl_Y.detach().sum(), "reference_kl_limited": limited_Y.sum()}
     if settings.entropy_coefficient:
-        gain_Y = gain_Y + settings.entropy_coefficient * inputs.entropy_X[mask_X]
+        gain_Y = gain_Y + settings.entropy_coefficient * inputs.entropy_X
     return -(weight_Y * gain_Y).sum(), metrics

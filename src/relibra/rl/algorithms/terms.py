@@ -1,11 +1,10 @@
-"""Inputs and terms of policy losses: log-probs, ratios, the clipped surrogate, corrections, divergence, weights."""
+"""Inputs and terms of policy losses: ratios, the clipped surrogate, corrections, divergence, weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 from jaxtyping import Bool, Float, Int
 
@@ -47,15 +46,19 @@ class LossTotals:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossInputs:
-    """Input of a policy loss: the X response tokens of a micro-batch, and what their loss is divided by.
+    """Input of a policy loss: X response tokens of a micro-batch, and what their loss is divided by.
 
-    logits_XV             of the policy, that predict the tokens
+    They are those to train on, and for a loss that reads `positive_X` (T-PPO's, and one of the user) all tokens of
+    positive responses.
+
     log_probs_X           of the tokens, with gradients
-    old_log_probs_X       under the trained weights before the update, which sampled
+    entropy_X             of the policy at each token, in nats, with gradients
+    old_log_probs_X       under the trained weights before the update, which sampled; 0 where not in the mask
     sampled_log_probs_X   as the sampler computed them
-    ref_log_probs_X       under the reference policy; None: `kl_coefficient` is 0
+    ref_log_probs_X       under the reference policy, 0 where not in the mask; None: `kl_coefficient` is 0
     advantages_X          0 where not in the mask
     mask_X                tokens to train on
+    trained_Y             index of those among the X tokens
     versions_X            of the weights that sampled them
     response_X            response of each, 0 .. num_responses - 1
     positive_X            tokens of finished responses with a task reward above 0
@@ -64,13 +67,14 @@ class LossInputs:
     max_response          most tokens of a response
     """
 
-    logits_XV: Float[Tensor, "X V"]
     log_probs_X: Float[Tensor, " X"]
+    entropy_X: Float[Tensor, " X"]
     old_log_probs_X: Float[Tensor, " X"]
     sampled_log_probs_X: Float[Tensor, " X"]
     ref_log_probs_X: Float[Tensor, " X"] | None
     advantages_X: Float[Tensor, " X"]
     mask_X: Bool[Tensor, " X"]
+    trained_Y: Int[Tensor, " Y"]
     versions_X: Int[Tensor, " X"]
     response_X: Int[Tensor, " X"]
     positive_X: Bool[Tensor, " X"]
@@ -80,32 +84,20 @@ class LossInputs:
     temperature: float
     max_response: int
 
-    @cached_property
-    def entropy_X(self) -> Float[Tensor, " X"]:
-        """Return the entropy of the policy at each token, in nats, with gradients; computed at first use."""
-        return token_entropy(self.logits_XV, self.temperature)
+    def trained(self) -> LossInputs:
+        """Return the inputs of the tokens to train on alone. An index by the mask would wait for the device."""
+        if len(self.trained_Y) == len(self.mask_X):
+            return self
+        of_tokens = {field.name: getattr(self, field.name) for field in fields(self) if field.name.endswith("_X")}
+        picked: dict[str, Any] = {
+            name: value.index_select(0, self.trained_Y) for name, value in of_tokens.items() if value is not None
+        }
+        return replace(self, trained_Y=torch.arange(len(self.trained_Y), device=self.trained_Y.device), **picked)
 
 
 LossResult = tuple[Float[Tensor, ""], Mapping[str, Tensor | float]]
 """A micro-batch's part of the loss of its mini-batch, to which all parts add up; and sums over trained tokens by name,
 whose means per trained token are logged."""
-
-
-def token_log_probs(
-    logits_XV: Float[Tensor, "X V"], tokens_X: Int[Tensor, " X"], temperature: float
-) -> Float[Tensor, " X"]:
-    """Return the log-probability of each token, in float32 or better.
-
-    logits_XV     that predict the tokens: those at the positions before them
-    temperature   of the policy, as in sampling
-    """
-    return torch.log_softmax(_tempered(logits_XV, temperature), dim=-1).gather(-1, tokens_X[:, None]).squeeze(-1)
-
-
-def token_entropy(logits_XV: Float[Tensor, "X V"], temperature: float) -> Float[Tensor, " X"]:
-    """Return the entropy of the tempered policy at each position, in nats, in float32 or better."""
-    log_probs_XV = torch.log_softmax(_tempered(logits_XV, temperature), dim=-1)
-    return -(log_probs_XV.exp() * log_probs_XV).sum(-1)
 
 
 def sequence_log_ratio(
@@ -119,9 +111,14 @@ def sequence_log_ratio(
     response_X    index of each token's response, 0 .. num_responses - 1; all its trained tokens must be here
     """
     value_X = log_ratio_X.detach()
-    size_S = torch.bincount(response_X, minlength=num_responses).clamp(min=1)
-    mean_S = value_X.new_zeros(num_responses).index_add(0, response_X, value_X) / size_S
-    return mean_S[response_X] + (log_ratio_X - value_X)
+    sum_S = value_X.new_zeros(num_responses).index_add(0, response_X, value_X)
+    return sum_S[response_X] / response_sizes(response_X, num_responses) + (log_ratio_X - value_X)
+
+
+def response_sizes(response_X: Int[Tensor, " X"], num_responses: int) -> Int[Tensor, " X"]:
+    """Return how many of these tokens the response of each has; `bincount` would wait for the device."""
+    size_S = response_X.new_zeros(num_responses).index_add(0, response_X, torch.ones_like(response_X))
+    return size_S[response_X]
 
 
 def clipped_surrogate(
@@ -170,11 +167,6 @@ def token_weights(
         "constant": 1 / (max_response * max(1, totals.responses)),
     }[aggregate]
     return torch.full(tokens_of_response_X.shape, weight, device=tokens_of_response_X.device)
-
-
-def _tempered(logits_XV: Tensor, temperature: float) -> Tensor:
-    logits_XV = logits_XV.float() if logits_XV.dtype in (torch.bfloat16, torch.float16) else logits_XV
-    return logits_XV if temperature == 1 else logits_XV / temperature  # a copy of the logits is large
 
 
 def correction_weights(

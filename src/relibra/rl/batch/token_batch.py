@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from numpy import ndarray
 from torch import Tensor
 
 from relibra.replay import BatchRoutes
+from relibra.rl.batch.device_copies import upload
+from relibra.rl.model.packed_sequences import keep_lengths
 from relibra.rl.rollout.response import Response
 
 
@@ -39,6 +42,7 @@ class TokenBatch:
     routes                experts to replay; None: the model routes by itself
     old_log_probs_X       under the trained weights before the update (`recompute`)
     loss_mask_X           tokens that the surrogate is summed over
+    trained_Y             index of those among the X tokens
     advantages_X          0 where not in the mask
     positive_B            finished responses with a task reward above 0
     ref_log_probs_X       under the reference policy; None: there is none
@@ -60,6 +64,7 @@ class TokenBatch:
     routes: BatchRoutes | None = None
     old_log_probs_X: Float[Tensor, " X"] | None = None
     loss_mask_X: Bool[Tensor, " X"] | None = None
+    trained_Y: Int[Tensor, " Y"] | None = None
     advantages_X: Float[Tensor, " X"] | None = None
     positive_B: Bool[Tensor, " B"] | None = None
     ref_log_probs_X: Float[Tensor, " X"] | None = None
@@ -71,11 +76,23 @@ class TokenBatch:
         """Return the number of responses, B."""
         return len(self.samples_B)
 
+    def of_tokens(self, chosen_X: Bool[Tensor, " X"]) -> TokenBatch:
+        """Return the batch with some of its response tokens; all tokens are fed as before. On the host."""
+        tensors = self._tensors()
+        picked: dict[str, Any] = {name: tensor[chosen_X] for name, tensor in tensors.items() if name.endswith("_X")}
+        return replace(self, **picked)
+
     def to(self, device: torch.device) -> TokenBatch:
-        """Return the batch with its tensors on a device; routes stay where they are."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)}
+        """Return the batch of the host with its tensors on a device, without a wait; routes stay where they are."""
+        named = self._tensors()
+        moved: dict[str, Any] = dict(zip(named, upload(list(named.values()), device), strict=True))
+        ends_B = self.last_row_B.tolist() or [0]  # a filler feeds one token
+        keep_lengths(moved["position_1T"], [end - start for start, end in pairwise([-1, *ends_B])])
         return replace(self, **moved)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def make_token_batch(responses: Sequence[Response], chosen: Sequence[int], *, feed_last: bool = False) -> TokenBatch:

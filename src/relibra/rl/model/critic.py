@@ -57,12 +57,11 @@ def build_critic(settings: ModelSettings, policy: Policy, folder: Path, device: 
 def token_values(
     critic: nn.Module, input_ids_1T: Int64[Tensor, "1 T"], position_ids_1T: Int64[Tensor, "1 T"]
 ) -> Float32[Tensor, " T"]:
-    """Return the predicted return after each token of packed sequences; collective.
+    """Return the predicted return after each token of packed sequences, which are on its device; collective.
 
     position_ids_1T   restart at 0 with each sequence, which separates them in the attention mask
     """
-    device = next(critic.parameters()).device
-    output = critic(input_ids=input_ids_1T.to(device), position_ids=position_ids_1T.to(device), use_cache=False)
+    output = critic(input_ids=input_ids_1T, position_ids=position_ids_1T, use_cache=False)
     return output.logits[0, :, 0].float()
 
 

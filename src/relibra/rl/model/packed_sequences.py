@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import create_masks_for_generate, eager_mask, sdpa_mask
 
@@ -66,10 +66,17 @@ def attend_packed(
         return sdpa_attention_forward(module, query, key, value, attention_mask, position_ids=position_ids, **settings)
     lengths = sequence_lengths(position_ids)
     groups = query.shape[1] // key.shape[1]
-    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    # Of the kernels of a GPU only flash attention shares keys and values, for narrow types and heads up to 256.
+    shared = query.is_cpu or (query.itemsize == 2 and query.shape[-1] <= 256)
+    if not shared:
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     pieces = [
         nn.functional.scaled_dot_product_attention(
-            *one, is_causal=True, dropout_p=settings.get("dropout", 0.0), scale=settings.get("scaling")
+            *one,
+            is_causal=True,
+            dropout_p=settings.get("dropout", 0.0),
+            scale=settings.get("scaling"),
+            enable_gqa=shared and groups > 1,
         )
         for one in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     ]
@@ -152,7 +159,7 @@ def sequence_lengths(position_ids_1T: Tensor) -> list[int]:
         starts = (position_ids_1T[0] == 0).nonzero().flatten().tolist()
         ends = [*starts[1:], position_ids_1T.shape[1]]
         lengths = [end - start for start, end in zip(starts, ends, strict=True)]
-        _lengths_of[position_ids_1T] = lengths
+        keep_lengths(position_ids_1T, lengths)
     return lengths
 
 
@@ -165,6 +172,25 @@ def sequence_offsets(position_ids_1T: Tensor) -> Tensor:
             offsets = offsets.pin_memory().to(position_ids_1T.device, non_blocking=True)
         _offsets_of[position_ids_1T] = offsets
     return offsets
+
+
+def keep_lengths(position_ids_1T: Tensor, lengths: list[int]) -> None:
+    """Remember the lengths of packed sequences that the host knows, so that no pass reads them from the device."""
+    _lengths_of[position_ids_1T] = lengths
+
+
+def sequence_of_each_token(position_ids: Tensor) -> Tensor | None:
+    """Return a number for each token, equal within a sequence, for masks; None: the row is one sequence.
+
+    transformers reads from the device which it is, once per pass; here nothing is read where the lengths are known.
+    """
+    lengths = _lengths_of.get(position_ids)
+    if lengths is None:
+        return _sequence_read(position_ids)
+    return (position_ids == 0).cumsum(-1) if len(lengths) > 1 else None
+
+
+_sequence_read = masking_utils.find_packed_sequence_indices
 
 
 def can_attend_packed(model: nn.Module) -> bool:
@@ -273,6 +299,7 @@ def use_explicit_masks(model: nn.Module, dtype: torch.dtype) -> None:
     decoder.register_forward_pre_hook(with_masks, with_kwargs=True)
 
 
+masking_utils.find_packed_sequence_indices = sequence_of_each_token
 AttentionInterface.register(PACKED, attend_packed)
 AttentionMaskInterface.register(PACKED, packed_mask)
 AttentionInterface.register(PACKED_SINKS, attend_packed_with_sinks)

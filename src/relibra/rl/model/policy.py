@@ -42,6 +42,7 @@ from relibra.rl.model.sharding import (
     with_plain_outputs,
     without_randomness,
 )
+from relibra.rl.model.token_scores import learn_logits
 from relibra.rl.model.tokenizer import Tokenizer, loading
 from relibra.rl.model.weight_files import StoredWeights, write_folder
 from relibra.rl.toy.model import built_in_config, initial_model
@@ -191,6 +192,7 @@ def build_policy(
         use_packed_attention(trained)
     if explicit_masks and policy.copy is not None:
         use_explicit_masks(policy.copy, meta.dtype)
+    learn_logits(trained)
     if settings.path:
         check_modes(trained, _name(settings), settings.dtype)
     return policy
@@ -416,6 +418,7 @@ def reference_policy(
             frozen=True,
         )
     policy.separate_sequences(reference)
+    learn_logits(reference)
     if settings.path:
         check_modes(reference, what, settings.dtype, (False, False))
     return reference

@@ -21,6 +21,7 @@ from relibra.rl.algorithms.advantages import (
     whiten,
 )
 from relibra.rl.algorithms.value_loss import auroc, explained_variance, value_sums
+from relibra.rl.batch.device_copies import download, wait_for_copies
 from relibra.rl.batch.schedule import cut_into_runs
 from relibra.rl.batch.token_batch import TokenBatch, make_token_batch
 from relibra.rl.batch.training_batch import TrainingBatch
@@ -124,8 +125,13 @@ def compute_values(critic: nn.Module, responses: Sequence[Response], micro_batch
     """Return the values of all tokens of this rank's responses; collective."""
     before_X = torch.zeros(sum(response.length for response in responses))
     after_S = torch.zeros(len(responses))
-    for batch in make_value_batches(responses, range(len(responses)), micro_batch_tokens):
-        values_T = token_values(critic, batch.tokens_1T, batch.position_1T).cpu()
+    device, found = next(critic.parameters()).device, list[Tensor]()
+    batches = make_value_batches(responses, range(len(responses)), micro_batch_tokens)
+    for batch in batches:
+        there = batch.to(device)
+        found.append(download(token_values(critic, there.tokens_1T, there.position_1T)))
+    wait_for_copies(device)
+    for batch, values_T in zip(batches, found, strict=True):
         before_X[batch.token_X] = values_T[batch.row_X]
         after_S[batch.samples_B] = values_T[batch.last_row_B]
     return ResponseValues(before_X=before_X, after_S=after_S)

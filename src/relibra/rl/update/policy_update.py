@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from relibra.rl.algorithms.loss import PolicyLoss
@@ -18,7 +18,7 @@ from relibra.rl.config.settings import UpdateSettings
 from relibra.rl.model.optimizer import StepCount, step_or_skip
 from relibra.rl.run.ranks import sum_over_ranks
 from relibra.rl.update.gradient_reduction import each_micro_batch
-from relibra.rl.update.recompute import response_logits
+from relibra.rl.update.recompute import model_device, score_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,32 +58,30 @@ def update_policy(
 
     count    optimizer steps made before
     """
-    device, reduces_each = next(model.parameters()).device, each_micro_batch(model)
-    all_totals = loss_totals(batch)
+    device, temperature = model_device(model), loss.config.rollout.temperature
+    all_totals, reduces_each = loss_totals(batch), each_micro_batch(model)
     sums, norms, skipped = defaultdict[str, float](float), list[float](), 0
     for mini_batch, totals in list(enumerate(all_totals)) * update.epochs:
         if not totals.tokens and (not totals.positive_tokens or ":" in loss.config.algorithm.loss):
             continue
-        numbered, found = batch.of_mini_batch(mini_batch), defaultdict[str, float](float)
+        numbered, found = batch.of_mini_batch(mini_batch), list[Mapping[str, Tensor | float]]()
         for i, (number, micro_batch) in enumerate(numbered):
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(reduces_each or i == len(numbered) - 1)
+            read = loss.of_tokens_read(micro_batch).to(device)
             with context(number):
-                total, own_sums = loss(response_logits(model, micro_batch), micro_batch.to(device), totals)
+                total, own_sums = loss(score_tokens(model, read, temperature), read, totals)
                 (total * num_ranks).backward()
-            _add(found, own_sums)
+            found.append(own_sums)
+        added = loss.add_up(found)
         count, norm = step_or_skip(model, optimizer, count, update, learning_rate=update.learning_rate, name="policy")
         if norm is None:
             skipped += 1
             continue
-        _add(sums, found)
+        for name, value in added.items():
+            sums[name] += value
         norms.append(norm)
     return PolicyUpdate(sums=sums, grad_norms=norms, count=count, skipped=skipped)
-
-
-def _add(sums: dict[str, float], others: Mapping[str, float]) -> None:
-    for name, value in others.items():
-        sums[name] += value
 
 
 def loss_totals(batch: TrainingBatch) -> list[LossTotals]:

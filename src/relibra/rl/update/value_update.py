@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from relibra.rl.algorithms.terms import response_sizes
 from relibra.rl.algorithms.value_loss import clipped_value_loss
 from relibra.rl.batch.step_plan import own_mini_batches
 from relibra.rl.batch.token_batch import TokenBatch
@@ -52,24 +53,25 @@ def update_values(
     totals = sum_over_ranks(torch.tensor([len(part) for part in parts])).tolist()
     nominal = responses_per_step // update.mini_batches  # fewer that finished make a smaller step
     losses, skipped, reduces_each = list[float](), 0, each_micro_batch(critic)
+    device = next(critic.parameters()).device
     for part, total in list(zip(parts, totals, strict=True)) * update.epochs:
         if not total:
             continue
         batches = make_value_batches(finished, part.tolist(), update.micro_batch_tokens)
-        loss_sum = 0.0
+        found = list[Tensor]()
         for i, batch in enumerate(batches):
             if isinstance(critic, FSDPModule):
                 critic.set_requires_gradient_sync(reduces_each or i == len(batches) - 1)
-            loss = _value_loss(critic, _with_targets(batch, finished), max(nominal, total))
+            loss = _value_loss(critic, _with_targets(batch, finished).to(device), max(nominal, total))
             (loss * num_ranks).backward()
-            loss_sum += float(loss.detach())
+            found.append(loss.detach())
         count, norm = step_or_skip(
             critic, optimizer, count, update, learning_rate=settings.learning_rate, name="value model"
         )
         if norm is None:
             skipped += 1
         else:
-            losses.append(loss_sum)
+            losses.append(sum(torch.stack(found).tolist()))
     return float(sum_over_ranks(torch.tensor(losses)).mean()) if losses else 0.0, count, skipped
 
 
@@ -80,11 +82,13 @@ def _with_targets(batch: TokenBatch, finished: Sequence[Response]) -> TokenBatch
 
 
 def _value_loss(critic: nn.Module, batch: TokenBatch, responses: int) -> Float[Tensor, ""]:
-    """Return a micro-batch's part of the loss of a mini-batch with so many responses; collective."""
+    """Return a micro-batch's part of the loss of a mini-batch with so many responses; collective.
+
+    batch   on the device, with targets
+    """
     values_T = token_values(critic, batch.tokens_1T, batch.position_1T)
     if not batch.num_responses:
         return values_T.sum() * 0.0  # filler
-    batch = batch.to(values_T.device)
     assert batch.old_values_X is not None, "targets are filled before the loss"
     assert batch.returns_X is not None, "targets are filled before the loss"
     loss_X = clipped_value_loss(
@@ -94,5 +98,5 @@ def _value_loss(critic: nn.Module, batch: TokenBatch, responses: int) -> Float[T
         clip_low=CLIP_LOW,
         clip_high=CLIP_HIGH,
     )
-    tokens_X = torch.bincount(batch.response_X, minlength=batch.num_responses)[batch.response_X]
+    tokens_X = response_sizes(batch.response_X, batch.num_responses)
     return (1 / (tokens_X.float() * max(1, responses)) * loss_X).sum()  # means of responses
