@@ -18,13 +18,17 @@ from relibra.rl.batch.schedule import make_schedule
 from relibra.rl.batch.token_batch import make_token_batch, with_routes
 from relibra.rl.batch.training_batch import BatchExecution, TrainingBatch, executing, plan_recorded_routes, replaying
 from relibra.rl.config.run_config import load_config
+from relibra.rl.model import token_scores as token_scores_module
+from relibra.rl.model.optimizer import StepCount, make_optimizer
 from relibra.rl.model.policy import Policy
 from relibra.rl.model.token_scores import learn_logits, token_scores
 from relibra.rl.update import recompute as recompute_module
+from relibra.rl.update.policy_update import update_policy
 from relibra.rl.update.recompute import recompute, reference_log_probs, score_tokens
 from tests.replay.tiny_models import tiny_model
 from tests.rl.joined import alone as alone_in_group
 from tests.rl.made_up import EXPERTS, LAYERS, of_rank, response_of
+from tests.rl.model.test_token_scores import LargestTensor
 
 RESPONSES = [
     response_of(0, length=4),
@@ -233,6 +237,30 @@ def test_the_first_mini_batch_has_ratio_1_to_the_bit(model, replayed):
         assert float(loss.detach()) == pytest.approx(-share, abs=1e-6), f"micro-batch {number}: ratios are not 1"
         assert found.log_probs[number].tolist() == scores.log_probs_X.tolist()
         assert sums["clip_fraction"] == 0
+
+
+def test_no_pass_of_a_step_holds_whole_logits(monkeypatch):
+    model = tiny_model(vocab_size=5000, hidden_size=4, num_hidden_layers=1).train()
+    learn_logits(model)
+    monkeypatch.setattr(token_scores_module, "CHUNK_BYTES", 3 * 4 * 5000)
+    batch = batch_of(RESPONSES, replayed=False, tokens=100)
+    ones = [torch.ones(len(micro_batch.row_X)) for micro_batch in batch.micro_batches]
+    assert max(map(len, ones)) > 8
+    with alone_in_group(), LargestTensor() as largest:
+        found = run(model, batch)
+        batch = batch.filled(
+            old_log_probs_X=found.log_probs,
+            advantages_X=ones,
+            loss_mask_X=[ones_X > 0 for ones_X in ones],
+            positive_B=[torch.ones(micro_batch.num_responses) > 0 for micro_batch in batch.micro_batches],
+        )
+        batch = batch.filled(ref_log_probs_X=reference_log_probs(model, batch, 1.0))
+        optimizer, count = make_optimizer(model, 1e-3), StepCount()
+        update = update_policy(
+            model, optimizer, batch, lambda _: nullcontext(), LOSS, CONFIG.update, count=count, num_ranks=1
+        )
+    assert update.count.made == 2
+    assert largest.values <= 4 * 5000, "a chunk, or the weight of the head"
 
 
 def test_the_reference_routes_by_itself_whatever_is_replayed(model):
