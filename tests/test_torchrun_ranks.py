@@ -116,12 +116,15 @@ def test_cases_of_training_fit_their_micro_batches():
 
     from benchmarks.runtime.training import cases
 
-    given = Namespace(model=None, quick=False, layers=None, length=None, tokens=16384)
+    given = Namespace(model=None, quick=False, layers=None, length=None, tokens=16384, settings=[])
     found = [(one.model, one.layers, one.length, one.tokens) for one in cases(given)]
     qwen, gpt_oss = ("qwen3-30b-a3b", 48), ("gpt-oss-20b", 24)
-    assert found == [(*qwen, 4096, 16384), (*qwen, 16384, 16384), (*gpt_oss, 8192, 16384)]
-    [small] = cases(Namespace(**vars(given) | {"layers": 3, "model": "gpt-oss-20b"}))
-    assert (small.model, small.layers) == ("gpt-oss-20b", 3)
+    lengths = ((qwen, 4096), (qwen, 16384), (gpt_oss, 8192), (gpt_oss, 16384))
+    assert found == [(*model, length, 16384) for model, length in lengths]
+    words = {"layers": 3, "model": "gpt-oss-20b", "length": [512], "settings": ["model.dtype=float32"]}
+    [small] = cases(Namespace(**vars(given) | words))
+    assert (small.model, small.layers, small.length) == ("gpt-oss-20b", 3, 512)
+    assert small.settings == ("model.dtype=float32",)
     config = cases(given)[0].config()
     assert (config.num_experts, config.hidden_size, config.num_hidden_layers) == (128, 2048, 48)
 
@@ -134,8 +137,11 @@ def test_ranks_of_torchrun_train_random_weights(tmp_path, num_ranks):
     done = subprocess.run([*command, *program], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
+    host = "update.offload=moments, update.activations=host, "
     assert [row["case"] for row in rows] == [
-        f"{model}, 128 tokens, update.mini_batches=2" for model in ("qwen3-30b-a3b", "gpt-oss-20b")
+        f"{model}, 128 tokens, {settings}update.mini_batches=2"
+        for model in ("qwen3-30b-a3b", "gpt-oss-20b")
+        for settings in ("", host)
     ]
     for row in rows:
         assert (row["ranks"], row["layers"], row["repetitions"]) == (num_ranks, 2, 1)

@@ -39,7 +39,7 @@ from relibra.rl.algorithms.loss import find_loss
 from relibra.rl.config.run_config import RunConfig, load_config
 from relibra.rl.model.optimizer import make_optimizer
 from relibra.rl.model.policy import build_policy
-from relibra.rl.model.sharding import quiet_loading
+from relibra.rl.model.sharding import quiet_loading, save_activations
 from relibra.rl.rollout.response import Response, RolloutCost, Window
 from relibra.rl.run.ranks import broadcast_json, connect_ranks, gather_json, joined_ranks, wait_for_ranks
 from relibra.rl.run.step_trace import StepTraces
@@ -51,15 +51,21 @@ SEED = 0
 SPREAD = 0.8
 """Standard deviation of the popularity of experts, as a logarithm."""
 PROMPT = 32
+ON_HOST = ("update.offload=moments", "update.activations=host")
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": {
-        "config": "Qwen3MoeConfig", "lengths": (4096, 16384), "num_hidden_layers": 48, "hidden_size": 2048,
-        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "norm_topk_prob": True,
-        "tie_word_embeddings": False, "max_position_embeddings": 40960, "vocab_size": 151936,
+        "config": "Qwen3MoeConfig", "cases": ((4096, ()), (16384, ON_HOST)),
+        "num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 40960, "vocab_size": 151936,
+        "tie_word_embeddings": False,
     },
-    "gpt-oss-20b": {"config": "GptOssConfig", "lengths": (8192,), "num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-20b": {
+        "config": "GptOssConfig", "cases": ((8192, ()), (16384, ON_HOST)),
+        "num_hidden_layers": 24, "num_local_experts": 32,
+    },
 }  # fmt: skip
+"""Sizes, and what is measured unless the command line says it: tokens of a response, and settings."""
 TOY = {
     "hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "num_experts": 8, "num_local_experts": 8,
     "num_experts_per_tok": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
@@ -87,6 +93,7 @@ class Sizes:
     length          tokens of a response with its prompt
     tokens          of a rank's micro-batch
     micro_batches   of a step, which is one optimizer step
+    settings        of relibra train, as section.key=value
     """
 
     model: str
@@ -94,11 +101,12 @@ class Sizes:
     length: int
     tokens: int
     micro_batches: int = 2
+    settings: tuple[str, ...] = ()
     toy: bool = False
 
     def config(self) -> Any:
         """Describe the model to transformers."""
-        known = {name: value for name, value in MODELS[self.model].items() if name not in ("config", "lengths")}
+        known = {name: value for name, value in MODELS[self.model].items() if name not in ("config", "cases")}
         known |= {name: value for name, value in TOY.items() if self.toy and (name in known or name in _COMMON)}
         config_class = getattr(transformers, MODELS[self.model]["config"])
         return config_class(**{**known, "num_hidden_layers": self.layers})
@@ -158,18 +166,19 @@ class MadeUpEngine:
         )
 
 
-def settings_of(sizes: Sizes, folder: Path, num_ranks: int, given: Sequence[str]) -> RunConfig:
-    """Return the settings of a run with these sizes; the given ones win."""
+def run_settings(sizes: Sizes, folder: Path, num_ranks: int) -> RunConfig:
+    """Return the settings of a run in which a server samples, so that no copy of the model is for that."""
     responses = num_ranks * sizes.micro_batches * (sizes.tokens // sizes.length)
     own = {
         "model.path": folder, "parallel.ranks": num_ranks, "rollout.max_response": sizes.length - PROMPT,
         "rollout.prompts_per_step": responses // 2, "rollout.responses_per_prompt": 2, "update.mini_batches": 1,
         "update.micro_batch_tokens": sizes.tokens, "update.max_mismatch": 1e9, "trace.keep": 0,
+        "rollout.engine": "vllm", "rollout.url": "http://127.0.0.1:1", "rollout.server_weights": folder / "unused",
     }  # fmt: skip
-    return load_config(None, [*(f"{name}={value}" for name, value in own.items()), *given])
+    return load_config(None, [*(f"{name}={value}" for name, value in own.items()), *sizes.settings])
 
 
-def measure(sizes: Sizes, steps: int, device: torch.device, per_node: int, given: Sequence[str]) -> dict[str, Any]:
+def measure(sizes: Sizes, steps: int, device: torch.device, per_node: int) -> dict[str, Any]:
     """Return the row of a case; collective, on the ranks of one machine."""
     own = tempfile.TemporaryDirectory() if dist.get_rank() == 0 else nullcontext("")
     with own as name:
@@ -177,15 +186,15 @@ def measure(sizes: Sizes, steps: int, device: torch.device, per_node: int, given
         if dist.get_rank() == 0:
             write_random_weights(sizes, folder, device)
         wait_for_ranks()
-        found = _run(settings_of(sizes, folder, dist.get_world_size(), given), sizes, steps, device, per_node, folder)
+        found = _run(run_settings(sizes, folder, dist.get_world_size()), sizes, steps, device, per_node, folder)
         wait_for_ranks()
     seconds, peaks_R = found["seconds"], gather_json(found["peaks"])
     timed = [sum(value for stage, value in one.items() if stage not in UNTIMED) for one in seconds]
     tokens = sizes.micro_batches * (sizes.tokens // sizes.length) * (sizes.length - 1)  # of a rank
     gib, reserved_gib = (max(peaks[i] for peaks in peaks_R) / 2**30 for i in (0, 1))
     return {
-        "case": f"{sizes.model}, {sizes.length:,} tokens{', '.join(['', *given])}", "label": "measured", "seed": SEED,
-        "repetitions": steps, "unit": UNIT, "ranks": dist.get_world_size(), "layers": sizes.layers,
+        "case": ", ".join([sizes.model, f"{sizes.length:,} tokens", *sizes.settings]), "label": "measured",
+        "seed": SEED, "repetitions": steps, "unit": UNIT, "ranks": dist.get_world_size(), "layers": sizes.layers,
         "seconds": statistics.median(timed), "recompute_seconds": _median(seconds, "recompute"),
         "update_seconds": _median(seconds, "update"), "sync_seconds": _median(seconds, "sync"),
         "tokens_per_second": tokens / statistics.median(timed),
@@ -220,11 +229,14 @@ def _run(
         replay=config.algorithm.replay,
         follows_plans=config.follows_plans,
         longest=sizes.length,
+        decodes=False,
+        samples=False,
     )
+    save_activations(policy.trained, config.update.activations)
     cluster = find_cluster(config.plan.cluster, device, config.parallel.ranks, per_node)
     learner = Learner(
         policy=policy,
-        optimizer=make_optimizer(policy.trained, config.update.learning_rate),
+        optimizer=make_optimizer(policy.trained, config.update.learning_rate, config.update),
         critic=None,
         loss=find_loss(config),
         reference=None,
@@ -319,10 +331,7 @@ def main() -> None:
     torch.set_num_threads(1)
     alone = None if launched else connect_ranks(1800, "tcp://127.0.0.1:0?rank=0&world_size=1")
     with joined_ranks(1800, device, alone):
-        rows = [
-            measure(one, 1 if options.quick else options.steps, device, per_node, options.settings)
-            for one in cases(options)
-        ]
+        rows = [measure(one, 1 if options.quick else options.steps, device, per_node) for one in cases(options)]
         first = dist.get_rank() == 0
     if not first:
         return
@@ -340,14 +349,17 @@ def main() -> None:
 
 
 def cases(options: argparse.Namespace) -> list[Sizes]:
-    """Return what the command line asks for: lengths of each model that fit into a micro-batch."""
+    """Return what the command line asks for; settings alone change all that would be measured without."""
     found = []
     for model in [options.model] if options.model else MODELS:
-        toy = options.quick
-        layers = TOY["num_hidden_layers"] if toy else options.layers or MODELS[model]["num_hidden_layers"]
-        for length in options.length or ((128,) if toy else MODELS[model]["lengths"]):
-            tokens = 256 if toy else max(options.tokens, length)
-            found.append(Sizes(model=model, layers=layers, length=length, tokens=tokens, toy=toy))
+        toy, sizes = options.quick, MODELS[model]
+        layers = TOY["num_hidden_layers"] if toy else options.layers or sizes["num_hidden_layers"]
+        wanted = [(length, ()) for length in options.length] if options.length else sizes["cases"]
+        for length, settings in wanted:
+            length = 128 if toy else length
+            tokens = 2 * length if toy else max(options.tokens, length)
+            settings = (*settings, *options.settings)
+            found.append(Sizes(model=model, layers=layers, length=length, tokens=tokens, settings=settings, toy=toy))
     return found
 
 

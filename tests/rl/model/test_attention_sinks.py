@@ -126,6 +126,7 @@ def test_a_sinks_gradient_is_minus_its_share_of_the_output():
     torch.testing.assert_close(sinks.grad, -share * (1 - share) * value.sum())
 
 
+@pytest.mark.usefixtures("group")
 def test_models_give_the_same_logits_and_gradients():
     masked, packed = tiny_model("gpt_oss"), tiny_model("gpt_oss")
     use_explicit_masks(masked, torch.float32)
@@ -163,6 +164,7 @@ def test_padded_rows_and_rows_with_a_cache_are_as_before():
         torch.testing.assert_close(*steps, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("broken", ["s_aux", "scaling", "position_ids"])
 def test_attention_that_goes_wrong_is_noticed(monkeypatch, broken):
     wrong = {"s_aux": torch.zeros(4), "scaling": 0.9, "position_ids": torch.arange(12)[None]}
@@ -180,6 +182,7 @@ def test_attention_that_goes_wrong_is_noticed(monkeypatch, broken):
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.usefixtures("group")
 def test_a_family_that_passes_no_sinks_keeps_its_attention(monkeypatch):
     def attend(*arguments, s_aux=None, **given):
         return attend_packed_with_sinks(*arguments, **given)

@@ -103,12 +103,18 @@ def attend_packed_with_sinks(
     s_aux            sink of each head. A family that passes none raises TypeError, and keeps its own attention
     sliding_window   tokens that a token sees, itself included; None: all before it
     """
-    if softcap or (attention_mask is None and (position_ids is None or dropout)):
-        raise TypeError("attention with sinks needs positions, and has no soft cap and no dropout")
     if attention_mask is None:
-        places = {"lengths": sequence_lengths(position_ids), "offsets": sequence_offsets(position_ids)}
+        if softcap or position_ids is None or dropout:
+            raise TypeError("attention with sinks needs positions, and has no soft cap and no dropout")
         output_HTD = attend_with_sinks(
-            query[0], key[0], value[0], s_aux, **places, window=sliding_window, scale=scaling
+            query[0],
+            key[0],
+            value[0],
+            s_aux,
+            lengths=sequence_lengths(position_ids),
+            offsets=sequence_offsets(position_ids),
+            window=sliding_window,
+            scale=scaling,
         )
         return output_HTD.transpose(0, 1)[None].contiguous(), None
     groups = query.shape[1] // key.shape[1]
