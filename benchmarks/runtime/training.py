@@ -34,13 +34,13 @@ from benchmarks.harness.process_memory import process_bytes
 from benchmarks.harness.provenance import commit, write_results
 from relibra.calibration.machine import find_cluster
 from relibra.environment import launched_rank
-from relibra.errors import ConfigError
 from relibra.rl.algorithms.loss import find_loss
 from relibra.rl.config.run_config import RunConfig, load_config
 from relibra.rl.model.optimizer import make_optimizer
 from relibra.rl.model.policy import build_policy
 from relibra.rl.model.sharding import quiet_loading, save_activations
 from relibra.rl.rollout.response import Response, RolloutCost, Window
+from relibra.rl.run.rank import choose_device
 from relibra.rl.run.ranks import broadcast_json, connect_ranks, gather_json, joined_ranks, wait_for_ranks
 from relibra.rl.run.step_trace import StepTraces
 from relibra.rl.step import Learner, Progress, rl_step
@@ -321,13 +321,7 @@ def main() -> None:
         print("skipped: torch sees no CUDA device here; --quick tries the program on a CPU with toy sizes")
         return
     local_rank, per_node = (launched.local_rank, launched.num_local_ranks) if launched else (0, 1)
-    if on_gpu and torch.cuda.device_count() < per_node:
-        raise ConfigError(
-            f"{per_node} processes of a machine with {torch.cuda.device_count()} GPUs: start one for each"
-        )
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
+    device = choose_device(local_rank, per_node)
     torch.set_num_threads(1)
     alone = None if launched else connect_ranks(1800, "tcp://127.0.0.1:0?rank=0&world_size=1")
     with joined_ranks(1800, device, alone):
