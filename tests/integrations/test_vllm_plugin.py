@@ -1,7 +1,10 @@
 """The repairs of the vLLM plug-ins on classes shaped like those of vLLM 0.29; `test_vllm_server.py` has real ones."""
 
+import importlib
 import logging
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 import torch
 
 from relibra.integrations.vllm import plugin
+from relibra.rl.rollout.served.weight_group import GroupAddress, broadcast_bucket, join_group, layout_of
 
 REPAIRS = (
     plugin.capture_routes,
@@ -127,6 +131,74 @@ def test_a_prompt_in_pieces_leaves_its_generator_where_it_was(vllm):
         return [vllm["Runner"](generators, [False, False])._sample()[0] for _ in range(2)]
 
     assert tokens(0) == tokens(1) == tokens(5)
+
+
+class Transfer:
+    """The base of vLLM's back ends of weight transfer."""
+
+    def __init__(self, config, vllm_config, device, model):
+        self.config, self.device, self.model = config, device, model
+        self.parallel_config, self.model_config = vllm_config.parallel_config, vllm_config.model_config
+
+    def parse_init_info(self, info):
+        return self.init_info_cls(**info)
+
+    def parse_update_info(self, info):
+        return self.update_info_cls(**info)
+
+
+@pytest.fixture
+def receiver(vllm, monkeypatch):
+    """A worker of a server, and what its model loads."""
+    steps, registered = [], {}
+    modules = {
+        "distributed.weight_transfer.base": {"WeightTransferEngine": Transfer},
+        "distributed.weight_transfer.factory": {
+            "WeightTransferEngineFactory": SimpleNamespace(
+                register_engine=lambda name, *where: registered.setdefault(name, where)
+            )
+        },
+        "model_executor.model_loader.reload": {
+            "initialize_layerwise_reload": lambda _: steps.append("start"),
+            "finalize_layerwise_reload": lambda _, __: steps.append("finish"),
+        },
+    }
+    for name, content in modules.items():
+        parts = f"vllm.{name}".split(".")
+        for end in range(2, len(parts) + 1):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(parts[end - 1]))
+        vars(sys.modules[f"vllm.{name}"]).update(content)
+    monkeypatch.delitem(sys.modules, "relibra.integrations.vllm.weight_transfer", raising=False)
+    plugin.offer_weight_transfer()
+    [module, class_name] = registered["relibra"]
+    parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
+    model = SimpleNamespace(load_weights=lambda bucket: steps.append({name: one.clone() for name, one in bucket}))
+    config = SimpleNamespace(parallel_config=parallel, model_config=None)
+    yield getattr(importlib.import_module(module), class_name)(None, config, torch.device("cpu"), model), steps
+    sys.modules.pop("relibra.integrations.vllm.weight_transfer", None)
+
+
+def test_a_worker_loads_the_buckets_that_the_trainer_sends(receiver):
+    worker, steps = receiver
+    store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    address = GroupAddress("gloo", "127.0.0.1", store.port, 2, 1, 10.0)
+    bucket = [("a", torch.arange(6.0).view(2, 3)), ("b", torch.ones(4, dtype=torch.bfloat16))]
+
+    def work():
+        worker.init_transfer_engine(worker.parse_init_info(asdict(address)))
+        worker.start_weight_update()
+        worker.update_weights(asdict(layout_of(bucket)))
+        worker.finish_weight_update()
+
+    with ThreadPoolExecutor() as pool:
+        done = pool.submit(work)
+        for sent in broadcast_bucket(join_group(store, address, 0), bucket):
+            sent.wait()
+        done.result(10)
+    assert (steps[0], steps[2]) == ("start", "finish")
+    assert all(torch.equal(steps[1][name], tensor) for name, tensor in bucket)
+    with pytest.raises(RuntimeError, match="no trainer is joined"):
+        worker.update_weights(asdict(layout_of(bucket)))
 
 
 def test_compiled_graphs_call_experts_as_an_operation(vllm, monkeypatch):

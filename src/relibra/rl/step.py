@@ -35,6 +35,7 @@ from relibra.rl.rollout.engines import sync_weights
 from relibra.rl.rollout.failed_rewards import check_failed_rewards
 from relibra.rl.rollout.response import Response, RolloutEngine
 from relibra.rl.rollout.served.canary_probe import Canary
+from relibra.rl.rollout.served.sleep import rest_servers
 from relibra.rl.run import step_metrics
 from relibra.rl.run.ranks import sum_over_ranks
 from relibra.rl.run.step_trace import StepTraces, record_routes
@@ -249,6 +250,7 @@ def _sample(
             settings=config.rollout,
             weight_version=step,
         )
+        rest_servers(learner.engine, learner.canary, next(learner.policy.trained.parameters()).device)
     with clock.stage("reward"):
         responses, errors = compute_rewards(
             rollout.responses,

@@ -31,6 +31,7 @@ from relibra.rl.rollout.engines import check_engine, make_engine, sync_weights
 from relibra.rl.rollout.prompt_lengths import encode_prompt, fit_prompts
 from relibra.rl.rollout.response import RolloutEngine
 from relibra.rl.rollout.served.canary_probe import Canary
+from relibra.rl.rollout.served.sleep import rest_servers, wake_after_failure
 from relibra.rl.rollout.started.own_server import own_server
 from relibra.rl.run.checkpoints.checkpoint import Models, load_checkpoint
 from relibra.rl.run.checkpoints.checkpoint_writer import CheckpointWriter
@@ -84,6 +85,8 @@ def _train(
     begin_stage("start of the rollout engine")
     rollout = servers.enter_context(own_server(config, run, policy, tokenizer))
     engine, canary = _make_engine(config, rollout, policy, task, tokenizer, longest)
+    servers.callback(wake_after_failure, engine)
+    rest_servers(engine, canary, device)
     resumed = broadcast_json(has_checkpoint(run) if dist.get_rank() == 0 else None)
     warmed = resumed or _warm_up(config, policy, task, tokenizer, display, stop)
     learner, progress, step = _build_learner(

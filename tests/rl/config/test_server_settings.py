@@ -51,6 +51,33 @@ def test_keys_come_from_the_environment_or_a_file(tmp_path, monkeypatch):
         assert "sk 3" not in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "what"),
+    [
+        (("rollout.sleep=true", "rollout.transfer=nccl"), "sleep"),
+        (("rollout.sleep=true", "rollout.transfer=gloo"), "sleep"),
+        (("rollout.transfer=ipc",), "transfer"),
+        (("rollout.transfer=ipc", "rollout.url=http://127.0.0.1:1,http://h:2"), "transfer"),
+        (("rollout.transfer=gloo", "rollout.engine=sglang"), "transfer"),
+        (("rollout.transfer=gloo", "rollout.engine=embedded"), "transfer"),
+        (("rollout.sleep=true", "rollout.engine=embedded"), "sleep"),
+    ],
+)
+def test_ways_that_cannot_work_are_refused_by_name(overrides, what):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*SERVED, *overrides])
+    assert caught.value.what == f"rollout.{what}"
+
+
+def test_weights_go_through_files_unless_told_otherwise():
+    rollout = load_config(None, [*SERVED]).rollout
+    assert (rollout.transfer, rollout.sleep) == ("folder", False)
+    for how in ("gloo", "nccl"):  # needs no folder
+        assert load_config(None, [*SERVED[:2], f"rollout.transfer={how}"]).rollout.server_weights is None
+    both = ["rollout.transfer=ipc", "rollout.sleep=true", "rollout.url=http://localhost:1"]
+    assert load_config(None, [*SERVED[:1], *both]).rollout.sleep
+
+
 def test_several_servers_are_a_list_or_a_text_with_commas(tmp_path):
     two = ("http://h:1", "http://h:2")
     for override in ("rollout.url=http://h:1, http://h:2", 'rollout.url=["http://h:1", "http://h:2"]'):

@@ -9,6 +9,7 @@ import threading
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from relibra.rl.rollout.served.dialects import HEALTH_PATHS, PATHS
 from relibra.rl.rollout.served.engine import ServerEngine
 from tests.fuzz.servers import CONFIG as CONFIGS
 from tests.fuzz.servers import ROUTES
+from tests.rl.rollout.stand_in_memory import SleepAndTransfer
 
 CONTEXT, STOP = 128, 7
 CONFIG = {"vllm": CONFIGS["vllm"]["vllm_config"], "sglang": CONFIGS["sglang"] | {"max_req_input_len": CONTEXT - 6}}
@@ -48,7 +50,7 @@ def answer_of(tokens, limit):
     return added
 
 
-class StandIn(ThreadingHTTPServer):
+class StandIn(SleepAndTransfer, ThreadingHTTPServer):
     """What it serves, what it was asked, and what is wrong with it. It takes requests of both dialects.
 
     model      None: it counts
@@ -73,6 +75,7 @@ class StandIn(ThreadingHTTPServer):
         self.asked, self.paths, self.keys, self.failures = [], [], [], []
         self.change, self.on_get, self.health, self.starting = lambda answer: answer, lambda: None, 200, 0
         self.sees_folders, self.busy = True, False
+        self.prepare_memory()
         self.lives, self.looks, self.dies_with = None, 1 << 30, None
         self.count, self.turn = threading.Lock(), threading.Lock()
 
@@ -94,6 +97,7 @@ class StandIn(ThreadingHTTPServer):
         """Be what it was when it was started."""
         self.model = self.cached = self.first
         self.version, self.lives = "default", None
+        self.prepare_memory()
 
     def is_gone(self, path):
         """Return whether a request gets no answer, and count it."""
@@ -108,6 +112,7 @@ class StandIn(ThreadingHTTPServer):
             return gone
 
     def load(self, folder):
+        assert "weights" not in self.asleep, "nobody loads weights into memory that is not there"
         if self.model is None or self.fault == "stale":
             return
         with _LOADING:
@@ -150,6 +155,11 @@ class StandIn(ThreadingHTTPServer):
 
     def answer(self, path, body):
         """Return the answer to a POST request, and its status."""
+        if path in PATHS.values() and self.asleep:
+            self.asked_asleep += 1  # vLLM lets it hang
+            return {"error": "asleep"}, 500
+        if (done := self.answer_about_memory(path, body)) is not None:
+            return done
         if path == PATHS["sglang"]:
             return self.generate_as_sglang(body)
         if path == PATHS["vllm"]:
@@ -235,6 +245,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send({}, 503 if server.starting >= 0 else server.health)
         elif path in ("/model_info", "/weight_info"):
             self.send({"weight_version": server.version})
+        elif (answer := server.tell_memory(path)) is not None:
+            self.send(answer)
         elif path == "/server_info" and server.config is not None:
             self.send({"vllm_config": server.config} if server.dialect == "vllm" else server.config)
         else:
@@ -248,6 +260,7 @@ class Handler(BaseHTTPRequestHandler):
                 return
             server.paths.append(path)
             server.asked.append((self.path, body))
+            server.query = parse_qs(self.path.partition("?")[2])
             server.keys.append(self.headers["Authorization"])
             failure = server.failures.pop(0) if server.failures else None
             answer, status = server.answer(path, body) if failure is None else ({"error": "not now"}, failure)

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 import pytest
 from transformers import AutoModelForCausalLM
 
+from relibra.errors import EngineError
 from relibra.rl.config.run_config import load_config
 from relibra.rl.model.policy import Policy
 from relibra.rl.rollout.engines import make_engine
@@ -45,6 +46,39 @@ def test_server_is_checked_first_and_compared_after_each_update(tmp_path, small_
         assert row["canary"]["share_made"] == pytest.approx(1.0, abs=1e-3)
         assert row["canary"]["equal_routes"] == 1.0
         assert 0.5 < row["canary"]["reached"] <= 1.0
+
+
+TRANSFERRED = ("rollout.engine=vllm", "rollout.transfer=gloo", "update.learning_rate=1e-2")
+
+
+def run_with_transfer(folder, fault=""):
+    settings = (*TRANSFERRED, "algorithm.group_filter=off")
+    write_start_folder(tiny_config(*settings, "rollout.url=http://h:1", ranks=1), folder / "start")
+    with running(AutoModelForCausalLM.from_pretrained(folder / "start").eval(), "vllm") as server:
+        server.config = server.config | {"weight_transfer_config": {"backend": "relibra"}}
+        server.fault = fault
+        return run_alone((*settings, f"rollout.url={server.url}"), folder / "run"), server
+
+
+def test_weights_sent_without_files_are_those_that_sample(tmp_path, small_canary):
+    rows, server = run_with_transfer(tmp_path)
+    assert server.version == "2"
+    assert server.paths.count("/start_weight_update") == 4, "once per version, and once more before step 0"
+    assert not [path for path in server.paths if path == "/collective_rpc"]
+    for row in rows:
+        assert row["k3_kl"] < 1e-9
+        assert row["canary"]["difference"] < 1e-5
+        assert row["canary"]["share_made"] == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [("half", "the reload corrupts weights"), ("drifting", "the same weights, sent once more, moved")],
+)
+@pytest.mark.usefixtures("_leave_group")
+def test_weights_that_do_not_arrive_whole_end_the_run(tmp_path, small_canary, fault, says):
+    with pytest.raises(EngineError, match=says):
+        run_with_transfer(tmp_path, fault)
 
 
 def test_windows_go_on_at_other_servers_when_one_ends(tmp_path, small_canary):

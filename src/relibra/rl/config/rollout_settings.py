@@ -13,6 +13,8 @@ MAX_LENGTH = 1 << 20
 """Most tokens of a prompt, and of a response."""
 MOST_SERVERS = 64
 """Most rollout servers of a run."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Names of this machine."""
 LEAST_SERVED_HEAD = 32
 MOST_RESPONSES = 1 << 22
 """Most responses of a step."""
@@ -51,8 +53,13 @@ class RolloutSettings(Section):
     server_options: str = Field("", max_length=1000)
     """serve: options of `relibra serve`, as "--attention 2 --experts 2"; the run sets address, dtype and lengths."""
     server_weights: Path | None = None
-    """sglang, vllm: folder through which new weights go, a fresh one inside it per version; trainer and server must
-    see it under the same path."""
+    """sglang, vllm: folder through which new weights go (`transfer`), a fresh one inside it per version; trainer and
+    server must see it under the same path."""
+    transfer: Literal["folder", "nccl", "ipc", "gloo"] = "folder"
+    """How new weights go to servers: through files in `server_weights`; or, to vLLM alone, from GPUs to GPUs of other
+    processes (nccl), within a GPU that both share (ipc: on this machine alone), or between CPUs (gloo)."""
+    sleep: bool = False
+    """sglang, vllm: on the same GPUs as the trainer; the server gives their memory back while the trainer works."""
     start_seconds: float = Field(600.0, ge=0, le=1e6)
     """Servers: seconds to wait for one that does not answer, before the run begins and during it; one that is started
     again meanwhile first loads the weights that were published last."""

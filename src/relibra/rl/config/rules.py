@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from relibra.rl.config.defaults import PRESETS
-from relibra.rl.config.rollout_settings import MOST_RESPONSES
+from relibra.rl.config.rollout_settings import LOOPBACK, MOST_RESPONSES
 from relibra.rl.config.settings import NO_EXPERTS, RunConfig
 
 Broken = tuple[str, str, str]
@@ -98,9 +99,20 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
     if engine == "serve" and rollout.url:
         instead = "leave it out, or set rollout.engine=vllm for a server of relibra that runs already"
         yield "rollout.url", "rollout.engine 'serve' starts its server itself", instead
-    if engine in ("sglang", "vllm") and not (rollout.url and weights):
+    if engine in ("sglang", "vllm") and not (rollout.url and (weights or rollout.transfer != "folder")):
         why = "needs rollout.url (the server) and rollout.server_weights (a folder that both see)"
         yield "rollout.engine", why, ""
+    if rollout.transfer != "folder" and engine != "vllm":
+        why = f"sends weights to a vLLM server, and rollout.engine is {engine!r}"
+        yield "rollout.transfer", why, "set rollout.transfer=folder"
+    if rollout.transfer == "ipc" and any(urlsplit(url).hostname not in LOOPBACK for url in rollout.url):
+        why = f"shares memory within this machine, so rollout.url must be one of {', '.join(LOOPBACK)}"
+        yield "rollout.transfer", why, "set rollout.transfer=nccl or folder for other machines"
+    if rollout.sleep and engine not in ("sglang", "vllm"):
+        yield "rollout.sleep", f"needs a server of sglang or vllm, and rollout.engine is {engine!r}", "leave it out"
+    if rollout.sleep and rollout.transfer in ("nccl", "gloo"):
+        why = "is for a GPU that both share" + (", on which NCCL cannot send" if rollout.transfer == "nccl" else "")
+        yield "rollout.sleep", f"{why}: rollout.transfer is {rollout.transfer!r}", "set rollout.transfer=ipc or folder"
     path = model.path and Path(model.source).resolve()
     if engine != "embedded" and weights and path and weights.expanduser().resolve() == path:
         instead = "set a folder of its own, in which new weights are written"

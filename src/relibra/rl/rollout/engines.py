@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
+import torch
 import torch.distributed as dist
 
+from relibra.environment import launched_rank
+from relibra.errors import EngineError
 from relibra.rl.config.rollout_settings import RolloutSettings
 from relibra.rl.model.policy import Policy
+from relibra.rl.model.sharding import full_parameters
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.embedded import EmbeddedEngine
 from relibra.rl.rollout.response import RolloutEngine
@@ -17,7 +21,9 @@ from relibra.rl.rollout.served.canary_probe import Canary, CanaryReport, Watched
 from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
 from relibra.rl.rollout.served.engine import ServerEngine
 from relibra.rl.rollout.served.preflight import check_servers
+from relibra.rl.rollout.served.sleep import wake
 from relibra.rl.rollout.served.trained_scores import TrainedScorer
+from relibra.rl.rollout.served.transfer import send_weights
 from relibra.rl.rollout.served.weights import publish_weights, write_version
 from relibra.rl.run.ranks import broadcast_json, wait_for_ranks
 
@@ -42,6 +48,14 @@ def make_engine(
             record=bool(policy.layer_ids),
             shortest=shortest,
         )
+    launched, device = launched_rank(), next(policy.trained.parameters()).device.type
+    if rollout.transfer in ("nccl", "ipc") and device != "cuda":
+        raise EngineError(
+            f"rollout.transfer {rollout.transfer} sends weights from GPUs, and this run computes on {device}: set it "
+            "to gloo or folder"
+        )
+    if rollout.transfer == "ipc" and launched is not None and launched.num_local_ranks < launched.num_ranks:
+        raise EngineError("rollout.transfer ipc is for one machine, and this run has several: set it to nccl or folder")
     text_config = policy.meta.config.get_text_config()
     routes = None
     if policy.num_experts and replays_rollout:
@@ -60,6 +74,8 @@ def make_engine(
         temperature=rollout.temperature,
         timeout_seconds=rollout.timeout_seconds,
         key=read_api_key(rollout.api_key_from),
+        transfer=rollout.transfer,
+        sleeps=rollout.sleep,
     )
     return ServerEngine(
         servers=tuple(replace(first, url=url) for url in rollout.url),  # they share `published`
@@ -117,18 +133,48 @@ def sync_weights(
     if not isinstance(engine, ServerEngine):
         policy.sync()
         return None
-    assert engine.weights is not None, "RolloutSettings asks for a folder that the server sees"
-    watched = broadcast_json(canary is not None)
-    written = write_version(policy, engine.weights, weight_version, setting="rollout.server_weights")
     scorer, report = TrainedScorer(policy.trained, engine.servers[0]), None
-    if dist.get_rank() == 0:
-        if canary is not None:
-            canary.before_update()
-        publish_weights(written, engine, weight_version)
-        report = canary and canary.after_update(scorer, weight_version)
+    watched, is_first, slept = (
+        broadcast_json(canary is not None),
+        engine.published.version is None,
+        engine.published.asleep,
+    )
+    if canary is not None and not slept:
+        canary.before_update()
+    wait_for_ranks()  # here and below without a deadline: what rank 0 asks servers may take long
+    if slept:
+        wake(engine, "weights")
+    _load_into_servers(engine, policy, weight_version)
+    if slept:
+        wake(engine, "kv_cache")
+    if canary is not None:
+        report = canary.after_update(scorer, weight_version)
     elif watched:
         scorer([])
-    wait_for_ranks()  # without a deadline; no rank asks a server before it has the weights
+    wait_for_ranks()  # no rank asks a server before it has the weights
+    if is_first and engine.servers[0].transfer != "folder":  # what a back end spoils is no error to it
+        before = None if canary is None else canary.exact_scores()
+        wait_for_ranks()
+        _load_into_servers(engine, policy, weight_version)
+        if canary is not None and before is not None:
+            canary.check_unmoved(before)
+        wait_for_ranks()
     found = broadcast_json(report and asdict(report))
-    engine.published.version, engine.published.folder = weight_version, written
     return found and CanaryReport(**found)
+
+
+def _load_into_servers(engine: ServerEngine, policy: Policy, weight_version: int) -> None:
+    """Let the servers load the trained weights, from files or as they are sent; collective."""
+    transfer = engine.servers[0].transfer
+    if transfer != "folder":
+        device, named = torch.device("cpu") if transfer == "gloo" else None, full_parameters(policy.trained)
+        sent = ((name, full.to(device or full.device, policy.meta.get_parameter(name).dtype)) for name, full in named)
+        send_weights(sent, engine, weight_version)
+        engine.published.version, engine.published.folder = weight_version, None
+        return
+    assert engine.weights is not None, "RolloutSettings asks for a folder that the server sees"
+    written = write_version(policy, engine.weights, weight_version, setting="rollout.server_weights")
+    if dist.get_rank() == 0:
+        publish_weights(written, engine, weight_version)
+    wait_for_ranks()
+    engine.published.version, engine.published.folder = weight_version, written

@@ -123,6 +123,34 @@ class Canary:
             ]
         )
 
+    def exact_scores(self) -> list[ndarray | ServerLost]:
+        """Return the log-probs [2, T] of the sequences by each server, twice, asked one after the other.
+
+        raises    EngineError
+        """
+        return asyncio.run(on_every_server(self.servers, self._score_twice, retry_seconds=self.retry_seconds))
+
+    def check_unmoved(self, before: Sequence[ndarray | ServerLost]) -> None:
+        """Check that the same weights, sent again, moved no bit of the servers' log-probs.
+
+        before    of `exact_scores`; a server whose own two differ may move by as much
+        raises    EngineError
+        """
+        for server, one_2T, other_2T in zip(self.servers, before, self.exact_scores(), strict=True):
+            if isinstance(one_2T, ServerLost) or isinstance(other_2T, ServerLost):
+                continue
+            moved, own = float(np.abs(other_2T[0] - one_2T[0]).max()), float(np.abs(one_2T[1] - one_2T[0]).max())
+            if not moved <= own:
+                raise EngineError(
+                    f"{server.client.url} cannot be trained from: the same weights, sent once more, moved its "
+                    f"log-probs by {moved:.2g}; it does not load what it receives (rollout.transfer), so use "
+                    "rollout.transfer=folder or another version of the server"
+                )
+
+    async def _score_twice(self, server: WatchedServer) -> ndarray:
+        async with server.client.connections(1) as client:
+            return np.stack([await self._scored(server.client, client) for _ in range(2)])
+
     def _compare(
         self, server: WatchedServer, served: ServedScores, trained: Sequence[TrainedScores], version: int
     ) -> CanaryReport:

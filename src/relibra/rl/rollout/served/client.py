@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import numpy as np
@@ -54,10 +54,16 @@ class ServedRoutes:
 
 @dataclass
 class PublishedVersion:
-    """Version of the weights that servers were asked to load last, and their folder; None: none yet."""
+    """Weights that servers were asked to load last.
+
+    version   None: none yet
+    folder    None: they went without files, and cannot be loaded again
+    asleep    servers gave their memory back (`rollout.sleep`), and take no request
+    """
 
     version: int | None = None
     folder: Path | None = None
+    asleep: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +77,8 @@ class ServerClient:
     timeout_seconds   of one request for up to FULL_LENGTH tokens; `request_seconds` scales it
     key               that the server asks for; empty: none
     published         weights that servers were asked to load last; the clients of a run share it
+    transfer          how new weights come (rollout.transfer)
+    sleeps            it gives its memory back while the trainer works (rollout.sleep)
 
     Log-probs have to be those of the tempered policy: vLLM needs `--logprobs-mode processed_logprobs`.
     """
@@ -84,6 +92,8 @@ class ServerClient:
     timeout_seconds: float = 600.0
     key: str = field(default="", repr=False)
     published: PublishedVersion = field(default_factory=PublishedVersion)
+    transfer: Literal["folder", "nccl", "ipc", "gloo"] = "folder"
+    sleeps: bool = False
 
     def hide_key(self, text: str) -> str:
         """Return a text of the server without the key, which it may repeat."""
@@ -158,11 +168,16 @@ class ServerClient:
             why = f"{self.url.rstrip('/')}{path} failed: {text}; start it, or look at its log"
             raise (ServerLost(why, timed_out=False) if failure.may_pass else EngineError(why)) from failure
         version, folder = self.published.version, self.published.folder
-        if version is None or folder is None:
+        if version is None or await read_version(partial(self.call, client), self.dialect) in (str(version), None):
             return
-        if await read_version(partial(self.call, client), self.dialect) not in (str(version), None):
-            _log.warning("%s was started again: it loads version %d of the weights", self.url, version)
-            await self.load(client, folder, version)
+        if folder is None:
+            raise ServerLost(
+                f"{self.url} was started again and lacks version {version} of the weights, which went without files "
+                "(rollout.transfer): it gets the next version, and with rollout.transfer=folder it would load this one",
+                timed_out=False,
+            )
+        _log.warning("%s was started again: it loads version %d of the weights", self.url, version)
+        await self.load(client, folder, version)
 
     async def load(self, client: httpx.AsyncClient, folder: Path, version: int) -> None:
         """Let the server load weights, drop its caches, and know their version; one attempt.

@@ -52,6 +52,7 @@ class ServerEngine:
 
         raises    EngineError when no server can be reached, or one refuses, or answers in another form than requested
         """
+        assert not self.published.asleep, "servers take no requests before the update that wakes them"
         assert spare is None, "the settings refuse rollout.refill with a server, which counts no decode steps"
         slots = min(self.max_batch, len(responses))
         limits = [min(window, max_response - response.length) for response in responses]

@@ -36,9 +36,14 @@ async def load_weights(call: Call, dialect: Dialect, url: str, folder: Path, ver
         await _load_into_sglang(call, url, folder, version)
     else:
         await call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-        await _drop_caches(call, url)
+        await drop_caches(call, url)
         if not await _set_version(call, str(version)):
             return
+    await check_version(call, dialect, url, version)
+
+
+async def check_version(call: Call, dialect: Dialect, url: str, version: int) -> None:
+    """Raise EngineError where a server says that its weights have another version."""
     found = await read_version(call, dialect)
     if found not in (str(version), None):
         raise EngineError(
@@ -75,7 +80,7 @@ async def read_version(call: Call, dialect: Dialect) -> str | None:
     return str(answer["weight_version"]) if isinstance(answer, dict) and "weight_version" in answer else ""
 
 
-async def _drop_caches(call: Call, url: str) -> None:
+async def drop_caches(call: Call, url: str) -> None:
     """Drop the keys and values that the weights before computed.
 
     raises    EngineError where the server keeps them: it does while a request runs

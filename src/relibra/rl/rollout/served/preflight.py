@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
@@ -16,6 +18,7 @@ from relibra.rl.rollout.served.dialects import Dialect
 from relibra.rl.rollout.served.loading import shown
 from relibra.rl.rollout.served.pool import on_every_server
 from relibra.rl.rollout.served.requests import ServerLost, refused_with
+from relibra.rl.rollout.served.sleep import is_asleep
 
 _log = logging.getLogger(__name__)
 
@@ -64,8 +67,14 @@ async def _check(server: ServerClient, longest: int, dtype: str) -> ServedModel:
         await server.bring_up(client)
         config = await _read_config(server, client)
         needed = list(missing_flags(server.dialect, config, longest=longest, wants_routes=server.routes is not None))
+        needed += missing_for_weights(server.dialect, config, server.transfer, sleeps=server.sleeps)
         if needed:
             raise EngineError(f"{server.url} was not started as this run needs it: {'; '.join(needed)}")
+        if server.sleeps and await is_asleep(partial(server.call, client), server.dialect):
+            raise EngineError(
+                f"{server.url} sleeps or is paused, perhaps since a run on it was killed: start it again, or send it "
+                "POST /wake_up and POST /resume where nothing else uses it"
+            )
         await _probe(server, client)
     served = read_model(server.dialect, config)
     if served.dtype not in ("", dtype):
@@ -132,6 +141,25 @@ def missing_flags(dialect: Dialect, config: dict[str, Any], *, longest: int, wan
         yield from _missing_of_vllm(config, longest)
 
 
+_BACKENDS = {"gloo": "relibra", "nccl": "relibra", "ipc": "ipc"}
+"""Of vLLM's weight transfer, by rollout.transfer."""
+
+
+def missing_for_weights(dialect: Dialect, config: dict[str, Any], transfer: str, *, sleeps: bool) -> Iterator[str]:
+    """Yield what a server has to be started with to sleep, or to take weights without files, as `missing_flags`."""
+    key, flag = "enable_sleep_mode", "--enable-sleep-mode"
+    if dialect == "sglang":
+        key, flag = "enable_memory_saver", "--enable-memory-saver"
+    if sleeps and _find(config, key) is not True:
+        yield f"add {flag} (rollout.sleep; builds for CPUs give no memory back: set rollout.sleep=false for them)"
+    wanted = _BACKENDS.get(transfer)
+    configured = _find(config, "weight_transfer_config", default={"backend": wanted})  # else the first request tells
+    backend = configured.get("backend") if isinstance(configured, dict) else configured
+    if wanted and backend != wanted:
+        flag = f"--weight-transfer-config '{json.dumps({'backend': wanted})}'"
+        yield f"add {flag} (rollout.transfer {transfer}), got {shown(backend)}"
+
+
 def _missing_of_vllm(config: dict[str, Any], longest: int) -> Iterator[str]:
     mode = _find(config, "logprobs_mode")
     if mode != "processed_logprobs":
@@ -173,11 +201,11 @@ def read_model(dialect: Dialect, config: dict[str, Any]) -> ServedModel:
     )
 
 
-def _find(config: dict[str, Any], key: str) -> Any:
+def _find(config: dict[str, Any], key: str, default: Any = None) -> Any:
     """Return the first value of a key, here or in a section: its section differs between versions."""
     if key in config:
         return config[key]
-    return next((one[key] for one in config.values() if isinstance(one, dict) and key in one), None)
+    return next((one[key] for one in config.values() if isinstance(one, dict) and key in one), default)
 
 
 async def _probe(server: ServerClient, client: httpx.AsyncClient) -> None:
