@@ -47,6 +47,7 @@ def test_a_run_sleeps_and_wakes_in_order_at_every_step(tmp_path, small_canary, m
         f"rollout.engine={dialect}",
         f"rollout.server_weights={tmp_path / 'weights'}",
         "rollout.sleep=true",
+        "update.offload=all",
         "update.learning_rate=1e-2",
         "algorithm.group_filter=off",
     )

@@ -168,7 +168,9 @@ class ServerClient:
             why = f"{self.url.rstrip('/')}{path} failed: {text}; start it, or look at its log"
             raise (ServerLost(why, timed_out=False) if failure.may_pass else EngineError(why)) from failure
         version, folder = self.published.version, self.published.folder
-        if version is None or await read_version(partial(self.call, client), self.dialect) in (str(version), None):
+        if version is None or (folder is None and self.transfer == "folder"):
+            return
+        if await read_version(partial(self.call, client), self.dialect) in (str(version), None):
             return
         if folder is None:
             raise ServerLost(
