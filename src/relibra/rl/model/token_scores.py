@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from relibra.parallel.homes.logical_order import reshard
 from relibra.rl.model.packed_sequences import probe_tokens
 
 CHUNK_BYTES = 1 << 28
@@ -169,6 +170,7 @@ def learn_logits(model: nn.Module) -> LogitChange | None:
         if len(raw) == 1 and raw[0].shape[1] == 2:
             change = _change_between(raw[0], logits)
     setattr(model, _LEARNED, change)
+    reshard(model)  # FSDP keeps the root's weights whole after a pass, and an optimizer would get these
     return change
 
 
