@@ -15,8 +15,6 @@ from relibra.errors import ConfigError
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES, ExpertShape
 from relibra.routing.demand import Demand
 
-_LARGEST = 1 << 30
-
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:
@@ -179,8 +177,9 @@ class ModelShape:
 def _check_sizes(shape: object, owner: str, may_be_0: Set[str]) -> None:
     for field in fields(shape):  # type: ignore[arg-type]
         value, least = getattr(shape, field.name), 0 if field.name in may_be_0 else 1
-        if field.type == "int" and not least <= value <= _LARGEST:
-            raise ConfigError(f"{owner} has {field.name} {value}: allowed are sizes from {least} to 2^30")
+        most = 40 if field.name.endswith("parameters") else 30  # a sum over the model, and a size
+        if field.type == "int" and not least <= value <= 1 << most:
+            raise ConfigError(f"{owner} has {field.name} {value}: allowed are sizes from {least} to 2^{most}")
 
 
 def model_shape(name: str) -> ModelShape:
