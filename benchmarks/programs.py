@@ -66,6 +66,7 @@ PROGRAMS = (
     Program(name="emulated_ranks", folder="runtime", minutes=3, takes_data=True),
     Program(name="preparation", folder="runtime", minutes=3, long=True, threads=1),
     Program(name="dispatch", folder="runtime", minutes=3, long=True, threads=1),
+    Program(name="memory", folder="runtime", minutes=4, long=True, threads=1),
     Program(name="papers", folder="papers", minutes=4, takes_data=True, threads=1),
     Program(name="simulation", folder="simulation", minutes=1, threads=1),
     Program(name="streaming", folder="routes", minutes=2, arguments=("10", "--repetitions", "3"), long=True),

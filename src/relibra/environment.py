@@ -43,6 +43,14 @@ def server_environment(**added: str) -> dict[str, str]:
     return {**{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, **added}
 
 
+def environment_of_dry_run() -> dict[str, str]:
+    """Return the environment of a process that is rank 0 of a run without peers and without GPUs."""
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
+    kept = {name: value for name, value in os.environ.items() if name not in launched}
+    own = {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+    return {**kept, **own}
+
+
 def ray_address() -> str:
     """Return the address of the Ray cluster to connect to; empty: the one that runs on this machine."""
     return os.environ.get("RAY_ADDRESS", "")

@@ -72,7 +72,11 @@ def _preset_of(device: torch.device) -> str:
         return CPU_PRESET
     import torch
 
-    words = torch.cuda.get_device_name(device)
+    return preset_of_gpu(torch.cuda.get_device_name(device))
+
+
+def preset_of_gpu(words: str) -> str:
+    """Return the preset of a GPU by its name."""
     return next((preset for part, preset in _OF_GPU.items() if part in words), UNKNOWN_GPU_PRESET)
 
 

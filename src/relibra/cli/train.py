@@ -31,6 +31,8 @@ def train(
     supervise: Annotated[bool, typer.Option("--supervise")] = False,
     as_json: options.Json = False,
     show_config: Annotated[bool, typer.Option("--show-config")] = False,
+    estimate: Annotated[bool, typer.Option("--estimate")] = False,
+    force: Annotated[bool, typer.Option("--force")] = False,
 ) -> None:
     """Post-train a model with RL: PPO, T-PPO, GRPO, DAPO or GSPO, experts balanced from the routes of the rollout.
 
@@ -40,6 +42,8 @@ def train(
     resume  Continue the run in this folder from its last checkpoint; overrides change its settings.
     supervise  After a lost rank, start again from the last checkpoint.
     show_config  Print the resolved settings as TOML and exit.
+    estimate  Print the memory of a GPU by part and exit; reads no weights, needs no GPU. plan.cluster names the device.
+    force  Train although the estimated memory does not fit the GPUs.
 
     Example: relibra train run.steps=3 warmup.steps=20   (a smoke run, too short to learn)
     """
@@ -59,12 +63,24 @@ def train(
     if show_config:
         typer.echo(config.model_dump_json(indent=1) if as_json else as_toml(config))
         return
+    if estimate:
+        _print_memory(config, as_json=as_json)
+        return
 
     from relibra.rl.run.launch import launch
 
-    finished = launch(config, resume, supervise=supervise)
+    finished = launch(config, resume, supervise=supervise, force=force)
     if finished is not None:
         _finish(finished, as_json=as_json)
+
+
+def _print_memory(config: RunConfig, *, as_json: bool) -> None:
+    """Print the estimated memory of a run, without a run folder."""
+    from relibra.cli.outputs.memory import print_estimate
+    from relibra.rl.memory.estimator import estimate_memory
+
+    found, helps = estimate_memory(config)
+    print_estimate(found, helps, as_json=as_json)
 
 
 def _check_server_options(config: RunConfig) -> None:

@@ -131,10 +131,10 @@ class Preparation:
             total -= nbytes[number]
 
     def _prepare(self, step: PreparedStep, number: int, routes: BatchRoutes | None) -> PreparedRows:
-        on_gpu = self._device.type == "cuda"
+        on_gpu = self._device.type != "cpu"
         with (
             step.recorder.record("prepare", micro_batch=number),
-            torch.cuda.device(self._device) if on_gpu else nullcontext(),
+            torch.get_device_module(self._device).device(self._device) if on_gpu else nullcontext(),
         ):
             tables_L = micro_batch_tables(step.plan, step.demand, self._rank, number, step.chunk)
             return prepare_rows(

@@ -222,7 +222,7 @@ def replay_routing(model: nn.Module, routes: BatchRoutes, weight_version: int | 
 @torch.compiler.disable  # the compiler cannot trace page-locked memory
 def _on(device: torch.device, routes: Tensor) -> Tensor:
     """Return routes on a device; from page-locked memory a GPU copies beside its work, and no layer waits for it."""
-    if device.type == "cuda" and routes.is_cpu:
+    if device.type != "cpu" and routes.is_cpu:
         return routes.pin_memory().to(device, non_blocking=True)
     return routes.to(device)
 

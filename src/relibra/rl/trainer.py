@@ -21,6 +21,7 @@ from relibra.rl.config.plan_without_effect import plan_settings_without_effect
 from relibra.rl.config.rollout_settings import RolloutSettings
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.evaluation import evaluate
+from relibra.rl.memory.measured import compare_memory
 from relibra.rl.model.critic import build_critic
 from relibra.rl.model.host_weights import idle_while_sampling, move_to_host, on_device
 from relibra.rl.model.optimizer import make_optimizer
@@ -123,6 +124,8 @@ def _train(
                 logs.append(metrics, result.responses, task, tokenizer)
             traces.remove_old(step - 1)
             display.rl_step(metrics)
+            if step == first + 2:
+                display.memory(compare_memory(run, device))
             writer.start()  # only now: no checkpoint is newer than the metrics
             writer.check()
             stopped = stop.on_any_rank()

@@ -145,7 +145,7 @@ def _relocate_layer(
 def _on_devices(numbers: ndarray, tensors: list[StoredRows]) -> dict[torch.device, Tensor]:
     """Return numbers on each device that has rows, uploaded once, without a wait."""
     on_host = torch.from_numpy(numbers)
-    on_host = on_host.pin_memory() if any(stored.rows.is_cuda for stored in tensors) else on_host
+    on_host = on_host.pin_memory() if any(not stored.rows.is_cpu for stored in tensors) else on_host
     return {device: on_host.to(device, non_blocking=True) for device in {stored.rows.device for stored in tensors}}
 
 

@@ -66,6 +66,6 @@ def slot_ends(tables_L: Sequence[RankTables], device: torch.device) -> tuple[Int
     """Return `SortedRows.ends_P` of the computed rows of each layer, in one copy to the device."""
     rows_LP = np.stack([tables.receive_RP.sum(axis=0) for tables in tables_L])
     ends_LP = torch.from_numpy(rows_LP.cumsum(axis=1, dtype=np.int32))
-    if device.type == "cuda":
+    if device.type != "cpu":
         ends_LP = ends_LP.pin_memory()  # else the host would wait for the copy
     return ends_LP.to(device, non_blocking=True).unbind()

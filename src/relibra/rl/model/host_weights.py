@@ -103,7 +103,7 @@ def idle_while_sampling(policy: nn.Module, update: UpdateSettings) -> Iterator[N
 
 def _host_copy(model: nn.Module) -> _HostCopy:
     shards = [local_shard(tensor.detach()) for tensor in (*model.parameters(), *model.buffers())]
-    storages = {own.untyped_storage().data_ptr(): own.untyped_storage() for own in shards if own.numel()}
+    storages = {own.untyped_storage()._cdata: own.untyped_storage() for own in shards if own.numel()}
     movable = [storage for storage in storages.values() if storage.resizable()]  # on a CPU it may be a mapped file
     memory = host_memory(sum(storage.nbytes() for storage in movable), shards[0].device)
     parts = list(zip(movable, memory.split([storage.nbytes() for storage in movable]), strict=True))

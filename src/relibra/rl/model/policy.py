@@ -138,8 +138,8 @@ def build_policy(
     samples         it is sampled in these processes, and not in a server
     raises          ConfigError, the same on all ranks, if there is no such model, or it does not fit the run
     """
-    model_config = on_all_ranks(lambda: _model_config(settings, vocab_size, least_head_dim))
-    structure = on_all_ranks(lambda: _read_structure(model_config, settings, num_ranks, replay))
+    model_config = on_all_ranks(lambda: read_model_config(settings, vocab_size, least_head_dim))
+    structure = on_all_ranks(lambda: read_structure(model_config, settings, num_ranks, replay))
     with _initial_weights(settings, seed, model_config, folder) as path:
         meta = _load_meta(path, settings, copy.deepcopy(model_config))
 
@@ -288,7 +288,12 @@ def _needs_masks(model: nn.Module, settings: ModelSettings) -> bool:
     return True
 
 
-def _model_config(settings: ModelSettings, vocab_size: int, least_head_dim: int) -> Any:
+def read_model_config(settings: ModelSettings, vocab_size: int, least_head_dim: int) -> Any:
+    """Return the configuration of a policy; raises ConfigError where there is none, or it does not fit the tokenizer.
+
+    vocab_size       tokens of the tokenizer
+    least_head_dim   of the built-in model
+    """
     if not settings.path:
         return built_in_config(settings, vocab_size, least_head_dim)
     with loading(f"model.path {settings.path!r}"):
@@ -306,7 +311,7 @@ def _model_config(settings: ModelSettings, vocab_size: int, least_head_dim: int)
     return model_config
 
 
-def _read_structure(model_config: Any, settings: ModelSettings, ranks: int, replay: str) -> ModelStructure:
+def read_structure(model_config: Any, settings: ModelSettings, ranks: int, replay: str) -> ModelStructure:
     """Return the structure of a model; raises ConfigError if it cannot be trained with these settings."""
     name = _name(settings)
     with loading(name), torch.device("meta"):

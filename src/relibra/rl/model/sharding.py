@@ -99,7 +99,7 @@ def save_activations(model: nn.Module, how: Literal["recompute", "host", "keep"]
 
 def _with_inputs_on_host(run: Callable[..., Any], layer: Callable[..., Any], *inputs: Any) -> Any:
     """Run a layer whose hidden states, saved for the backward pass, are in host memory until then."""
-    with save_on_cpu(pin_memory=any(isinstance(one, Tensor) and one.is_cuda for one in inputs)):
+    with save_on_cpu(pin_memory=any(isinstance(one, Tensor) and not one.is_cpu for one in inputs)):
         return run(layer, *inputs)
 
 

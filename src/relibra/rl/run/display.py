@@ -141,6 +141,11 @@ class TrainingDisplay:
         for sentence in metrics["alarms"]:
             self._print(printable(f"step {metrics['step']}: {sentence}"), style="yellow")
 
+    def memory(self, compared: str | None) -> None:
+        """Show estimated and measured memory, if there is an estimate."""
+        if compared:
+            self._print(compared)
+
     def stopping(self) -> None:
         """Confirm Ctrl-C above the table, which would overwrite lines printed by others."""
         if self.console.is_terminal:

@@ -6,6 +6,7 @@ Imports no torch before the ranks start: a bad setting is refused at once.
 from __future__ import annotations
 
 import errno
+import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -17,9 +18,12 @@ from types import FrameType
 
 from relibra.environment import STOP_SIGNALS, LaunchedRank, keep_hub_offline, launched_rank
 from relibra.errors import INSTALL_TRAINING, ConfigError, EngineError
+from relibra.files import write_text
 from relibra.printable import printable
 from relibra.rl.config.model_folder import check_expert_ranks, check_model_path, names_hub
-from relibra.rl.config.run_config import RunConfig, describe_training
+from relibra.rl.config.run_config import RunConfig, describe_training, with_ranks
+from relibra.rl.memory.estimate import ESTIMATE_FILE, Estimate
+from relibra.rl.memory.estimator import check_memory, with_slots
 from relibra.rl.run.node_ranks import Node, run_node_ranks
 from relibra.rl.run.ray_nodes import check_ray, connected_ray, run_on_ray
 from relibra.rl.run.run_failure import LostRankError, check_ended, print_resume_hint
@@ -48,14 +52,17 @@ class Finished:
 
 
 @lenient_stderr()
-def launch(config: RunConfig, resume: Path | None = None, *, supervise: bool = False) -> Finished | None:
+def launch(
+    config: RunConfig, resume: Path | None = None, *, supervise: bool = False, force: bool = False
+) -> Finished | None:
     """Run a configuration to its end, or until Ctrl-C, which lets the current step finish.
 
     resume      folder of a run to resume; None: a new run
     supervise   after a lost rank, start again from the last checkpoint, MAX_RESTARTS times without a newer one
+    force       train although the estimated memory does not fit
     returns     None under `torchrun` on every rank but the first
-    raises      ConfigError if a package is missing or the run folder cannot be created; EngineError if a rank failed
-                or was killed: the run folder keeps the finished steps
+    raises      ConfigError if a package is missing, the run folder cannot be created, or the GPUs have too little
+                memory; EngineError if a rank failed or was killed: the run folder keeps the finished steps
     """
     for package in ("torch", "transformers", "accelerate", "tensorboard"):
         if find_spec(package) is None:
@@ -73,6 +80,8 @@ def launch(config: RunConfig, resume: Path | None = None, *, supervise: bool = F
             _print_settings(config)
             if not launched.restarts:
                 try_reward(config.task, launched.num_ranks)
+                if not force:
+                    check_memory(with_ranks(config, launched.num_ranks))
         return _run_as_rank(config, launched, resume, supervise=supervise)
     if config.model.path:
         check_expert_ranks(config.model.path, config.parallel.ranks)
@@ -84,8 +93,10 @@ def launch(config: RunConfig, resume: Path | None = None, *, supervise: bool = F
             check_function(setting, name)
     if config.follows_plans:
         _prepare_cluster(config)
+    found = None if on_ray or force else check_memory(config)  # nodes of Ray may have other GPUs
+    config = config if found is None else with_slots(config, found)
     with connected_ray() if on_ray else nullcontext():
-        return _start_ranks(config, resume, supervise=supervise)
+        return _start_ranks(config, resume, found, supervise=supervise)
 
 
 def _run_as_rank(config: RunConfig, launched: LaunchedRank, resume: Path | None, *, supervise: bool) -> Finished | None:
@@ -107,9 +118,14 @@ def _run_as_rank(config: RunConfig, launched: LaunchedRank, resume: Path | None,
     return Finished(run, complete)
 
 
-def _start_ranks(config: RunConfig, resume: Path | None, *, supervise: bool) -> Finished:
-    """Start the ranks of a run, new or resumed, and wait until it ends."""
+def _start_ranks(config: RunConfig, resume: Path | None, found: Estimate | None, *, supervise: bool) -> Finished:
+    """Start the ranks of a run, new or resumed, and wait until it ends.
+
+    found   estimate of its memory, which is kept in the run folder
+    """
     run = create_run_folder(config) if resume is None else resume.absolute()
+    if found is not None:
+        write_text(run / ESTIMATE_FILE, json.dumps(found.as_json(), indent=1) + "\n")
     if resume is not None:
         with locked_run_folder(run):  # fail before processes start if the run is in use; rank 0 locks it later
             pass

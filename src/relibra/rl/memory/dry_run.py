@@ -1,0 +1,86 @@
+"""The dry run: a step as rank 0 of a run makes it, on a device with shapes only.
+
+A process makes one `Device`, and then any number of dry runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+from relibra.cluster import Cluster
+from relibra.rl.config.run_config import RunConfig
+from relibra.rl.memory.estimate import DryRun
+from relibra.rl.memory.fake_device import install
+from relibra.rl.memory.fake_mode import FakeDeviceMode
+from relibra.rl.memory.made_up_step import make_up_step
+from relibra.rl.memory.stand_ins import StandIns
+from relibra.rl.memory.step_run import StepRun
+from relibra.rl.model.policy import ModelStructure, read_structure
+
+
+class Device:
+    """The device of this process, and the peers of its rank."""
+
+    def __init__(self, num_ranks: int) -> None:
+        """Make both, once per process."""
+        self.device, self.num_ranks = install(num_ranks), num_ranks
+        self.stand_ins = StandIns(num_ranks)
+
+
+def cut_layers(model_config: Any, layers: int) -> Any:
+    """Return a transformers configuration with fewer layers, and lists of settings by layer as long."""
+    cut = copy.deepcopy(model_config)
+    text = cut.get_text_config()
+    whole = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == whole:
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
+    return cut
+
+
+def layers_to_run(model_config: Any, structure: ModelStructure) -> tuple[int, int]:
+    """Return how many layers the two dry runs have; the second may be the whole model, and then suffices.
+
+    The first has the dense layers at the beginning, and each kind of layer once; the second each kind once more.
+    """
+    text = model_config.get_text_config()
+    whole, kinds = text.num_hidden_layers, getattr(text, "layer_types", None) or []
+    first = min(structure.layer_ids, default=0)
+    later = kinds[first:]
+    period = next((p for p in range(1, len(later)) if later[p:] == later[:-p]), 1)
+    few = first + max(2, period)
+    return (few, few + max(2, period)) if few + max(2, period) < whole else (whole, whole)
+
+
+def dry_run(
+    config: RunConfig, model_config: Any, cluster: Cluster, device: Device, *, memory_gib: float, has_copy: bool
+) -> DryRun:
+    """Run two optimizer steps of a model, and what is around them; return what was counted.
+
+    model_config   of transformers, with as many layers as shall run
+    memory_gib     for slots of layers
+    has_copy       a full copy of the policy is in the device memory
+    """
+    structure = read_structure(model_config, config.model, device.num_ranks, config.algorithm.replay)
+    text = model_config.get_text_config()
+    step = make_up_step(config, structure, cluster, vocabulary=text.vocab_size, memory_gib=memory_gib)
+    mode = FakeDeviceMode(text.vocab_size, device.stand_ins.guess)
+    device.stand_ins.mode, device.stand_ins.routes = mode, dict(step.routes)
+    with mode:
+        run = StepRun(config, model_config, structure, cluster, device.device, mode, has_copy=has_copy)
+        run.steps(step)
+        device_peaks, host_peaks = mode.device.peaks(), mode.host.peaks()
+    device.stand_ins.routes = {}
+    del run
+    gc.collect()
+    return DryRun(
+        layers=text.num_hidden_layers,
+        device=device_peaks,
+        host=host_peaks,
+        traffic=dict(mode.traffic),
+        waits=[(one.kind, one.line, one.phase, one.inside, times) for one, times in mode.waits.items()],
+        mixed=mode.mixed,
+    )

@@ -1,0 +1,147 @@
+"""`Estimate`: bytes of a rank by phase and part, extrapolated from dry runs of a few layers. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+GIB = 2**30
+ESTIMATE_FILE = "memory.json"
+"""In the folder of a run on GPUs."""
+RESERVE = 0.1
+"""Share of the device memory for what no ledger sees: context, buffers of communication, fragmentation."""
+PHASES = (
+    "load",
+    "rollout",
+    "recompute",
+    "reference",
+    "values",
+    "update values",
+    "update",
+    "optimizer",
+    "relocate",
+    "sync",
+)
+PARTS = (
+    *("weights", "gradients", "moments", "activations", "logits", "slots", "buffers"),
+    *("reference", "critic", "copy", "cache", "host", "page-locked"),
+)
+"""In the order in which they are shown. buffers: of FSDP's gathers and reductions; slots: of replicas."""
+
+Peaks = dict[str, dict[str, dict[str, int]]]
+"""By phase and by line that made a storage: bytes of each part at the largest sum when it did."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """What a dry run of some layers counted on rank 0.
+
+    device, host   peaks of the storages of each
+    traffic        bytes between host and device, by phase and target, as "update to host"
+    waits          of the host for the device, in planned passes: kind, line, phase, whether between layers; how often
+    mixed          operations on tensors of two devices
+    """
+
+    layers: int
+    device: Peaks
+    host: Peaks
+    traffic: Mapping[str, int]
+    waits: list[tuple[str, str, str, bool, int]]
+    mixed: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """Parts of a phase when it holds most, in bytes, and the line that made the last of them."""
+
+    phase: str
+    parts: Mapping[str, float]
+    line: str
+
+    @property
+    def total(self) -> float:
+        """Return the sum of the parts."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Memory of a rank in a run.
+
+    model           name and layers
+    ranks, tokens   of the run; of a micro-batch
+    peaks           of the device, by phase, in the order of a step
+    host_bytes      of all ranks of a node together
+    device_bytes    memory of the device; None: not known
+    device_name     what says so
+    offload_bytes, offload_seconds   between host and device in an optimizer step, both ways together; at the rate of
+                    `plan.cluster`
+    host_available  of the machine, for the ranks of a node; None: not known
+    """
+
+    model: str
+    ranks: int
+    tokens: int
+    peaks: tuple[Peak, ...]
+    host_bytes: float
+    device_bytes: float | None
+    device_name: str
+    offload_bytes: float = 0.0
+    offload_seconds: float = 0.0
+    host_available: float | None = None
+
+    @property
+    def peak(self) -> Peak:
+        """Return the phase that holds most."""
+        return max(self.peaks, key=lambda one: one.total)
+
+    @property
+    def usable_bytes(self) -> float:
+        """Return the device memory that a run may fill."""
+        return (1 - RESERVE) * (self.device_bytes or float("inf"))
+
+    @property
+    def fits(self) -> bool:
+        """Return whether it fits the device, and the host if its memory is known."""
+        fits_host = self.host_available is None or self.host_bytes <= self.host_available
+        return self.peak.total <= self.usable_bytes and fits_host
+
+    @property
+    def free_bytes(self) -> float:
+        """Return what the fullest phase leaves for resident slots, or another program; 0 where it does not fit."""
+        return max(0.0, self.usable_bytes - self.peak.total) if self.device_bytes else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures as JSON."""
+        return {**asdict(self), "peak_bytes": self.peak.total, "fits": self.fits, "free_bytes": self.free_bytes}
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Estimate:
+        """Return the estimate of `as_json`."""
+        known = {name: value for name, value in body.items() if name in cls.__dataclass_fields__}
+        peaks = tuple(Peak(**one) for one in known.pop("peaks"))
+        return cls(**{**known, "peaks": peaks})
+
+
+def extrapolate(first: Peaks, second: Peaks, layers: tuple[int, int], whole: int) -> tuple[Peak, ...]:
+    """Return the peaks of a model of `whole` layers, from those of models with fewer.
+
+    Each line is a straight line in the number of layers; which one is highest may change with it.
+
+    layers   of the two runs, which are one where it is the whole model
+    """
+    found = []
+    for phase in sorted(second, key=lambda one: PHASES.index(one) if one in PHASES else len(PHASES)):
+        if phase not in first:
+            continue
+        lines = []
+        for line in second[phase].keys() & first[phase].keys():
+            few, more = first[phase][line], second[phase][line]
+            parts = {}
+            for part in sorted(few.keys() | more.keys(), key=lambda one: PARTS.index(one) if one in PARTS else 99):
+                each = (more.get(part, 0) - few.get(part, 0)) / max(1, layers[1] - layers[0])
+                parts[part] = max(0.0, few.get(part, 0) + each * (whole - layers[0]))
+            lines.append(Peak(phase=phase, parts=parts, line=line))
+        found.append(max(lines, key=lambda one: (one.total, one.line)))
+    return tuple(found)

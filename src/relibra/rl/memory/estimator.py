@@ -1,0 +1,148 @@
+"""`estimate_memory`: the memory of a run, by dry runs in a process of their own; and what helps. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+from relibra.cluster import PRESETS, read_cluster
+from relibra.environment import environment_of_dry_run, hides_gpus
+from relibra.errors import ConfigError
+from relibra.rl.config.run_config import RunConfig
+from relibra.rl.memory.estimate import GIB, Estimate
+
+_SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+_SHARE_OF_A_DATA_SHEET = 0.99
+"""Of the GiB that a data sheet calls GB, what a program finds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """Bytes of a GPU, and what says so; None: there is no GPU. host: what the machine can still give; None: unknown."""
+
+    nbytes: float | None
+    name: str
+    host: float | None = None
+
+
+def device_memory(config: RunConfig) -> DeviceMemory:
+    """Return the memory of the device of a run: of `plan.cluster` if it names one, else of the first GPU here."""
+    name = config.plan.cluster
+    if name in PRESETS:
+        whole = round(PRESETS[name].memory_bytes / 1e9)
+        return DeviceMemory(nbytes=_SHARE_OF_A_DATA_SHEET * whole * GIB, name=name)
+    if name.endswith(".toml"):
+        return DeviceMemory(nbytes=float(read_cluster(Path(name)).memory_bytes), name=name)
+    return first_gpu() or DeviceMemory(nbytes=None, name="")
+
+
+def first_gpu() -> DeviceMemory | None:
+    """Return the first GPU of this machine as its driver names it, without a context on it; None: there is none."""
+    if hides_gpus() or which(_SMI[0]) is None:
+        return None
+    try:
+        found = subprocess.run(_SMI, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
+        name, mebibytes = found[0].rsplit(",", 1)
+        return DeviceMemory(nbytes=float(mebibytes) * 2**20, name=name.strip(), host=host_memory())
+    except (OSError, subprocess.SubprocessError, IndexError, ValueError):  # no driver, or no GPU
+        return None
+
+
+def host_memory() -> float | None:
+    """Return the bytes that this machine can still give to programs; None: unknown."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return float(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
+    except (OSError, StopIteration, IndexError, ValueError):
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Help:
+    """A setting, what it saves of the fullest phase in bytes, and whether the run then fits."""
+
+    setting: str
+    saves: float
+    fits: bool
+
+
+def estimate_memory(
+    config: RunConfig, memory: DeviceMemory | None = None, *, whole: bool = False
+) -> tuple[Estimate, list[Help]]:
+    """Return the estimate of a run, and if it does not fit, settings that save memory, each with all before it.
+
+    The list ends with the first setting that lets the run fit. A process of its own makes the dry runs.
+
+    memory   None: of the device of the run (`device_memory`)
+    whole    run all layers, instead of a few that are extrapolated
+    raises   ConfigError where the model cannot be run so
+    """
+    memory = memory or device_memory(config)
+    request = {"config": config.model_dump(mode="json"), "memory": asdict(memory), "whole": whole}
+    done = subprocess.run(
+        [sys.executable, "-m", "relibra.rl.memory.worker"],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment_of_dry_run(),
+    )
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        answer = {"error": (done.stderr.strip().splitlines() or ["its process ended"])[-1][:300]}
+    if "error" in answer:
+        raise ConfigError(f"the memory of the run cannot be estimated: {answer['error']}; --force trains without")
+    return Estimate.from_json(answer["estimate"]), [Help(**one) for one in answer["helps"]]
+
+
+def check_memory(config: RunConfig) -> Estimate | None:
+    """Return the estimate of a run of a model of the user on the GPUs here; None: there are none.
+
+    raises   ConfigError where it does not fit
+    """
+    gpu = first_gpu() if config.model.path else None
+    if gpu is None:
+        return None
+    print(f"estimating the memory of the run on {gpu.name}", file=sys.stderr, flush=True)
+    found, helps = estimate_memory(config, gpu)
+    if not found.fits:
+        raise ConfigError(f"{refusal(found, helps)}; --force trains all the same")
+    return found
+
+
+def with_slots(config: RunConfig, found: Estimate) -> RunConfig:
+    """Return the configuration whose plans give slots of layers what an estimate leaves, unless it says how much."""
+    if not config.follows_plans or config.plan.memory_gib is not None:
+        return config
+    changed = with_setting(config, "plan.memory_gib", round(found.free_bytes / GIB, 2))
+    return changed or config
+
+
+def with_setting(config: RunConfig, name: str, value: Any) -> RunConfig | None:
+    """Return the configuration with another value; None: there is no such setting, or it has that value."""
+    section, key = name.split(".")
+    part = getattr(config, section, None)
+    if part is None or key not in type(part).model_fields or getattr(part, key) == value:
+        return None
+    return config.model_copy(update={section: part.model_copy(update={key: value})})
+
+
+def refusal(found: Estimate, helps: list[Help]) -> str:
+    """Return one sentence on a run that does not fit: what it needs, what there is, and what helps."""
+    peak = found.peak
+    if found.host_available is not None and peak.total <= found.usable_bytes:
+        host = f"{found.host_bytes / GIB:.1f} GiB of host memory, {found.host_available / GIB:.1f} are free"
+        return f"the ranks of a node need {host}: lower update.offload, or use more nodes"
+    largest = sorted(peak.parts, key=lambda part: -peak.parts[part])[:3]
+    most = ", ".join(f"{part} {peak.parts[part] / GIB:.1f}" for part in largest)
+    needs = f"a GPU needs {peak.total / GIB:.1f} GiB in {peak.phase} ({most})"
+    has = f"{found.device_name} has {(found.device_bytes or 0) / GIB:.1f}, {found.usable_bytes / GIB:.1f} to be used"
+    saved = [f"{one.setting} saves {one.saves / GIB:.1f}" for one in helps]
+    together = "with all of these it fits" if helps and helps[-1].fits else "use more GPUs (parallel.ranks)"
+    return f"{needs}, {has}: {', '.join([*saved, together])}"

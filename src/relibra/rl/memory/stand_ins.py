@@ -1,0 +1,161 @@
+"""What the peers of a dry run would send, and what its device would say: replaces functions that need them.
+
+The names that are replaced are private ones of relibra and transformers; `tests/rl/memory` fails where one has moved.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy import ndarray
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import PreTrainedModel
+from transformers.distributed.expert_parallel import AllToAllEP
+
+import relibra.parallel.balanced as balanced
+import relibra.parallel.group_state as group_state
+import relibra.parallel.homes.home_shards as home_shards
+import relibra.parallel.preparation as preparation
+import relibra.parallel.rows.prepared_rows as prepared_rows
+import relibra.rl.model.host_adamw as host_adamw
+import relibra.rl.model.host_memory as host_memory
+import relibra.rl.model.host_weights as host_weights
+import relibra.rl.model.token_scores as token_scores
+from relibra.planning.traffic.micro_batch_tables import micro_batch_tables
+from relibra.replay import BatchRoutes
+from relibra.rl.memory.fake_device import DEVICE
+from relibra.rl.update import policy_update, value_update
+
+
+class StandIns:
+    """Peers of rank 0.
+
+    routes   of each micro-batch and rank, for the lists of rows that the others send
+    mode     counts what the host page-locks
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        """Replace the functions, once per process."""
+        self.routes: dict[tuple[int, int], BatchRoutes] = {}
+        self.mode: Any = None
+        self._num_ranks, self._rows, self._step = num_ranks, 0, SimpleNamespace()
+        models: Any = PreTrainedModel
+        models.initialize_weights = lambda _: None  # random DTensors need states of a generator
+        move = models.to
+        models.to = lambda model, *args, **options: model if _is_on_device(model) else move(model, *args, **options)
+        self._join_groups()
+        self._prepare_rows()
+        self._share_rows_evenly()
+        self._take_fake_rows()
+        self._lock_host_memory()
+
+    def guess(self, tensor: Tensor) -> Any:
+        """Return the sizes of an all-to-all of experts at home: every rank gets and sends as many rows."""
+        ranks = self._num_ranks
+        if tuple(tensor.shape) != (2, ranks):
+            return None
+        return [[self._rows // ranks + (r < self._rows % ranks) for r in range(ranks)]] * 2
+
+    def reduce_gradients(self, *, each_micro_batch: bool) -> None:
+        """Say when gradients are reduced, which the size of the whole model decides."""
+        for module in (policy_update, value_update):
+            replaced: Any = module
+            replaced.each_micro_batch = lambda _model: each_micro_batch
+
+    def _join_groups(self) -> None:
+        def same_ranks(group: Any, *_: object, **__: object) -> Any:
+            return dist.new_group(dist.get_process_group_ranks(group))
+
+        for module in (balanced, group_state):
+            replaced: Any = module
+            replaced.make_same_ranks_group = same_ranks
+
+    def _prepare_rows(self) -> None:
+        """Let the thread of preparation say what is page-locked, which it cannot do without a GPU; and whose step."""
+        of_step, prepare = preparation.Preparation.of_step, prepared_rows.prepare_rows
+
+        def noting_step(one: Any, step: Any) -> Any:
+            self._step = step
+            return of_step(one, step)
+
+        def prepare_pageable(*args: Any, pinned: bool = False, **options: Any) -> Any:
+            rows = prepare(*args, pinned=False, **options)
+            for tensor in (rows.numbers, *(rows.kinds or ())) if pinned else ():
+                self.mode.pin(tensor)
+            return rows
+
+        replaced: Any = preparation
+        replaced.Preparation.of_step, replaced.prepare_rows = noting_step, prepare_pageable
+        rows: Any = prepared_rows
+        rows._exchange = self._exchange
+
+    def _exchange(
+        self, tables_L: Any, tables: Any, own: Any, _group: Any, *, send_once: bool
+    ) -> tuple[ndarray, ndarray]:
+        """Return what all ranks send to this one: each is asked for its own rows."""
+        place, pieces, heads, step = tables_L[0].place, list[ndarray](), list[ndarray](), self._step
+        head = 3 + len(tables_L)
+        for rank in range(self._num_ranks):
+            its, rows = tables, own
+            if rank != place.rank:
+                its_L = micro_batch_tables(step.plan, step.demand, rank, place.micro_batch, step.chunk)
+                names = ("tokens_E", "send_RP", "first_RP", "receive_RP")
+                its = prepared_rows._Stacked(*(np.stack([getattr(one, name) for one in its_L]) for name in names))
+                routes = self.routes.get((place.micro_batch, rank))
+                kinds, room = prepared_rows.RowKinds.of(routes, pinned=False), int(its.send_LRP.sum())
+                token_Z = np.empty(room, np.int32) if send_once else None
+                rows = prepared_rows._order_own(its_L, its, routes, kinds, np.empty(room, np.int32), token_Z)
+            common = [rows.problem is not None, rows.live, rows.planned, *rows.send_LR[:, place.rank]]
+            piece = np.array(common, dtype=np.int32)
+            heads.append(piece)
+            if send_once:
+                send_R = head + its.send_LRP.sum(axis=(0, 2))
+                first = (np.cumsum(send_R) - send_R)[place.rank]
+                piece = np.concatenate([piece, rows.message_X[first + head : first + send_R[place.rank]]])
+            pieces.append(piece)
+        return np.concatenate(pieces), np.stack(heads)
+
+    def _share_rows_evenly(self) -> None:
+        call, experts = AllToAllEP.__call__, AllToAllEP
+
+        def noting_rows(layer: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            self._rows = top_k_index.numel()
+            return call(layer, hidden_states, top_k_index, top_k_weights)
+
+        experts.__call__ = noting_rows
+
+    def _lock_host_memory(self) -> None:
+        def locked(num_bytes: int, device: torch.device) -> Tensor:
+            memory: Tensor = self.mode.pin(host_memory.host_memory(num_bytes, device), rounds_up=False)
+            return memory
+
+        for module in (host_adamw, host_weights):
+            replaced: Any = module
+            replaced.host_memory = locked
+        weights: Any = host_weights
+        weights._bytes_of = lambda storage: self.mode.bytes_of(storage)
+        scores: Any = token_scores
+        scores._change_between = lambda _raw, _logits: token_scores.LogitChange()  # which takes as much memory
+        streams: Any = host_memory.CopyStream
+        streams.__init__ = lambda stream, _device: setattr(stream, "_stream", None)  # copies are made at once
+
+    def _take_fake_rows(self) -> None:
+        parts = home_shards._parts
+
+        def parts_of(value: object, rows: Tensor, what: str) -> Any:  # it asks for the very type Tensor
+            local = home_shards._local(value) if isinstance(value, Tensor) else None
+            is_whole = isinstance(local, FakeTensor) and local.shape == rows.shape
+            return [("", local)] if is_whole else parts(value, rows, what)
+
+        replaced: Any = home_shards
+        replaced._parts = parts_of
+
+
+def _is_on_device(model: Any) -> bool:
+    """Return whether there is nothing to move: `to` swaps fake tensors all the same, which it then cannot."""
+    return all(one.device.type == DEVICE for one in (*model.parameters(), *model.buffers()))

@@ -1,0 +1,281 @@
+"""`StepRun`: the functions of the trainer that use memory, called as a rank of a run would; all of them are here."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM
+
+from relibra.cluster import Cluster
+from relibra.parallel import relocate
+from relibra.parallel.balanced import balanced_layers
+from relibra.rl.algorithms.loss import find_loss
+from relibra.rl.batch.training_batch import BatchExecution, TrainingBatch, executing
+from relibra.rl.config.run_config import RunConfig
+from relibra.rl.memory.made_up_step import MadeUpStep
+from relibra.rl.model.adamw_8bit import blocks_of
+from relibra.rl.model.critic import value_model_class
+from relibra.rl.model.host_weights import idle_while_sampling, move_to_host, on_device
+from relibra.rl.model.optimizer import StepCount, make_optimizer
+from relibra.rl.model.packed_sequences import use_explicit_masks, use_packed_attention
+from relibra.rl.model.policy import ModelStructure, Policy
+from relibra.rl.model.sharding import full_parameters, load_sharded, save_activations, without_randomness
+from relibra.rl.model.token_scores import learn_logits
+from relibra.rl.update import policy_update, value_update
+from relibra.rl.update.credit import compute_values
+from relibra.rl.update.policy_update import update_policy
+from relibra.rl.update.recompute import recompute, reference_log_probs
+from relibra.rl.update.value_update import update_values
+
+
+class Meter(Protocol):
+    """Counts memory by phase, and by part as far as it can."""
+
+    def begin(self, phase: str) -> None:
+        """Count what follows to a phase."""
+
+    def own(self, part: str, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Count the storages of tensors to a part."""
+
+    def watch_layers(self, layers: Sequence[nn.Module]) -> None:
+        """Learn which decoder layers a pass goes through."""
+
+    def loaded(self, model: nn.Module) -> None:
+        """Learn of a model, whose weights nobody has written."""
+
+
+class WithoutWeights:
+    """Loads a model of a class from its configuration alone."""
+
+    def __init__(self, model_class: Any) -> None:
+        self._class = model_class
+
+    def from_pretrained(self, _path: str, *, config: Any, **options: Any) -> Any:
+        """Return a model whose weights nobody has written."""
+        return self._class.from_pretrained(None, config=config, state_dict={}, **options)
+
+
+class StepRun:
+    """Models of a rank, and the functions of an RL step that run them.
+
+    The process group and the device may be real ones: benchmarks compare what a meter says of both.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model_config: Any,
+        structure: ModelStructure,
+        cluster: Cluster,
+        device: torch.device,
+        meter: Meter,
+        *,
+        has_copy: bool,
+    ) -> None:
+        """Load what the run holds; collective.
+
+        model_config   of transformers, with as many layers as shall run
+        has_copy       a full copy of the policy is in the device memory
+        """
+        self.config, self.cluster, self.meter, self._device = config, cluster, meter, device
+        self._model_config, self._structure = model_config, structure
+        with torch.device("meta"):
+            code = config.model.trust_remote_code
+            meta = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), trust_remote_code=code)
+        self._class = type(meta)
+        self._packed = meta._supports_sdpa or meta._supports_flash_attn  # which a loaded model is tried for
+        trained = self._load(self._class, model_config)
+        self.policy: Any = SimpleNamespace(
+            **vars(structure),
+            trained=trained,
+            balanced=config.follows_plans and structure.num_experts > 0,
+            copy=meta.to(getattr(torch, config.model.dtype)).to_empty(device=device) if has_copy else None,
+        )
+        save_activations(trained, config.update.activations)
+        self.optimizer = make_optimizer(trained, config.update.learning_rate, config.update)
+        self.reference: Any = None
+        self.critic: Any = None
+        self.critic_optimizer: Any = None
+        if config.algorithm.kl_coefficient:
+            self.reference = self._load(self._class, model_config, frozen=True)
+        if config.algorithm.advantage == "gae":
+            of_values = copy.deepcopy(model_config)
+            of_values.num_labels, of_values.classifier_dropout, of_values.token_classification_bias = 1, 0.0, False
+            self.critic = self._load(value_model_class(self._class), of_values)
+            save_activations(self.critic, config.update.activations)
+            self.critic_optimizer = make_optimizer(self.critic, config.critic.learning_rate, config.update)
+        meter.watch_layers(list(_decoder_layers(trained)))
+        self.own()
+        for idle in (self.critic, self.reference) if config.update.offload != "off" else ():
+            if idle is not None:
+                move_to_host(idle)
+
+    def _load(self, model_class: Any, model_config: Any, *, frozen: bool = False) -> Any:
+        model = load_sharded(
+            WithoutWeights(model_class),
+            "",
+            model_config=without_randomness(copy.deepcopy(model_config)),
+            settings=self.config.model,
+            device=self._device,
+            has_experts=self._structure.num_experts > 0,
+            experts="relibra" if self.config.follows_plans else "all_to_all",
+            frozen=frozen,
+        )
+        if self._packed:
+            use_packed_attention(model)
+        else:
+            use_explicit_masks(model, getattr(torch, self.config.model.dtype))
+        self.meter.loaded(model)
+        if model_class is self._class:
+            learn_logits(model)
+        return model
+
+    def own(self, context: BatchExecution | None = None) -> None:
+        """Count storages to the parts that own them."""
+        own = self.meter.own
+        for part, model, optimizer in (
+            ("", self.policy.trained, self.optimizer),
+            ("reference", self.reference, None),
+            ("critic", self.critic, self.critic_optimizer),
+        ):
+            if model is None:
+                continue
+            own(part or "weights", [*model.parameters(), *model.buffers()])
+            for of_fsdp in _fsdp_parameters(model):
+                own(part or "weights", of_fsdp.all_gather_outputs)
+                own(part or "gradients", [of_fsdp.unsharded_accumulated_grad])
+            own(part or "gradients", [one.grad for one in model.parameters()])
+            if optimizer is not None:
+                states = [value for state in optimizer.state.values() for value in state.values()]
+                for one in states:
+                    if isinstance(one, torch.Tensor) and one.ndim:
+                        own(part or "moments", blocks_of(one).values() or [one])
+        if self.policy.copy is not None:
+            own("copy", [*self.policy.copy.parameters(), *self.policy.copy.buffers()])
+        if self.policy.balanced:
+            buffers = [next(iter(balanced_layers(self.policy.trained).values())).group_state]
+            slots = [] if buffers[0] is None or buffers[0].buffer is None else [buffers[0].buffer]
+            execution = None if context is None else context._execution
+            if execution is not None:
+                slots += execution._executed.slots._of_layers.values()
+            for buffer in slots:
+                own("slots", [*buffer.weights.values(), *buffer._sums.values()])
+
+    def steps(self, step: MadeUpStep) -> None:
+        """Run an RL step in an order in which every phase holds what it holds from the second step on."""
+        config, policy, meter = self.config, self.policy, self.meter
+        loss, update, ranks = find_loss(config), config.update.model_copy(update={"epochs": 1}), dist.get_world_size()
+        if self.critic is not None:
+            self._update_values(step)
+        with self._steps_apart(policy_update, "update"), self._executing(step.batch, "update") as context:
+            update_policy(
+                policy.trained, self.optimizer, step.batch, context, loss, update, count=StepCount(), num_ranks=ranks
+            )
+        with self._executing(step.batch, "recompute") as context:
+            recompute(
+                policy.trained, step.batch, context, config.algorithm, temperature=config.rollout.temperature,
+                record=config.algorithm.replay == "R2",
+            )  # fmt: skip
+        if self.reference is not None:
+            meter.begin("reference")
+            with on_device(self.reference):
+                reference_log_probs(self.reference, step.batch, config.rollout.temperature)
+        if step.batch.plan is not None and config.plan.move_homes:
+            meter.begin("relocate")
+            homes_LE = step.batch.plan.physical_to_logical_map
+            relocate(policy.trained, np.roll(homes_LE, homes_LE.shape[1] // ranks, axis=1), self.optimizer)
+        meter.begin("sync")
+        self._sync()
+        with idle_while_sampling(policy.trained, config.update):
+            meter.begin("rollout")
+
+    def _sync(self) -> None:
+        """Give the weights to the copy, or gather them, one after another, for a server."""
+        if self.policy.copy is not None:
+            Policy.sync(self.policy)
+            return
+        for _ in full_parameters(self.policy.trained):
+            continue
+
+    def _update_values(self, step: MadeUpStep) -> None:
+        responses = [replace(one, reward=0.0, values_r=np.zeros(one.length, np.float32)) for one in step.responses]
+        self.meter.begin("values")
+        with on_device(self.critic):
+            compute_values(self.critic, responses, self.config.update.micro_batch_tokens)
+        self.meter.begin("update values")
+        with on_device(self.critic), self._steps_apart(value_update, "update values"):
+            update_values(
+                self.critic,
+                self.critic_optimizer,
+                responses,
+                self.config.critic,
+                self.config.update.model_copy(update={"mini_batches": 2, "epochs": 1}),
+                by_group=False,
+                seed=0,
+                responses_per_step=len(responses) * dist.get_world_size(),
+                count=StepCount(),
+                num_ranks=dist.get_world_size(),
+            )
+
+    @contextmanager
+    def _executing(self, batch: TrainingBatch, phase: str) -> Iterator[Any]:
+        """Yield the context of micro-batches that says after each one whose storages are whose."""
+        self.meter.begin(phase)
+        planned = batch.plan is not None  # else every expert is at home: counts of live balancing are on the device
+        executed = executing(self.policy, batch, self.config.plan, self.cluster) if planned else self._at_home(batch)
+        with executed as context:
+
+            @contextmanager
+            def of_micro_batch(number: int) -> Iterator[Any]:
+                with context(number) as replay:
+                    yield replay
+                    self.own(context)
+
+            yield of_micro_batch
+            assert not context.ran_at_home, "the plan of a dry run is followed"
+
+    @contextmanager
+    def _at_home(self, batch: TrainingBatch) -> Iterator[BatchExecution]:
+        yield BatchExecution(self.policy.trained, batch, None)
+
+    @contextmanager
+    def _steps_apart(self, module: Any, phase: str) -> Iterator[None]:
+        """Count optimizer steps inside as a phase of their own."""
+        step: Callable[..., Any] = module.step_or_skip
+
+        def step_apart(*args: Any, **options: Any) -> Any:
+            self.own()
+            self.meter.begin("optimizer" if phase == "update" else phase)
+            result = step(*args, **options)
+            self.own()
+            self.meter.begin(phase)
+            return result
+
+        module.step_or_skip = step_apart
+        try:
+            yield
+        finally:
+            module.step_or_skip = step
+
+
+def _decoder_layers(model: nn.Module) -> nn.ModuleList:
+    named = model.named_modules()
+    return next(one for name, one in named if name.endswith("layers") and isinstance(one, nn.ModuleList))
+
+
+def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                yield from group.fsdp_params if group else ()

@@ -1,0 +1,170 @@
+"""The process of dry runs: reads a configuration from stdin, and writes its estimate to stdout as JSON."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from relibra.calibration.machine import find_cluster
+from relibra.errors import RelibraError
+from relibra.printable import plural
+from relibra.rl.config.run_config import RunConfig
+from relibra.rl.memory.dry_run import Device, cut_layers, dry_run, layers_to_run
+from relibra.rl.memory.estimate import GIB, DryRun, Estimate, Peak, extrapolate
+from relibra.rl.memory.estimator import DeviceMemory, Help, with_setting
+from relibra.rl.memory.made_up_step import MICRO_BATCHES, MINI_BATCHES, response_lengths
+from relibra.rl.model.policy import read_model_config, read_structure
+from relibra.rl.model.tokenizer import make_tokenizer
+from relibra.rl.tasks.make import make_task
+from relibra.rl.update.gradient_reduction import reduces_each_micro_batch
+
+_LEVERS: tuple[tuple[str, Any], ...] = (
+    ("update.activations", "recompute"),
+    ("update.offload", "moments"),
+    ("update.activations", "host"),
+    ("rollout.engine", "vllm"),
+    ("update.offload", "all"),
+    ("lora.rank", 16),
+)
+"""Settings that save memory, those that cost least first; those that a version does not have are left out."""
+USUAL_BYTES = 79 * GIB
+"""Memory of a GPU where none is named."""
+RANKS_OF_A_NODE = 8
+"""Where a preset of another size says nothing about this run."""
+
+
+def estimate_run(config: RunConfig, device: Device, memory: DeviceMemory, *, whole: bool = False) -> Estimate:
+    """Return the estimate of a run; nothing is loaded.
+
+    whole   run all layers, instead of a few that are extrapolated
+    """
+    ranks = config.parallel.ranks
+    per_node = RANKS_OF_A_NODE if ranks > RANKS_OF_A_NODE and ranks % RANKS_OF_A_NODE == 0 else ranks
+    cluster = replace(find_cluster(config.plan.cluster, torch.device("cpu"), ranks, per_node), dispatch="flat")
+    model_config = model_config_of(config)
+    structure = read_structure(model_config, config.model, ranks, config.algorithm.replay)
+    text = model_config.get_text_config()
+    layers = text.num_hidden_layers
+    has_copy = config.rollout.engine == "embedded"
+    numbers = [layers] if whole else sorted(set(layers_to_run(model_config, structure)))
+    whole_bytes = 4 * _dense_parameters(config, model_config) * (1 - 1 / ranks)
+    each_micro_batch = reduces_each_micro_batch(int(whole_bytes), int(memory.nbytes or USUAL_BYTES))
+    device.stand_ins.reduce_gradients(each_micro_batch=each_micro_batch)
+    runs = [
+        dry_run(config, cut_layers(model_config, number), cluster, device, memory_gib=0.0, has_copy=has_copy)
+        for number in numbers
+    ]
+    peaks = extrapolate(runs[0].device, runs[-1].device, (runs[0].layers, runs[-1].layers), layers)
+    host = extrapolate(runs[0].host, runs[-1].host, (runs[0].layers, runs[-1].layers), layers)
+    offload = {way: _offloaded(runs, layers, way, config) for way in ("host", "device")}
+    if config.rollout.engine == "embedded":
+        peaks = _with_cache(peaks, _cache_bytes(config, text, ranks))
+    kind = f"{text.model_type} of {plural(layers, 'layer')}"
+    return Estimate(
+        model=f"{config.model.path}, {kind}" if config.model.path else f"the built-in model, {kind}",
+        ranks=ranks,
+        tokens=sum(prompt + response - 1 for prompt, response in response_lengths(config)),
+        peaks=peaks,
+        host_bytes=min(per_node, ranks) * max((one.total for one in host), default=0.0),
+        device_bytes=memory.nbytes,
+        device_name=memory.name,
+        offload_bytes=sum(offload.values()),
+        offload_seconds=max(offload.values()) / cluster.host.bytes_per_second,  # both ways run at once
+        host_available=memory.host,
+    )
+
+
+def model_config_of(config: RunConfig) -> Any:
+    """Return the configuration of the model of a run."""
+    vocabulary = 0
+    if not config.model.path:
+        task = make_task(config.task, config.run.seed, 0)
+        vocabulary = make_tokenizer(config.model.source, task.characters, config.task).vocab_size
+    return read_model_config(config.model, vocabulary, config.rollout.least_head_dim)
+
+
+def _dense_parameters(config: RunConfig, model_config: Any) -> int:
+    """Return the weights of the whole model outside of experts."""
+    with torch.device("meta"):
+        code = config.model.trust_remote_code
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), trust_remote_code=code)
+    return sum(p.numel() for name, p in model.named_parameters() if not (".experts." in name and p.ndim == 3))
+
+
+def _cache_bytes(config: RunConfig, text: Any, ranks: int) -> float:
+    """Return bytes of keys and values of all responses that a rank decodes at once, at their longest."""
+    responses = min(config.rollout.max_batch, -(-config.rollout.responses_per_step // ranks))
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    of_token = 2 * text.num_hidden_layers * heads * width * getattr(torch, config.model.dtype).itemsize
+    return float(responses * (config.rollout.max_prompt + config.rollout.max_response) * of_token)
+
+
+def _with_cache(peaks: tuple[Peak, ...], cache: float) -> tuple[Peak, ...]:
+    """Return the peaks, that of the rollout with the cache of the engine."""
+    return tuple(
+        replace(one, parts={**one.parts, "cache": cache}, line="engine/kv_cache.py") if one.phase == "rollout" else one
+        for one in peaks
+    )
+
+
+def _offloaded(runs: Sequence[DryRun], whole: int, way: str, config: RunConfig) -> float:
+    """Return the bytes that an optimizer step of a model of `whole` layers copies to the host, or to the device."""
+    first, last = runs[0], runs[-1]
+    lengths, ranks = response_lengths(config), config.parallel.ranks
+    responses = config.rollout.responses_per_step / config.update.mini_batches / ranks
+    micro_batches = max(1.0, responses / len(lengths))
+    total = 0.0
+    for phase, times in (("optimizer", 1 / MINI_BATCHES), ("update", micro_batches / MICRO_BATCHES)):
+        few, more = (run.traffic.get(f"{phase} to {way}", 0) for run in (first, last))
+        each = (more - few) / max(1, last.layers - first.layers)
+        total += times * (few + each * (whole - first.layers))
+    return total
+
+
+def _helping(config: RunConfig, before: Estimate, estimate: Callable[[RunConfig], Estimate]) -> Iterator[Help]:
+    """Yield settings that save memory, each with all before it, up to one with which the run fits."""
+    for name, value in _LEVERS:
+        changed = with_setting(config, name, value)
+        after = before if changed is None else estimate(changed)
+        saves = before.peak.total - after.peak.total
+        if changed is not None and saves >= GIB / 10:
+            yield Help(setting=f"{name}={str(value).lower()}", saves=saves, fits=after.fits)
+            config, before = changed, after
+        if after.fits:
+            return
+
+
+def main() -> None:
+    """Answer one request: the estimate of a run, and what helps where it does not fit."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    torch.set_num_threads(1)
+    transformers_logging.set_verbosity_error()
+    request = json.load(sys.stdin)
+    try:
+        config = RunConfig.model_validate(request["config"])
+        device, memory = Device(config.parallel.ranks), DeviceMemory(**request["memory"])
+        estimate = partial(estimate_run, device=device, memory=memory)
+        found = estimate(config, whole=request["whole"])
+        helps = [] if found.fits else [asdict(one) for one in _helping(config, found, estimate)]
+        answer: dict[str, Any] = {"estimate": found.as_json(), "helps": helps}
+    except RelibraError as error:
+        answer = {"error": str(error)}
+    with out:
+        json.dump(answer, out)
+    os._exit(0)  # nobody waits for peers that were never there
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Ledgers and estimates, without a dry run."""
+
+import gc
+
+import pytest
+import torch
+
+from relibra.rl.config.run_config import load_config
+from relibra.rl.memory.estimate import GIB, Estimate, Peak, extrapolate
+from relibra.rl.memory.estimator import DeviceMemory, Help, device_memory, refusal, with_setting
+from relibra.rl.memory.ledger import Ledger
+
+
+def estimate(gib, device=80.0):
+    peaks = (Peak(phase="update", parts={"weights": gib * GIB}, line="here"),)
+    sizes = {"model": "one", "ranks": 8, "tokens": 8192, "host_bytes": 0.0}
+    return Estimate(peaks=peaks, device_bytes=device * GIB, device_name="gpu", **sizes)
+
+
+def test_a_ledger_counts_storages_once_and_owners_afterwards():
+    ledger = Ledger()
+    ledger.begin("first")
+    kept = torch.zeros(1024)
+    ledger.see(kept, "activations", "a")
+    ledger.see(kept.view(2, 512), "activations", "b")
+    ledger.see(torch.zeros(2048), "activations", "c")  # freed at once
+    gc.collect()
+    ledger.begin("second")
+    ledger.own("weights", [kept, None])
+    assert ledger.now == 4096
+    peaks = ledger.peaks()
+    assert peaks["first"]["c"] == {"weights": 4096, "activations": 8192}
+    assert peaks["second"][""]["weights"] == 4096
+    assert "b" not in peaks["first"]
+
+
+def test_page_locked_memory_is_a_power_of_two():
+    ledger = Ledger()
+    ledger.see(torch.zeros(1025), "page-locked", "", power_of_two=True)
+    ledger.see(kept := torch.zeros(1025), "page-locked", "", power_of_two=True)
+    assert ledger.now == 8192
+    del kept
+
+
+def test_another_line_may_be_highest_in_more_layers():
+    first = {"update": {"loss": {"logits": 10}, "layer": {"weights": 2, "activations": 2}}}
+    second = {"update": {"loss": {"logits": 10}, "layer": {"weights": 4, "activations": 2}}}
+    [few] = extrapolate(first, second, (2, 4), 6)
+    assert (few.line, few.total) == ("loss", 10)
+    [many] = extrapolate(first, second, (2, 4), 20)
+    assert many.parts == {"weights": 20, "activations": 2}
+
+
+def test_an_estimate_survives_json():
+    found = estimate(70.0)
+    assert Estimate.from_json(found.as_json()) == found
+
+
+@pytest.mark.parametrize(("gib", "fits"), [(72.0, True), (73.0, False)])
+def test_a_tenth_of_the_device_stays_free(gib, fits):
+    assert estimate(gib).fits == fits
+    assert estimate(gib).free_bytes == pytest.approx(max(0, 72 - gib) * GIB)
+
+
+def test_what_does_not_fit_names_settings_and_what_they_save():
+    helping = [Help(setting="update.offload=moments", saves=28.4 * GIB, fits=True)]
+    sentence = refusal(estimate(90.0), helping)
+    assert all(part in sentence for part in ("90.0 GiB", "update", "72.0", "update.offload=moments saves 28.4"))
+
+
+def test_the_device_is_that_of_the_cluster():
+    config = load_config(None, ["plan.cluster=h100x8"])
+    assert device_memory(config) == DeviceMemory(nbytes=0.99 * 80 * GIB, name="h100x8")
+
+
+def test_a_lever_of_no_setting_is_left_out():
+    config = load_config(None)
+    assert with_setting(config, "update.nothing", 1) is None
+    assert with_setting(config, "plan.slots", config.plan.slots) is None
+    assert with_setting(config, "plan.slots", 3).plan.slots == 3
