@@ -274,13 +274,13 @@ def test_nobody_pickles():
 
 
 LINE_CEILINGS = {
-    "src/relibra": (58_500, ""),
+    "src/relibra": (62_500, ""),
     "planning without deployment and baselines": (7_500, r"planning/(?!deployment/|baselines/)"),
     "planning/baselines": (1_300, "planning/baselines/"),
-    "parallel": (4_700, "parallel/"),
+    "parallel": (5_000, "parallel/"),
 }
 """Most lines of Python and templates, and the start of the paths of the files that count."""
-MOST_SETTINGS = 96
+MOST_SETTINGS = 104
 
 
 @pytest.mark.parametrize("name", LINE_CEILINGS)

@@ -38,7 +38,7 @@ def spoil_losses(monkeypatch, spoils):
 
     def call(*args):
         loss, sums = before(*args)
-        if args[1].shape[1] == 7:  # the vocabulary of the made-up batch that a loss is tried with
+        if args[3].step_tokens == 9:  # of the made-up batch that a loss is tried with
             return loss, sums
         calls.append(1)
         return loss * math.nan if spoils(len(calls) - 1) else loss, sums

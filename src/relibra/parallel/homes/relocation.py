@@ -127,7 +127,7 @@ def _relocate_layer(
     leave_X, arrive_Y = _on_devices(moves.leave_X, tensors), _on_devices(moves.arrive_Y, tensors)
     for stored, columns in _columns(tensors):
         rows = stored.rows[leave_X[stored.rows.device]].reshape(len(sent), prod(stored.rows.shape[1:]))
-        sent[:, columns] = rows.view(torch.uint8).to(device)
+        sent[:, columns] = rows.view(torch.uint8)
     place = Place(dist.get_rank(), layer_id, -1)
     with explain_peer_failure("moving experts (the layer is unchanged)", place, list(number_of)):
         dist.all_to_all_single(received, sent, moves.num_received_R.tolist(), moves.num_sent_R.tolist(), group=group)
@@ -136,8 +136,9 @@ def _relocate_layer(
         arrived.item()  # the only wait on an accelerator
     for stored, columns in _columns(tensors):
         rows = received[:, columns].clone(memory_format=torch.contiguous_format).view(stored.rows.dtype)
-        rows = rows.reshape(len(received), *stored.rows.shape[1:]).to(stored.rows.device)
-        stored.rows[arrive_Y[stored.rows.device]] = rows
+        rows = rows.reshape(len(received), *stored.rows.shape[1:])
+        there = stored.rows.device
+        stored.rows[arrive_Y[there]] = rows if there == device else rows.to(there)
     layer.physical_to_logical_E = wanted_E.copy()
     return width * int(moves.num_sent_R.sum() - moves.num_sent_R[own])
 

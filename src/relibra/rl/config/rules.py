@@ -113,8 +113,7 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
     if rollout.sleep and rollout.transfer in ("nccl", "gloo"):
         why = "is for a GPU that both share" + (", on which NCCL cannot send" if rollout.transfer == "nccl" else "")
         yield "rollout.sleep", f"{why}: rollout.transfer is {rollout.transfer!r}", "set rollout.transfer=ipc or folder"
-    path = model.path and Path(model.source).resolve()
-    if engine != "embedded" and weights and path and weights.expanduser().resolve() == path:
+    if engine != "embedded" and weights and model.path and _same_folder(weights.expanduser(), Path(model.source)):
         instead = "set a folder of its own, in which new weights are written"
         yield "rollout.server_weights", "is the folder of model.path", instead
 
@@ -126,3 +125,10 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
             find_balancer(config.plan.balancer)
         except ValueError as error:
             yield "plan.balancer", str(error), ""
+
+
+def _same_folder(one: Path, other: Path) -> bool:
+    try:
+        return one.resolve() == other.resolve()
+    except ValueError:  # no name of a file: what reads or writes there refuses it
+        return False
