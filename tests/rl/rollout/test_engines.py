@@ -81,6 +81,15 @@ def test_weights_that_do_not_arrive_whole_end_the_run(tmp_path, small_canary, fa
         run_with_transfer(tmp_path, fault)
 
 
+@pytest.mark.parametrize("how", ["nccl", "ipc"])
+def test_gpu_to_gpu_transfer_is_refused_without_gpus(how):
+    rollout = load_config(None, [*TRANSFERRED, "rollout.url=http://127.0.0.1:1", f"rollout.transfer={how}"]).rollout
+    model, tokenizer = tiny_model(), CharacterTokenizer(Arithmetic.characters)
+    policy = Policy(trained=model, meta=model, num_experts=8, layer_ids=(0,), top_k=2, balanced=False)
+    with pytest.raises(EngineError, match=f"rollout.transfer {how} sends weights from GPUs.* on cpu"):
+        make_engine(rollout, policy, tokenizer, seed=0, shortest=1, replays_rollout=True)
+
+
 def test_windows_go_on_at_other_servers_when_one_ends(tmp_path, small_canary):
     """What is trained on does not depend on which server sampled it, nor on one that ended and began anew."""
     settings = ("rollout.engine=vllm", "algorithm.preset=tppo", "rollout.window=4", "run.steps=3", "checkpoint.every=0")

@@ -9,12 +9,14 @@ from transformers import AutoModelForCausalLM
 
 from relibra.errors import EngineError
 from relibra.rl.rollout.served import sleep
+from relibra.rl.rollout.served.canary_probe import Canary, WatchedServer
 from relibra.rl.rollout.served.preflight import check_servers, missing_for_weights
 from relibra.rl.rollout.served.sleep import rest_servers, wake, wake_after_failure
 from relibra.rl.start_folder import write_start_folder
 from tests.replay.tiny_models import tiny_model
 from tests.rl.joined import CPU, alone
 from tests.rl.ranks_at_work import run_alone, tiny_config
+from tests.rl.rollout.published import compare
 from tests.rl.rollout.stand_in_server import CONFIG, engine_of, running
 from tests.rl.rollout.test_engines import small_canary as small_canary
 
@@ -84,6 +86,20 @@ def test_weights_are_gone_until_they_are_loaded_again(monkeypatch):
         assert engine.published.asleep, "until all have memory"
         wake(engine, "kv_cache")
         assert not engine.published.asleep
+
+
+def test_weights_that_nobody_loads_again_are_noticed(small_canary):
+    model = tiny_model("qwen3_moe").eval()
+    with alone(), running(copy.deepcopy(model), "vllm") as server:
+        engine = engine_of(server, "vllm", sleeps=True)
+        canary = Canary([WatchedServer(engine.servers[0], exact=True)], lambda index: [1 + index % 9, 2, 3], context=64)
+        canary.before_update()
+        assert compare(canary, model, 0).difference < 1e-5
+        rest_servers(engine, canary, CPU)
+        for tag in ("weights", "kv_cache"):
+            wake(engine, tag)
+        with pytest.raises(EngineError, match="corrupts weights"):
+            compare(canary, model, 1)
 
 
 def test_a_server_on_other_gpus_is_told_by_their_memory(monkeypatch):
