@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from relibra.parallel import execute_plan, relocate
+from relibra.parallel import execute_plan
 from relibra.rl.algorithms.loss import find_loss
 from relibra.rl.batch.schedule import Schedule
 from relibra.rl.batch.token_batch import make_token_batch, with_routes
@@ -85,10 +85,7 @@ def waits_of_a_step(model, case, name, loss):
                 )
     assert update.count.made == 2
     assert not execution.ran_at_home
-    with DeviceWaits(model) as moving:
-        moved = relocate(model, case.plan.physical_to_logical_map[:, ::-1].copy(), optimizer)
-    assert moved.experts
-    return recomputing.found, updating.found, moving.found
+    return recomputing.found, updating.found
 
 
 def waits_on_threads(name, loss):
@@ -100,10 +97,9 @@ def waits_on_threads(name, loss):
 
 
 def test_the_policy_waits_once_a_pass_and_twice_a_step():
-    recomputing, updating, moving = waits_on_threads("tppo", find_loss(CONFIGS["tppo"]))
+    recomputing, updating = waits_on_threads("tppo", find_loss(CONFIGS["tppo"]))
     assert recomputing == {"wait_for_copies": 1}
     assert updating == {"read_numbers": 2, "clip_gradients": 2}
-    assert not moving, "beside the confirmation of each layer, which is a collective"
 
 
 def test_a_wait_more_is_found():
@@ -113,7 +109,7 @@ def test_a_wait_more_is_found():
         assert inputs.mask_X.sum().item() >= 0
         return loss.function(inputs)
 
-    _, updating, _ = waits_on_threads("gspo", replace(loss, function=reading))
+    _, updating = waits_on_threads("gspo", replace(loss, function=reading))
     assert updating == {"read_numbers": 2, "clip_gradients": 2, "__call__": 2}
 
 

@@ -52,10 +52,6 @@ class LogitChange:
         logits = raw if self.factor == 1 else raw * self.factor
         return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
 
-    def slope(self, logits: Tensor) -> Tensor | float:
-        """Return the derivative of the logits by the output of the head."""
-        return self.factor if self.cap is None else self.factor * (1 - (logits / self.cap).square())
-
 
 def token_scores(
     model: nn.Module,
@@ -218,24 +214,27 @@ class _ScoreRows(torch.autograd.Function):
     def backward(ctx: Any, grad_1X1: Tensor | None, grad_entropy_X: Tensor | None) -> tuple[Tensor | None, ...]:
         """Compute logits again, chunk by chunk; sums of the weight's gradient are in float32 or better."""
         hidden_XH, weight_VH, bias_V, target_X = ctx.saved_tensors
+        change, scale = ctx.change, ctx.change.factor / ctx.temperature
         sums: dict[str, Any] = {"dtype": torch.promote_types(hidden_XH.dtype, torch.float32)}
         grad_hidden_XH = torch.empty_like(hidden_XH) if ctx.needs_input_grad[0] else None
         grad_weight_VH = torch.zeros_like(weight_VH, **sums) if ctx.needs_input_grad[1] else None
         grad_bias_V = torch.zeros_like(bias_V, **sums) if ctx.needs_input_grad[2] else None
         for rows in _chunks(hidden_XH, weight_VH):
-            logits_CV = _logits(hidden_XH[rows], weight_VH, bias_V, ctx.change)
-            log_probs_CV = _tempered(logits_CV, ctx.temperature).log_softmax(-1)
-            grad_CV = log_probs_CV.exp()
-            by_row_C1 = torch.zeros_like(grad_CV[:, :1]) if grad_1X1 is None else grad_1X1[0, rows]
+            logits_CV = _logits(hidden_XH[rows], weight_VH, bias_V, change)
+            tempered_CV = _tempered(logits_CV, ctx.temperature)
+            by_row_C1 = tempered_CV.new_zeros(()) if grad_1X1 is None else grad_1X1[0, rows] * scale
             if grad_entropy_X is None:
-                grad_CV.mul_(-by_row_C1)
+                grad_CV = tempered_CV.softmax(-1).mul_(-by_row_C1)
             else:  # of the entropy: - p (log p + entropy)
+                log_probs_CV = tempered_CV.log_softmax(-1)
+                grad_CV = log_probs_CV.exp()
                 entropy_C1 = -(grad_CV * log_probs_CV).sum(-1, keepdim=True)
-                log_probs_CV.add_(entropy_C1).mul_(grad_entropy_X[rows, None]).add_(by_row_C1)
-                grad_CV.mul_(log_probs_CV).neg_()
-            grad_CV.scatter_add_(-1, target_X[rows, None], by_row_C1)
-            slope = ctx.change.slope(logits_CV) / ctx.temperature
-            grad_CV = (grad_CV if isinstance(slope, float) and slope == 1 else grad_CV.mul_(slope)).to(hidden_XH.dtype)
+                log_probs_CV.add_(entropy_C1).mul_(grad_entropy_X[rows, None] * scale)
+                grad_CV.mul_(log_probs_CV.add_(by_row_C1)).neg_()
+            grad_CV.scatter_add_(-1, target_X[rows, None], by_row_C1.expand(len(grad_CV), 1))
+            if change.cap is not None:
+                grad_CV.mul_(1 - (logits_CV / change.cap).square())
+            grad_CV = grad_CV.to(hidden_XH.dtype)
             if grad_hidden_XH is not None:
                 grad_hidden_XH[rows] = grad_CV if weight_VH is None else grad_CV @ weight_VH
             if grad_weight_VH is not None:
