@@ -175,9 +175,11 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
         """Return the position `[E]` of each logical expert, on a device; None: experts are in logical order."""
         known, position_E = self._positions
         if known is not self.physical_to_logical_E:
-            order_E = np.argsort(self.physical_to_logical_E)
-            moved = (order_E != np.arange(len(order_E))).any()
-            position_E = torch.from_numpy(order_E).to(device) if moved else None
+            order = np.argsort(self.physical_to_logical_E)
+            moved = (order != np.arange(len(order))).any()
+            order_E = torch.from_numpy(order)
+            order_E = order_E.pin_memory() if device.type == "cuda" else order_E  # else the host would wait
+            position_E = order_E.to(device, non_blocking=True) if moved else None
             self._positions = (self.physical_to_logical_E, position_E)
         return position_E
 

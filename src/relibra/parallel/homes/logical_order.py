@@ -45,15 +45,16 @@ def logical_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     Only one parameter is gathered at a time; all ranks have to iterate to the end.
     """
     reshard(model)
-    rows_by_id = {
-        id(getattr(layer.experts, name)): torch.from_numpy(np.argsort(layer.physical_to_logical_E))
+    layer_of = {
+        id(getattr(layer.experts, name)): layer
         for layer in balanced_layers(model).values()
         for name in layer.parameter_names
     }
     for name, parameter in model.named_parameters():
         whole = full_tensor(parameter)
-        rows_E = rows_by_id.get(id(parameter))
-        yield name, whole if rows_E is None else whole[rows_E.to(whole.device)]
+        layer = layer_of.get(id(parameter))
+        position_E = None if layer is None else layer.positions_on(whole.device)
+        yield name, whole if position_E is None else whole[position_E.to(whole.device)]
 
 
 def reshard(model: nn.Module) -> None:
