@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from relibra.rl.config.settings import UpdateSettings
-from relibra.rl.model.host_weights import idle_while_sampling, move_to_device, move_to_host, on_device
+from relibra.rl.model.host_weights import idle_while_sampling, move_to_host, on_device
 from tests.rl.joined import on_ranks, policy_of, tiny_config
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -31,11 +31,16 @@ def test_weights_come_back_from_the_host_as_they_were(device):
         with on_device(model):
             assert held_bytes(model) == held
         assert held_bytes(model) == 0
-        move_to_device(model)
-        assert [*map(id, model.parameters())] == objects
-        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-        model(torch.randn(5, 4, device=device)).square().sum().backward()
-        optimizer.step()
+        with on_device(model):
+            assert [*map(id, model.parameters())] == objects
+            assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+            model(torch.randn(5, 4, device=device)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            after = {key: value.clone() for key, value in model.state_dict().items()}
+        with idle_while_sampling(model, UpdateSettings(offload="all")):
+            pass
+        assert all(torch.equal(value, after[key]) for key, value in model.state_dict().items())
         assert not torch.equal(model[0].weight, before["0.weight"])
 
 

@@ -33,7 +33,7 @@ def make_adamw_8bit(
             "update.optimizer=adamw"
         ) from error
 
-    class BlockAdamW8bit(AdamW8bit):
+    class BlockAdamW8bit(AdamW8bit):  # type: ignore[misc]
         def zeros(self, parameter: Tensor, key: str) -> Tensor:
             own = local_shard(parameter.detach())
             if own.ndim < 2 or own.shape[1:].numel() % BLOCK or not own.numel():

@@ -79,7 +79,7 @@ class HostAdamW(torch.optim.AdamW):
         if not own.is_contiguous():
             yield tensors
         elif own.numel():
-            yield from zip(*(tensor.reshape(-1).split(PIECE_VALUES) for tensor in tensors), strict=True)  # type: ignore[misc]
+            yield from zip(*(tensor.reshape(-1).split(PIECE_VALUES) for tensor in tensors), strict=True)
 
 
 def _piece_values(own: Tensor) -> int:

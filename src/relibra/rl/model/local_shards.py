@@ -30,4 +30,4 @@ def sharded_like(
     whole = torch.empty(torch.Size(shape or like.shape), device="meta")
     meta = TensorMeta(whole.shape, whole.stride(), local.dtype)
     spec = DTensorSpec(like.device_mesh, tuple(placements or like.placements), tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    return DTensor(local, spec, requires_grad=False)

@@ -92,7 +92,7 @@ def save_activations(model: nn.Module, how: Literal["recompute", "host", "keep"]
         return
     loaded: Any = model
     loaded.activation_checkpointing_enable({"use_reentrant": False})
-    for layer in model.modules() if how == "host" else ():
+    for layer in loaded.modules() if how == "host" else ():
         if run := getattr(layer, "_gradient_checkpointing_func", None):
             layer._gradient_checkpointing_func = partial(_with_inputs_on_host, run)
 

@@ -19,18 +19,15 @@ LARGEST_SHARE = 0.05
 
 
 def reduces_each_micro_batch(whole_bytes: int, device_bytes: int | None) -> bool:
-    """Return whether gradients are summed in each micro-batch.
-
-    whole_bytes    that a rank holds more when they are summed once
-    device_bytes   memory of its device; None: a CPU, where they are summed once
-    """
+    """Return whether to sum in each micro-batch, as whole gradients take so many bytes; None: the device is a CPU."""
     return device_bytes is not None and whole_bytes > LARGEST_SHARE * device_bytes
 
 
 def whole_gradient_bytes(model: nn.Module) -> int:
     """Return the bytes that whole gradients of a sharded model take on a rank beside its shards, in float32."""
     trained = [one for one in model.parameters() if one.requires_grad and isinstance(one, DTensor)]
-    return sum(4 * (one.numel() - one.to_local().numel()) for one in trained if "ep" not in _axes(one))
+    shared = [one for one in trained if "ep" not in (one.device_mesh.mesh_dim_names or ())]
+    return sum(4 * (one.numel() - one.to_local().numel()) for one in shared)
 
 
 def each_micro_batch(model: nn.Module) -> bool:
@@ -40,7 +37,3 @@ def each_micro_batch(model: nn.Module) -> bool:
     device = next(model.parameters()).device
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     return largest_over_ranks(reduces_each_micro_batch(whole_gradient_bytes(model), memory)) > 0
-
-
-def _axes(parameter: DTensor) -> tuple[str, ...]:
-    return parameter.device_mesh.mesh_dim_names or ()
