@@ -39,6 +39,7 @@ from relibra.rl.memory.made_up_step import make_up_step
 from relibra.rl.memory.step_run import StepRun
 from relibra.rl.memory.worker import model_config_of
 from relibra.rl.model import host_adamw, host_weights
+from relibra.rl.model.local_shards import local_shard
 from relibra.rl.model.policy import read_structure
 from relibra.rl.run.ranks import connect_ranks, joined_ranks
 
@@ -71,6 +72,7 @@ class TensorMeter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.ledger = Ledger()
+        self._away = set[int]()
         self.begin("load")
         resize, storages = torch.UntypedStorage.resize_, torch.UntypedStorage
         replaced: Any = storages
@@ -87,8 +89,12 @@ class TensorMeter(TorchDispatchMode):
         self.ledger.begin(phase)
 
     def own(self, part: str, tensors: Iterable[Tensor | None]) -> None:
-        """Count storages to a part."""
-        self.ledger.own(part, tensors)
+        """Count storages to a part; what is on the host stays there."""
+        found = [
+            one for one in tensors if one is not None and local_shard(one).untyped_storage()._cdata not in self._away
+        ]
+        self._away |= {one.untyped_storage()._cdata for one in found if part == "host"}
+        self.ledger.own(part, found)
 
     def watch_layers(self, layers: Sequence[nn.Module]) -> None:
         """Need nothing of layers."""
