@@ -121,7 +121,8 @@ def outcome_of(run: Path, of_ranks: list[list[dict]]) -> Outcome:
     """Read what a run left."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    return Outcome(run=run, rows=rows, of_ranks=of_ranks, weights=load_file(run / "policy" / "model.safetensors"))
+    [weights] = (run / "policy").glob("*model.safetensors")  # of the model, or of its adapter
+    return Outcome(run=run, rows=rows, of_ranks=of_ranks, weights=load_file(weights))
 
 
 def run_on_ranks(

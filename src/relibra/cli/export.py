@@ -36,7 +36,8 @@ def export(
     folder  New folder for model and tokenizer.
     run RUN  Run folder with the checkpoint; may be that of a run that goes on.
     step N  Steps after which the checkpoint was written; default: the latest.
-    dtype  Of the weights of a checkpoint, which holds float32; default: model.dtype of the run.
+    dtype  Of the weights of a checkpoint, which holds float32; default: model.dtype of the run, and float32 where it
+      trained adapters (lora.rank), which are merged: bfloat16 loses small changes.
 
     Example: relibra export policy --run runs/demo --step 20
     """
@@ -51,7 +52,8 @@ def export(
         base = read_settings(run, "export")
         drop_operational(base)
         config = load_config(None, base=base)
-        checkpoint = write_policy_folder(config, run, step, folder, dtype or config.model.dtype)
+        usual = Dtype.FLOAT32 if config.lora.rank else Dtype(config.model.dtype)
+        checkpoint = write_policy_folder(config, run, step, folder, dtype or usual)
         print_note(f"policy of {checkpoint}")
         print_text(f"model   {folder}")
         return

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
 
 from relibra.errors import EngineError
+from relibra.parallel.adapters import LoraExperts
 from relibra.parallel.agreement import Agreement
 from relibra.parallel.group_state import GroupState
 from relibra.parallel.grouped_product import is_grouped, run_sorted
@@ -118,7 +119,7 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
         if len(rows_YH) == 0:
             dummy = SortedRows(rows.slot_Y.new_zeros(1), torch.ones_like(rows.ends_P))
             return self.run_rows(rows_YH.sum(dim=0, keepdim=True), dummy, weight_Y1.sum(dim=0, keepdim=True))[:0]
-        if is_grouped(self.experts_forward):
+        if self.has_adapters or is_grouped(self.experts_forward):
             return run_sorted(self.experts, rows_YH, rows, weight_Y1)
         with _no_rows_of_others(self.experts):
             return self.experts_forward(rows_YH, rows.slot_Y.long().unsqueeze(1), weight_Y1)
@@ -132,6 +133,16 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
         local = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in parameters.items()}
         assert all(len(p) == self.num_local_experts for p in local.values()), "the experts of this rank are whole here"
         return local
+
+    @property
+    def has_adapters(self) -> bool:
+        """Return whether adapters are trained beside frozen experts (`adapters.py`)."""
+        return isinstance(self.experts, LoraExperts)
+
+    @property
+    def frozen_names(self) -> frozenset[str]:
+        """Return the names of the parameters that no optimizer changes now; outside of passes."""
+        return frozenset(name for name in self.parameter_names if not getattr(self.experts, name).requires_grad)
 
     @property
     def homes_stay_whole(self) -> bool:

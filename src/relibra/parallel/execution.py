@@ -99,7 +99,7 @@ class PlanExecution:
                 yield replay
             executed.slots.end_pass()
         except BaseException:
-            executed.slots.forget_weights()
+            executed.slots.forget_weights(frozen=True)
             # Errors of FSDP's own collectives do not say where they happened.
             layers = [event.layer for event in self.timeline().events if event.layer >= 0]
             place = Place(state.rank, layers[-1] if layers else -1, number)  # of the last exchange
@@ -263,7 +263,14 @@ def _begin(
         source=source,
         plan=plan,
         demand=agreed.demand,
-        slots=ReplicaSlots(group_state_of(model, layers), plan.slots, residency, plan.gradient_wire),
+        slots=ReplicaSlots(
+            group_state_of(model, layers),
+            plan.slots,
+            residency,
+            plan.gradient_wire,
+            frozen=frozenset.intersection(*(layer.frozen_names for layer in layers)),
+            keeps=layers[0].has_adapters,
+        ),
         chunk=chunk,
         agreement=agreement,
         recorder=TimelineRecorder(dist.get_rank(), dist.get_world_size()),

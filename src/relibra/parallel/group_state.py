@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ class GroupState:
     push_group   the same ranks, for replica weights and gradients, which travel beside the rows
     preparation  of the rows of micro-batches, with a third group of the same ranks
     buffer       slots of all layers; None before they are used
+    kept         slots of layers, by position, that outlast an execution: with adapters, whose frozen experts stay there
     live_passes  forward passes that were balanced live
     """
 
@@ -36,6 +37,7 @@ class GroupState:
         host_group = make_same_ranks_group(self.group, torch.device(ep_mesh.device_type), backend="gloo")
         self.preparation = Preparation(host_group, device)
         self.buffer: SlotBuffer | None = None
+        self.kept: dict[int, SlotBuffer] = {}
         self.live_passes = 0
         self._like: dict[str, Tensor] | None = None
         self._push: Transfer | None = None
@@ -61,6 +63,7 @@ class GroupState:
         self,
         place: Place,
         pushes: Sequence[Push],
+        whole: Container[int],
         homes: Callable[[], dict[str, Tensor]],
         buffer: SlotBuffer,
         recorder: TimelineRecorder,
@@ -68,16 +71,20 @@ class GroupState:
         """Start to fill slots for a (layer, micro-batch), after any push under way; collective.
 
         pushes   of all ranks, the same list on every rank
+        whole    numbers of the pushes with frozen weights too
         homes    returns the local parameters of the layer
         """
         self.wait_for_push()
         self._push = transfer = Transfer(place, pushes, self.push_group, recorder, homewards=False)
         rows = homes() if transfer.of_homes else {}
         for name, weights in buffer.weights.items():
+            sent = whole if name in buffer.frozen else range(len(pushes))
             # Cast as FSDP casts for the forward pass; `data` hides the write from autograd's version counters.
             transfer.start(
-                outgoing={n: rows[name][push.home_slot].to(weights.dtype) for n, push in transfer.of_homes},
-                incoming={n: weights.data[push.slot] for n, push in transfer.of_slots},
+                outgoing={
+                    n: rows[name][push.home_slot].to(weights.dtype) for n, push in transfer.of_homes if n in sent
+                },
+                incoming={n: weights.data[push.slot] for n, push in transfer.of_slots if n in sent},
             )
 
     def wait_for_push(self, place: Place | None = None) -> None:

@@ -37,12 +37,23 @@ def is_grouped(forward: Callable[..., Tensor]) -> bool:
 def run_sorted(
     experts: nn.Module, rows_YH: Float[Tensor, "Y H"], rows: SortedRows, weight_Y1: Float[Tensor, "Y 1"]
 ) -> Float[Tensor, "Y H"]:
-    """Return the weighted results of rows, each of one expert; the same as `grouped_mm_experts_forward`."""
+    """Return the weighted results of rows, each of one expert; the same as `grouped_mm_experts_forward`.
+
+    Experts with adapters (`adapters.py`) add theirs.
+    """
     module: Any = experts
+    scale = getattr(module, "lora_scale", 0.0)
 
     def linear(name: str, input_YX: Tensor) -> Tensor:
         bias = getattr(module, f"{name}_bias")[rows.slot_Y] if module.has_bias else None
-        return moe._grouped_linear(input_YX, getattr(module, name), rows.ends_P, bias, module.is_transposed)
+        output_YX: Tensor = moe._grouped_linear(
+            input_YX, getattr(module, name), rows.ends_P, bias, module.is_transposed
+        )
+        if not scale:
+            return output_YX
+        low_YR = moe._grouped_linear(input_YX, getattr(module, f"{name}_lora_A"), rows.ends_P)
+        change_YX = moe._grouped_linear(low_YR, getattr(module, f"{name}_lora_B"), rows.ends_P)
+        return output_YX + (scale * change_YX).to(output_YX.dtype)
 
     if module.has_gate:
         inner_YX = module._apply_gate(linear("gate_up_proj", rows_YH))

@@ -13,6 +13,7 @@ from torch import nn
 from relibra.cluster import Cluster
 from relibra.errors import ConfigError
 from relibra.parallel import relocate
+from relibra.parallel.adapters import without_adapters
 from relibra.planning.balancers.lasting import with_residents
 from relibra.rl.algorithms.loss import PolicyLoss
 from relibra.rl.algorithms.mismatch import LARGEST_MISMATCH, alarms, check_mismatch
@@ -405,7 +406,11 @@ def _with_targets(
     )
     if learner.reference is None:
         return batch
-    with clock.balanced_stage("reference", learner.reference, config.plan, learner.cluster):
+    # With adapters it is the policy itself, without them.
+    with (
+        without_adapters(learner.reference),
+        clock.balanced_stage("reference", learner.reference, config.plan, learner.cluster),
+    ):
         return batch.filled(ref_log_probs_X=reference_log_probs(learner.reference, batch, config.rollout.temperature))
 
 

@@ -189,6 +189,7 @@ def _make_engine(
         longest=longest,
         dtype=config.model.dtype,
         encode_prompt=lambda group: encode_prompt(group, task, tokenizer, config.rollout),
+        lora_rank=config.lora.rank,
     )
     return engine, canary
 
@@ -223,6 +224,7 @@ def _build_task_and_policy(
         longest=longest,
         decodes=config.rollout.engine in ("embedded", "serve"),
         samples=config.rollout.engine == "embedded",
+        lora=config.lora,
     )
     save_activations(policy.trained, config.update.activations)
     if config.model.path and dist.get_rank() == 0:
@@ -309,11 +311,13 @@ def _build_learner(
         write_config(run, config, model_sizes(policy))  # only now: a checkpoint fits this configuration
     sync_weights(engine, policy, step, canary)
     reference = None
-    if config.algorithm.kl_coefficient:
+    if config.algorithm.kl_coefficient and config.lora.rank:
+        reference = policy.trained  # without its adapters
+    elif config.algorithm.kl_coefficient:
         reference = reference_policy(policy, run / "reference", device, settings=config.model, write=not resumed)
     if config.update.offload != "off":
         for model in (critic.model if critic else None, reference):
-            if model is not None:
+            if model is not None and model is not policy.trained:
                 move_to_host(model)
     learner = Learner(
         policy=policy,

@@ -41,6 +41,7 @@ class Slots:
         L, R, B = self.used_MLRB.shape[1:]
         self.buffer_L = [SlotBuffer({}, B, R, of_layer=True) for _ in range(L)]
         self.held_LRB = np.full((L, R, B), -1)
+        self.frozen_LRB = self.held_LRB.copy()
         self.sums, self.at_home, self.pushed = {}, Counter(), Counter()
 
     def pushes(self, m, layer):
@@ -48,9 +49,11 @@ class Slots:
         return [Push(int(used_RB[r, b]), 0, 0, int(r), int(b), 1) for r, b in np.argwhere(used_RB >= 0)]
 
     def push(self, m, layer):
-        missing = self.buffer_L[layer].claim(self.pushes(m, layer), m)
+        missing, whole = self.buffer_L[layer].claim(self.pushes(m, layer), m)
+        changed = {n for n, one in enumerate(missing) if self.frozen_LRB[layer, one.replica, one.slot] != one.expert}
+        assert whole == changed, "frozen weights of an expert that stays are sent once"
         for one in missing:
-            self.held_LRB[layer, one.replica, one.slot] = one.expert
+            self.held_LRB[layer, one.replica, one.slot] = self.frozen_LRB[layer, one.replica, one.slot] = one.expert
         used = self.used_MLRB[m, layer] >= 0
         assert (self.held_LRB[layer][used] == self.used_MLRB[m, layer][used]).all()
         assert not self.buffer_L[layer].lacks(self.pushes(m, layer))
@@ -59,7 +62,7 @@ class Slots:
     def forget(self):
         self.held_LRB[:] = -1
         for buffer in self.buffer_L:
-            buffer.forget()
+            buffer.forget(frozen=False)
 
     def begin_forward(self, m, *, training=True):
         if self.residency.begin_forward(m, training=training):

@@ -164,6 +164,8 @@ class StandIn(SleepAndTransfer, ThreadingHTTPServer):
             return self.generate_as_sglang(body)
         if path == PATHS["vllm"]:
             return self.generate_as_vllm(body), 200
+        if path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+            return b"Success: as vLLM says in words, not in JSON.", 200
         if path == "/update_weights_from_disk":
             return self.update(body)
         if path == "/collective_rpc":

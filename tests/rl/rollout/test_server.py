@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from relibra.errors import EngineError
 from relibra.rl.rollout.response import RolloutEngine, new_response
-from relibra.rl.rollout.served import requests
+from relibra.rl.rollout.served import requests, weights
 from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
 from relibra.rl.rollout.served.dialects import PATHS
 from relibra.rl.rollout.served.engine import ServerEngine
@@ -305,6 +305,36 @@ def test_published_weights_are_a_fresh_folder_the_server_loads(served, dialect, 
         served.change = lambda _: {"success": False, "message": "shapes differ"}
         with pytest.raises(EngineError, match=r"did not load .*weights.*: 'shapes differ'"):
             publish_weights(model, folder, engine_of(served), 13)
+
+
+@pytest.mark.parametrize("dialect", ["sglang", "vllm"])
+def test_adapters_have_a_new_name_in_each_version(served, dialect, tmp_path):
+    engine = engine_of(served, dialect)
+    first, last = (tmp_path / f"adapter-00000{version}-0123abcd" for version in (3, 4))
+    first.mkdir()
+    last.mkdir()
+    engine.published.folder = first
+    weights.publish_weights(last, engine, 4)
+    assert [one.name for one in tmp_path.iterdir()] == [last.name]
+    prefix = "" if dialect == "sglang" else "/v1"
+    version = {"new_version": "4"} | ({"abort_all_requests": False} if dialect == "sglang" else {})
+    assert served.asked == [
+        (f"{prefix}/load_lora_adapter", {"lora_name": last.name, "lora_path": str(last)}),
+        (f"{prefix}/unload_lora_adapter", {"lora_name": first.name}),
+        ("/update_weight_version", version),
+    ]
+    engine.generate([new_response(1, 0, [20])], window=4, max_response=4)
+    assert served.asked[-1][1]["lora_path" if dialect == "sglang" else "model"] == last.name
+    served.version = "default"  # it was started again
+    served.asked.clear()
+    engine.generate([new_response(1, 0, [20])], window=4, max_response=4)
+    assert [path for path, _ in served.asked][:2] == [f"{prefix}/load_lora_adapter", "/update_weight_version"]
+
+
+def test_a_server_that_loads_no_adapters_is_told_how_to(served, tmp_path):
+    served.failures = [404]
+    with pytest.raises(EngineError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
+        weights.publish_weights(tmp_path / "adapter-000003-0123abcd", engine_of(served, "vllm"), 3)
 
 
 @pytest.mark.parametrize("dialect", ["sglang", "vllm"])

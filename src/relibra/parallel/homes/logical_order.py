@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -39,10 +39,12 @@ def logical_order(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         relocate(model, homes_LE, optimizer)
 
 
-def logical_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def logical_parameters(model: nn.Module, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield each parameter by name, gathered whole, with expert rows in logical order; collective, no expert moves.
 
     Only one parameter is gathered at a time; all ranks have to iterate to the end.
+
+    wanted    tells by name which parameters are gathered, the same on all ranks; None: all
     """
     reshard(model)
     layer_of = {
@@ -51,6 +53,8 @@ def logical_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name in layer.parameter_names
     }
     for name, parameter in model.named_parameters():
+        if wanted and not wanted(name):
+            continue
         whole = full_tensor(parameter)
         layer = layer_of.get(id(parameter))
         position_E = None if layer is None else layer.positions_on(whole.device)

@@ -51,8 +51,9 @@ class PushSchedule:
         buffer   that the layer computes with: a backward pass may come after another was allocated
         """
         tables = self.tables_L[position]
-        if missing := buffer.claim(tables.pushes, tables):
-            self.slots.state.start_push(tables.place, missing, self.homes_L[position], buffer, self.recorder)
+        missing, whole = buffer.claim(tables.pushes, tables)
+        if missing:
+            self.slots.state.start_push(tables.place, missing, whole, self.homes_L[position], buffer, self.recorder)
 
     def after_layer(self, position: int) -> None:
         """Start the push of the next layer that lacks weights: the experts of this one are done with the slots."""

@@ -135,10 +135,13 @@ class AddReplicaGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, returns: GradientReturn, names: list[str], *homes: Tensor) -> tuple[Tensor, ...]:
-        """Return the anchor, and views of the homes."""
+        """Return the anchor, and views of the homes; frozen ones have no gradient, which would be computed else."""
         ctx.set_materialize_grads(False)
         ctx.returns, ctx.names = returns, names
-        return (homes[0].new_zeros(()), *(home.view_as(home) for home in homes))
+        views = [home.view_as(home) for home in homes]
+        needs = ctx.needs_input_grad[2:]
+        ctx.mark_non_differentiable(*(view for view, needed in zip(views, needs, strict=True) if not needed))
+        return (homes[0].new_zeros(()), *views)
 
     @staticmethod
     def backward(ctx: Any, _anchor: Tensor | None, *of_homes: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -152,11 +155,13 @@ class ReturnReplicaGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, replicas: LayerReplicas, trained: list[str], _anchor: Tensor) -> tuple[Tensor, ...]:
-        """Wait for the weights and return the slots by parameter."""
+        """Wait for the weights and return the slots by parameter; frozen ones have no gradient."""
         ctx.set_materialize_grads(False)
         ctx.replicas, ctx.trained = replicas, trained
         replicas.wait_for_weights()
-        return tuple(weights.detach() for weights in replicas.buffer.weights.values())
+        slots = {name: weights.detach() for name, weights in replicas.buffer.weights.items()}
+        ctx.mark_non_differentiable(*(slot for name, slot in slots.items() if name not in trained))
+        return tuple(slots.values())
 
     @staticmethod
     def backward(ctx: Any, *of_slots: Tensor | None) -> tuple[None, None, None]:

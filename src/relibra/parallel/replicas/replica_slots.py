@@ -44,14 +44,26 @@ class ReplicaSlots:
     num_slots   B
     residency   what stays in slots of a layer; None: one buffer for all layers
     wire        type in which gradients travel
+    frozen      names of weights that no optimizer changes; those in slots of layers stay valid over its steps
+    keeps       they stay valid in the next execution too
     """
 
     def __init__(
-        self, state: GroupState, num_slots: int, residency: Residency | None = None, wire: GradientWire = "model"
+        self,
+        state: GroupState,
+        num_slots: int,
+        residency: Residency | None = None,
+        wire: GradientWire = "model",
+        *,
+        frozen: frozenset[str] = frozenset(),
+        keeps: bool = False,
     ) -> None:
         """Allocate nothing yet."""
         self.state, self.num_slots, self.residency, self._wire = state, num_slots, residency, wire
-        self._of_layers: dict[int, SlotBuffer] = {}
+        self._frozen, self._keeps = frozen, keeps and residency is not None
+        self._of_layers: dict[int, SlotBuffer] = state.kept if self._keeps else {}
+        if any(buffer.num_slots != num_slots or buffer.frozen != frozen for buffer in self._of_layers.values()):
+            self._of_layers.clear()
         self._open = True
 
     def buffer(self, layer: int, homes: HomeParameters | None = None) -> SlotBuffer | None:
@@ -65,7 +77,9 @@ class ReplicaSlots:
         if self.residency is None:
             return state.shared_buffer(self.num_slots)
         if layer not in self._of_layers:
-            self._of_layers[layer] = SlotBuffer(like, self.num_slots, state.num_ranks, of_layer=True)
+            self._of_layers[layer] = SlotBuffer(
+                like, self.num_slots, state.num_ranks, of_layer=True, frozen=self._frozen
+            )
         return self._of_layers[layer]
 
     def may_hold_gradients(self, micro_batch: int, layer: int) -> bool:
@@ -125,14 +139,16 @@ class ReplicaSlots:
         if self.residency is None:
             self.forget_weights()
 
-    def forget_weights(self) -> None:
-        """Note that all weights are outdated.
+    def forget_weights(self, *, frozen: bool = False) -> None:
+        """Note that weights are outdated.
 
         A push under way is not dropped: the next one waits for it, or it could match the wrong messages.
+
+        frozen   also those that no optimizer changes: a push of them may have failed
         """
         for buffer in (self.state.buffer, *self._of_layers.values()):
             if buffer is not None:
-                buffer.forget()
+                buffer.forget(frozen=frozen)
 
     def digest(self) -> int:
         """Return a number that ranks compare: they have made the same passes. 0 where nothing is kept."""
@@ -143,7 +159,7 @@ class ReplicaSlots:
 
     @contextmanager
     def in_execution(self, model: nn.Module) -> Iterator[None]:
-        """Forget weights before an optimizer of the model steps inside; free all slots of layers at the end.
+        """Forget weights before an optimizer of the model steps inside; free slots of layers at the end, or keep them.
 
         raises   EngineError out of the optimizer's `step`, or at the end, while gradients wait
         """
@@ -165,4 +181,5 @@ class ReplicaSlots:
         finally:
             handle.remove()
             self._open = False
-            self._of_layers.clear()
+            if not self._keeps:
+                self._of_layers.clear()

@@ -19,45 +19,60 @@ class SlotBuffer:
 
     weights    `[B, ...]` per parameter of the experts modules, by name
     of_layer   lifetime: True: of one layer, weights stay; False: of all layers, weights stay while one of them uses it
+    frozen     names of weights that no optimizer step outdates
     """
 
-    def __init__(self, like: Mapping[str, Tensor], num_slots: int, num_ranks: int, *, of_layer: bool) -> None:
+    def __init__(
+        self,
+        like: Mapping[str, Tensor],
+        num_slots: int,
+        num_ranks: int,
+        *,
+        of_layer: bool,
+        frozen: frozenset[str] = frozenset(),
+    ) -> None:
         """Allocate weights.
 
         like   tensors `[X, ...]` as the forward pass sees the weights
         """
+        self.frozen = frozen
         self.weights = {name: tensor.new_zeros((num_slots, *tensor.shape[1:])) for name, tensor in like.items()}
         self.num_slots, self.of_layer = num_slots, of_layer
         self._sums: dict[str, Tensor] = {}
-        self._held_RB = np.full((num_ranks, num_slots), -1)  # experts
+        self._held_RB = np.full((num_ranks, num_slots), -1)  # experts, whose weights are all up to date
+        self._frozen_RB = self._held_RB.copy()  # experts whose frozen weights are there
         self._user: object = None
 
     def lacks(self, pushes: Sequence[Push]) -> bool:
         """Return whether a layer with these replicas may need a push; in slots of all layers always."""
         return bool(self._missing(pushes)) if self.of_layer else bool(pushes)
 
-    def claim(self, pushes: Sequence[Push], user: object) -> list[Push]:
+    def claim(self, pushes: Sequence[Push], user: object) -> tuple[list[Push], set[int]]:
         """Return the pushes of weights that are missing, and note that they are on their way.
 
         pushes   of all replicas that a (layer, micro-batch) computes with
         user     identifies the pass; it takes slots of all layers from the one before
+        returns  the pushes, and the numbers of those among them that lack frozen weights too
         """
         if not self.of_layer and self._user is not user:
-            self.forget()
+            self.forget(frozen=True)
             self._user = user
         missing = self._missing(pushes)
+        whole = {n for n, push in enumerate(missing) if self._frozen_RB[push.replica, push.slot] != push.expert}
         for push in missing:
-            self._held_RB[push.replica, push.slot] = push.expert
-        return missing
+            self._held_RB[push.replica, push.slot] = self._frozen_RB[push.replica, push.slot] = push.expert
+        return missing, whole
 
-    def forget(self) -> None:
-        """Note that all weights are outdated."""
+    def forget(self, *, frozen: bool) -> None:
+        """Note that weights are outdated, with `frozen` those too that no optimizer step changes."""
         self._held_RB[:] = -1
         self._user = None
+        if frozen:
+            self._frozen_RB[:] = -1
 
     def held_bytes(self) -> bytes:
         """Return what the slots of all ranks hold, for ranks to compare."""
-        return self._held_RB.tobytes()
+        return self._held_RB.tobytes() + self._frozen_RB.tobytes()
 
     def add(self, slot: int, gradients: Mapping[str, Tensor | None], *, fresh: bool) -> None:
         """Add gradients `[B, ...]` of one slot to its sums, in float32 or wider; `fresh` ones begin a sum."""

@@ -15,6 +15,7 @@ GradientWire = Literal["model", "float32"]
 class ExpertShape:
     """Size of one expert: `matrices` matrices of hidden x width values (3: gate, up and down; 2: up and down).
 
+    adapter_rank   of the low-rank adapters that are trained in its place; 0: it is trained itself
     raises    ConfigError for sizes out of 1 to 2^30
     """
 
@@ -22,12 +23,14 @@ class ExpertShape:
     width: int
     matrices: int = 3
     bytes_per_value: int = 2
+    adapter_rank: int = 0
 
     def __post_init__(self) -> None:
         """Raise ConfigError for sizes out of range."""
         for name, value in asdict(self).items():
-            if not 1 <= value <= 1 << 30:
-                raise ConfigError(f"expert {name} is {value}: allowed are 1 to 2^30")
+            least = 0 if name == "adapter_rank" else 1
+            if not least <= value <= 1 << 30:
+                raise ConfigError(f"expert {name} is {value}: allowed are {least} to 2^30")
 
     @property
     def parameters(self) -> int:
@@ -35,28 +38,33 @@ class ExpertShape:
         return self.matrices * self.hidden * self.width
 
     @property
+    def adapter_parameters(self) -> int:
+        """Return the number of values in adapters; gate and up share the one that reads the hidden state."""
+        return self.adapter_rank * (2 * self.hidden + self.matrices * self.width)
+
+    @property
     def weight_bytes(self) -> int:
-        """Return the bytes of the weights in the type of computation."""
-        return self.parameters * self.bytes_per_value
+        """Return the bytes of the weights, and of adapters, in the type of computation."""
+        return (self.parameters + self.adapter_parameters) * self.bytes_per_value
 
     @property
     def gradient_bytes(self) -> int:
         """Return the bytes of the gradient, fp32."""
-        return self.parameters * 4
+        return (self.adapter_parameters or self.parameters) * 4
 
     def returned_bytes(self, wire: GradientWire) -> int:
         """Return the bytes of a gradient on its way home."""
-        return self.weight_bytes if wire == "model" else self.gradient_bytes
+        return self.gradient_bytes * (self.bytes_per_value if wire == "model" else 4) // 4
 
     @property
     def state_bytes(self) -> int:
         """Return the bytes that move with an expert: weights, fp32 master, Adam moments; 14 per parameter in bf16."""
-        return self.weight_bytes + self.parameters * 12
+        return self.weight_bytes + self.gradient_bytes * 3
 
     @property
     def flops_per_token_slot(self) -> int:
         """Return the forward flops of one token: two per weight. Backward takes twice as many."""
-        return 2 * self.parameters
+        return 2 * (self.parameters + self.adapter_parameters)
 
     @property
     def row_bytes(self) -> int:

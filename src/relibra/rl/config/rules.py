@@ -29,6 +29,13 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
         why = f"does not divide model.num_experts {model.num_experts}: every rank needs the same number of experts"
         yield "parallel.ranks", why, ""
 
+    if config.lora.rank and not model.path:
+        why = "needs model.path: the weights of the built-in model are random, and adapters leave them as they are"
+        yield "lora.rank", why, "train it with run.steps=0 first and set model.path=RUN/policy"
+    if config.lora.rank and (rollout.sleep or rollout.transfer in ("nccl", "ipc")):
+        why = "sends adapters to a server on GPUs, and those alone, as a folder that it loads beside its weights"
+        yield "lora.rank", why, "set rollout.transfer=folder and rollout.sleep=false"
+
     # The task.
     if config.task.name == "prompts" and config.task.file is None:
         yield "task.name", "needs task.file: a .jsonl or .parquet file with one prompt per row", ""

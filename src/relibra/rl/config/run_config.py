@@ -24,7 +24,7 @@ from relibra.rl.config.settings import RunConfig as RunConfig
 from relibra.rl.config.settings import UpdateSettings
 
 USUAL_RATE = UpdateSettings().learning_rate
-HIGH_RATE = 20 * USUAL_RATE
+HIGH = 20
 """Learning rate above which RL post-training destroys a model in a few steps."""
 MAX_FILE_BYTES = 1 << 20
 MAX_DEPTH = 8
@@ -178,10 +178,11 @@ def describe_training(config: RunConfig) -> list[str]:
         lines.append(
             f"warning: algorithm.lambda_policy {config.algorithm.lambda_policy:g} is fixed: T-PPO's is length_adaptive"
         )
-    if config.model.path and rate > HIGH_RATE:
+    usual = USUAL_RATE * (10 if config.lora.rank else 1)
+    if config.model.path and rate > HIGH * usual:
         lines.append(
-            f"warning: update.learning_rate {rate:g} is more than 20 times what RL post-training usually takes (1e-6): "
-            "models lose what they know in a few steps"
+            f"warning: update.learning_rate {rate:g} is more than {HIGH} times what RL post-training usually takes "
+            f"({usual:g}): models lose what they know in a few steps"
         )
     return lines
 

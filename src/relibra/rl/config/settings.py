@@ -94,6 +94,16 @@ class ModelSettings(Section):
         return str(Path(name).expanduser()) if name.startswith("~") else name
 
 
+class LoraSettings(Section):
+    """Low-rank adapters (LoRA) of attention, dense layers and experts are trained, and all other weights frozen."""
+
+    rank: int = Field(0, ge=0, le=1 << 10, multiple_of=8)
+    """Rank of the adapters; 0: all weights are trained. Adapters learn at about 10 times the rate of whole weights:
+    set update.learning_rate=1e-5."""
+    alpha: float = Field(32.0, gt=0, le=LARGE)
+    """An adapter adds alpha / rank times its product."""
+
+
 class WarmupSettings(Section):
     """Supervised steps before RL on demonstrations with random errors; built-in tasks only."""
 
@@ -306,6 +316,7 @@ class RunConfig(Section):
     run: RunSettings = RunSettings()
     task: TaskSettings = TaskSettings()
     model: ModelSettings = ModelSettings()
+    lora: LoraSettings = LoraSettings()
     warmup: WarmupSettings = WarmupSettings()
     rollout: RolloutSettings = RolloutSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()

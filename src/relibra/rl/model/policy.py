@@ -7,7 +7,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from relibra.errors import ConfigError, EngineError
 from relibra.files import sync_folder
+from relibra.parallel.adapters import has_adapters
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.replay import find_routers
-from relibra.rl.config.settings import NO_EXPERTS, ModelSettings
+from relibra.rl.config.settings import NO_EXPERTS, LoraSettings, ModelSettings
+from relibra.rl.model.lora import gather_adapter
 from relibra.rl.model.packed_sequences import (
     can_attend_packed,
     compute_dtype,
@@ -125,6 +127,7 @@ def build_policy(
     longest: int = 0,
     decodes: bool = True,
     samples: bool = True,
+    lora: LoraSettings | None = None,
 ) -> Policy:
     """Initialize the built-in model from the seed, or load the one at `model.path`; collective.
 
@@ -136,12 +139,17 @@ def build_policy(
     longest         tokens of a prompt and its response
     decodes         it is sampled by our own engine
     samples         it is sampled in these processes, and not in a server
+    lora            with a rank above 0 adapters are trained, and merged weights float32: bfloat16 loses small changes
     raises          ConfigError, the same on all ranks, if there is no such model, or it does not fit the run
     """
     model_config = on_all_ranks(lambda: read_model_config(settings, vocab_size, least_head_dim))
     structure = on_all_ranks(lambda: read_structure(model_config, settings, num_ranks, replay))
+    if lora and lora.rank and structure.shape:
+        expert = replace(structure.shape.expert, adapter_rank=lora.rank)
+        structure = replace(structure, shape=replace(structure.shape, expert=expert))
     with _initial_weights(settings, seed, model_config, folder) as path:
-        meta = _load_meta(path, settings, copy.deepcopy(model_config))
+        dtype = "float32" if lora and lora.rank else settings.dtype  # of merged weights
+        meta = _load_meta(path, settings.model_copy(update={"dtype": dtype}), copy.deepcopy(model_config))
 
         def load() -> nn.Module:
             return load_sharded(
@@ -152,6 +160,8 @@ def build_policy(
                 device=device,
                 has_experts=structure.num_experts > 0,
                 experts="relibra" if follows_plans else "all_to_all",
+                lora=lora,
+                seed=seed,
             )
 
         try:
@@ -159,6 +169,8 @@ def build_policy(
             if meta.all_tied_weights_keys and not trained.all_tied_weights_keys:  # they differ in the files
                 set_tied(model_config, tied=False)
                 trained = load()
+        except ConfigError:
+            raise
         except ValueError as error:  # transformers has no plan for this family; the same on all ranks
             raise ConfigError(
                 f"{_name(settings)} cannot be sharded over {num_ranks} ranks: "
@@ -178,6 +190,8 @@ def build_policy(
                 _name(settings),
                 lambda names: load_parameters(path, names, copy.deepcopy(model_config), settings),
             )
+    if lora and lora.rank and explicit_masks and settings.dtype != "float32":
+        raise ConfigError(f"lora.rank does not work with {_name(settings)} in bfloat16: set model.dtype=float32")
     policy = Policy(
         **vars(structure),
         trained=trained,
@@ -227,9 +241,10 @@ def _copy_of(meta: Any, trained: nn.Module, device: torch.device) -> nn.Module:
 def save_policy(policy: Policy, tokenizer: Tokenizer, folder: Path) -> None:
     """Write policy and tokenizer as a `transformers` folder; collective.
 
-    Weights have the types that config.json names: those that every engine computes with.
+    Weights have the types that config.json names: those that every engine computes with. Of a policy with adapters
+    these alone are written, as peft does.
     """
-    write_weights(policy, folder, dtype=None, finish=tokenizer.save)
+    write_weights(policy, folder, dtype=None, finish=tokenizer.save, as_adapter=has_adapters(policy.trained))
 
 
 def write_weights(
@@ -239,19 +254,22 @@ def write_weights(
     dtype: torch.dtype | None = torch.float32,
     finish: Callable[[Path], object] = lambda _: None,
     setting: str = "run.folder",
+    as_adapter: bool = False,
 ) -> None:
     """Write the trained weights, in logical expert order, as a `transformers` folder; collective.
 
     It has its name only when it is complete. Rank 0 writes, and holds one layer at a time.
 
-    dtype     of parameters; None: those that are computed with
-    finish    adds to the folder, on rank 0
-    setting   that names the folder, for messages
-    raises    ConfigError, the same on all ranks, if the folder cannot be written
+    dtype        of parameters; None: those that are computed with
+    finish       adds to the folder, on rank 0
+    setting      that names the folder, for messages
+    as_adapter   write the adapters of the policy alone, as peft does
+    raises       ConfigError, the same on all ranks, if the folder cannot be written
     """
     writes = dist.get_rank() == 0
     stored = StoredWeights(policy.meta, dtype)
-    weights = stored.gather(policy.trained, wanted=writes)
+    adapter = gather_adapter(policy.trained) if as_adapter else None
+    weights = iter(()) if adapter else stored.gather(policy.trained, wanted=writes)
     temporary = folder.with_name(f".{folder.name}.tmp")
 
     def write() -> None:
@@ -259,7 +277,11 @@ def write_weights(
             if writes:
                 with _writing(folder, setting):
                     shutil.rmtree(temporary, ignore_errors=True)
-                    write_folder(temporary, stored, weights)
+                    if adapter:
+                        temporary.mkdir(parents=True)
+                        adapter.save_pretrained(temporary)
+                    else:
+                        write_folder(temporary, stored, weights)
                     finish(temporary)
                     shutil.rmtree(folder, ignore_errors=True)
                     temporary.rename(folder)

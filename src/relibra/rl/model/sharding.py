@@ -25,9 +25,10 @@ from transformers.utils import logging as transformers_logging
 
 from relibra.errors import ConfigError, RelibraError
 from relibra.parallel import logical_parameters, register
+from relibra.parallel.adapters import add_adapters, initialize_adapters, is_adapter, merged
 from relibra.parallel.balanced import NAME
 from relibra.parallel.homes.logical_order import full_tensor, reshard
-from relibra.rl.config.settings import ModelSettings
+from relibra.rl.config.settings import LoraSettings, ModelSettings
 from relibra.rl.model.tokenizer import loading as loading
 from relibra.rl.run.ranks import gather_json, wait_for_ranks
 
@@ -47,21 +48,24 @@ def load_sharded(
     has_experts: bool,
     experts: Literal["relibra", "all_to_all"] = "all_to_all",
     frozen: bool = False,
+    lora: LoraSettings | None = None,
+    seed: int = 0,
 ) -> nn.Module:
     """Load a model in float32 and training mode, sharded over all ranks by FSDP2 and expert parallelism; collective.
 
     With `settings.dtype` bfloat16 FSDP computes in bfloat16 and keeps weights, gradients and optimizer states in
-    float32. A single rank uses FSDP for that too, so that precision does not depend on the number of ranks.
+    float32; weights that adapters freeze are in bfloat16. A single rank uses FSDP for that too, so that precision does
+    not depend on the number of ranks.
 
     model_class   an Auto class or a model class of transformers
     has_experts   whether there are experts to shard
     experts       implementation of expert parallelism
     frozen        hold weights in `settings.dtype`, without gradients, in evaluation mode
-    raises        ValueError if transformers has no sharding plan for this model family, or weights inside of layers are
-                  tied
+    lora          with a rank above 0: adapters are trained, initialized from `seed`, and all else is frozen
+    raises        ConfigError for a model that takes no adapters; ValueError if transformers has no sharding plan for
+                  this model family, or weights inside of layers are tied
     """
     num_ranks, mixed = dist.get_world_size(), settings.dtype == "bfloat16"
-    held = torch.bfloat16 if mixed and frozen else torch.float32
     options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
     if num_ranks == 1:
         options["device_map"] = {"": device}  # tensor by tensor, so that the host never holds all of them
@@ -73,8 +77,14 @@ def load_sharded(
             ep_implementation=experts if has_experts else "auto",
             fsdp_mixed_precision=mixed,
         )
-    with quiet_loading(), _tied_before_sharding(), _own_slices():
+    adapt = partial(add_adapters, rank=lora.rank, alpha=lora.alpha) if lora and lora.rank else None
+    held = torch.bfloat16 if mixed and (frozen or adapt) else torch.float32
+    with quiet_loading(), tied_before_sharding(adapt), _own_slices():
         model = model_class.from_pretrained(path, config=model_config, dtype=held, **options).to(device)
+    if adapt:
+        if num_ranks == 1:
+            adapt(model)
+        initialize_adapters(model, seed)
     for target, source in model.all_tied_weights_keys.items():
         assert model.get_parameter(target) is model.get_parameter(source), f"{target} is one parameter with {source}"
     if mixed and num_ranks == 1 and not frozen:
@@ -104,17 +114,23 @@ def _with_inputs_on_host(run: Callable[..., Any], layer: Callable[..., Any], *in
 
 
 @contextmanager
-def _tied_before_sharding() -> Iterator[None]:
-    """Let models that transformers loads inside have tied weights as one parameter under FSDP2.
+def tied_before_sharding(adapt: Callable[[nn.Module], None] | None = None) -> Iterator[None]:
+    """Let models that transformers loads inside have tied weights as one parameter under FSDP2, and adapters.
 
     transformers 5.23 ties them after sharding, when FSDP2 has made a parameter of each: they then drift apart silently.
     Here they are tied before, and left to the group of the root module, which sets a parameter in all its places.
+
+    adapt    called before the model is sharded; adapters of experts are sharded as the experts are
     """
     mixin: Any = DistributedMixin
     resolve = mixin._resolve_parallel_plans
 
     def tie_and_resolve(model: Any, distributed_config: DistributedConfig) -> tuple[dict[str, str], ...]:
+        if adapt:
+            adapt(model)
         tp_plan, ep_plan, fsdp_plan = resolve(model, distributed_config)
+        # The rule of the module would leave them whole on each rank.
+        ep_plan = {name: "grouped_gemm" if is_adapter(name) else style for name, style in ep_plan.items()}
         # Gemma 4 also splits dense layers over the ranks of the experts; FSDP has them, and each rank its own tokens.
         blocks = tuple(f"{name}." for name, style in ep_plan.items() if style == "ep_dispatch_experts")
         ep_plan = {name: style for name, style in ep_plan.items() if f"{name}.".startswith(blocks)}
@@ -203,14 +219,22 @@ def is_balanced(model: nn.Module) -> bool:
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield each parameter by name, gathered in full, experts in logical order; collective, no expert moves.
 
+    Adapters are not among them: they are merged, in float32, into the weights beside which they are trained.
+
     One full parameter is in memory at a time; every rank must consume all of them.
     """
+    yield from merged(model, separate_parameters(model))
+
+
+def separate_parameters(model: nn.Module, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the same with adapters and frozen weights as they are; `wanted` tells by name which ones."""
     if is_balanced(model):
-        yield from logical_parameters(model)
+        yield from logical_parameters(model, wanted)
         return
     reshard(model)
     for name, parameter in model.named_parameters():
-        yield name, full_tensor(parameter)
+        if not wanted or wanted(name):
+            yield name, full_tensor(parameter)
 
 
 def load_parameters(path: str, names: Sequence[str], model_config: Any, settings: ModelSettings) -> dict[str, Tensor]:
@@ -248,12 +272,12 @@ def check_shards(sharded: nn.Module, meta: Any, name: str, load: Callable[[Seque
     converters = [one for one in converters if isinstance(one, WeightConverter)]
     kinds: dict[tuple[str, torch.Size], str] = {}
     for key, parameter in sharded.named_parameters():
-        if apply_converters(key, converters)[1] is not None:
+        if not is_adapter(key) and apply_converters(key, converters)[1] is not None:
             kinds.setdefault((re.sub(r"\d+", "*", key), parameter.shape), key)
     reads = bool(kinds) and dist.get_rank() == 0
     whole = on_all_ranks(lambda: load(list(kinds.values())) if reads else {})
     full = ((key, full_tensor(sharded.get_parameter(key))) for key in kinds.values())
-    differ = [key for key, found in full if reads and not torch.equal(found.cpu(), whole[key])]
+    differ = [key for key, found in full if reads and not torch.equal(found.cpu(), whole[key].to(found.dtype))]
 
     def refuse() -> None:
         if differ:

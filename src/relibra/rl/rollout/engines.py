@@ -93,6 +93,7 @@ def check_engine(
     longest: int,
     dtype: str,
     encode_prompt: Callable[[int], list[int]],
+    lora_rank: int = 0,
 ) -> Canary | None:
     """Wait for the servers of a run and check them; return the canary of their updates, on rank 0.
 
@@ -101,13 +102,18 @@ def check_engine(
     longest         tokens of the longest prompt and response together
     dtype           of the trainer's forward passes
     encode_prompt   from number to tokens of a prompt of the task
+    lora_rank       of adapters that the policy trains; 0: it has none
     raises          EngineError where a server does not fit the run
     """
     if not isinstance(engine, ServerEngine):
         return None
     canary = None
     if dist.get_rank() == 0:
-        served = check_servers(engine.servers, start_seconds=rollout.start_seconds, longest=longest, dtype=dtype)
+        rank = 0 if rollout.engine == "serve" or rollout.transfer != "folder" else lora_rank  # else they are merged
+        served = check_servers(
+            engine.servers, start_seconds=rollout.start_seconds, longest=longest, dtype=dtype, rank=rank
+        )
+        engine.published.as_adapter = rank > 0 and any(one.takes_adapters for one in served)
         canary = Canary(
             [
                 WatchedServer(client, exact=one.dtype == dtype == "float32")
@@ -118,6 +124,7 @@ def check_engine(
             retry_seconds=engine.retry_seconds,
         )
     wait_for_ranks()  # servers may take minutes to start
+    engine.published.as_adapter = broadcast_json(engine.published.as_adapter)
     return canary
 
 
@@ -173,7 +180,13 @@ def _load_into_servers(engine: ServerEngine, policy: Policy, weight_version: int
         engine.published.version, engine.published.folder = weight_version, None
         return
     assert engine.weights is not None, "RolloutSettings asks for a folder that the server sees"
-    written = write_version(policy, engine.weights, weight_version, setting="rollout.server_weights")
+    written = write_version(
+        policy,
+        engine.weights,
+        weight_version,
+        setting="rollout.server_weights",
+        as_adapter=engine.published.as_adapter,
+    )
     if dist.get_rank() == 0:
         publish_weights(written, engine, weight_version)
     wait_for_ranks()

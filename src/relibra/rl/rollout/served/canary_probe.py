@@ -14,6 +14,7 @@ from relibra.errors import EngineError
 from relibra.rl.rollout.served.canary import CanaryScores, find_fault, share_made
 from relibra.rl.rollout.served.client import ServerClient
 from relibra.rl.rollout.served.dialects import PATHS, SCORES, TokenAnswer, read_scores, scoring_body
+from relibra.rl.rollout.served.loading import adapter_name
 from relibra.rl.rollout.served.pool import on_every_server
 from relibra.rl.rollout.served.requests import ServerLost
 from relibra.rl.rollout.served.trained_scores import Scorer, TrainedScores
@@ -231,7 +232,7 @@ class Canary:
             answer = await server.call(
                 client,
                 PATHS[server.dialect],
-                scoring_body(server.dialect, sequence),
+                scoring_body(server.dialect, sequence, adapter_name(server.published.folder)),
                 kind=SCORES[server.dialect],
                 tokens=len(sequence),
                 rows=len(sequence) + 1,

@@ -25,7 +25,7 @@ from relibra.rl.rollout.served.dialects import (
     read_answer,
     request_body,
 )
-from relibra.rl.rollout.served.loading import load_weights, read_version, shown
+from relibra.rl.rollout.served.loading import adapter_name, load_weights, read_version, shown
 from relibra.rl.rollout.served.requests import RequestFailed, ServerLost, open_connections, request_json
 from relibra.routing.trace import expert_dtype, first_illegal_row
 
@@ -56,14 +56,16 @@ class ServedRoutes:
 class PublishedVersion:
     """Weights that servers were asked to load last.
 
-    version   None: none yet
-    folder    None: they went without files, and cannot be loaded again
-    asleep    servers gave their memory back (`rollout.sleep`), and take no request
+    version      None: none yet
+    folder       None: they went without files, and cannot be loaded again
+    asleep       servers gave their memory back (`rollout.sleep`), and take no request
+    as_adapter   new weights of a policy with adapters are sent as adapters
     """
 
     version: int | None = None
     folder: Path | None = None
     asleep: bool = False
+    as_adapter: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +188,8 @@ class ServerClient:
 
         raises    EngineError; ServerLost where it does not answer
         """
-        await load_weights(partial(self.call, client), self.dialect, self.url, folder, version)
+        call, before = partial(self.call, client), self.published.folder
+        await load_weights(call, self.dialect, self.url, folder, version, before)
 
     async def ask(self, client: httpx.AsyncClient, tokens: Sequence[int], *, limit: int, seed: int) -> TokenAnswer:
         """Return at most `limit` tokens after others, and their log-probs, as the server sent them; one attempt.
@@ -202,6 +205,7 @@ class ServerClient:
             temperature=self.temperature,
             stop_ids=self.stop_ids,
             wants_routes=wants_routes,
+            adapter=adapter_name(self.published.folder),
         )
         path, kind, rows = PATHS[self.dialect], ANSWERS[self.dialect], len(tokens) + limit
         answer = await self.call(client, path, body, kind=kind, tokens=limit, rows=rows)

@@ -115,8 +115,12 @@ def request_body(
     temperature: float,
     stop_ids: Sequence[int],
     wants_routes: bool,
+    adapter: str | None = None,
 ) -> dict[str, Any]:
-    """Return the JSON of a request for at most `limit` tokens after others, and the experts of all of them."""
+    """Return the JSON of a request for at most `limit` tokens after others, and the experts of all of them.
+
+    adapter    name of one that the server computes with; None: with its weights alone
+    """
     sampling = {"temperature": temperature, "top_p": 1.0, "stop_token_ids": list(stop_ids)}
     if dialect == "sglang":
         return {
@@ -124,11 +128,17 @@ def request_body(
             "sampling_params": {**sampling, "max_new_tokens": limit, "top_k": -1, "sampling_seed": seed},
             "return_logprob": True,
             "return_routed_experts": wants_routes,
+            **_naming(dialect, adapter),
         }
     return {
         "token_ids": list(tokens),
         "sampling_params": {**sampling, "max_tokens": limit, "logprobs": 0, "seed": seed, "detokenize": False},
+        **_naming(dialect, adapter),
     }
+
+
+def _naming(dialect: Dialect, adapter: str | None) -> dict[str, str]:
+    return {} if adapter is None else {"lora_path" if dialect == "sglang" else "model": adapter}
 
 
 def read_answer(answer: SglangAnswer | VllmAnswer, *, wants_routes: bool) -> TokenAnswer:
@@ -158,7 +168,7 @@ def _versions_of(about: _Versions) -> tuple[str, ...]:
     return tuple(str(version)[:80] for version in told or [about.weight_version] if version is not None)
 
 
-def scoring_body(dialect: Dialect, tokens: Sequence[int]) -> dict[str, Any]:
+def scoring_body(dialect: Dialect, tokens: Sequence[int], adapter: str | None = None) -> dict[str, Any]:
     """Return the JSON of a request for the log-probs of given tokens at temperature 1; it reads no cache."""
     if dialect == "sglang":
         return {
@@ -166,10 +176,12 @@ def scoring_body(dialect: Dialect, tokens: Sequence[int]) -> dict[str, Any]:
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
+            **_naming(dialect, adapter),
         }
     return {
         "token_ids": list(tokens),
         "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False},
+        **_naming(dialect, adapter),
     }
 
 

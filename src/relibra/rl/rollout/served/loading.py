@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from relibra.rl.rollout.served.requests import refused_with
 
 _VERSION_PATHS: dict[Dialect, str] = {"sglang": "/model_info", "vllm": "/weight_info"}
 
+
+ADAPTER = "adapter"
+"""Begins the names of folders with an adapter."""
 
 _NOT_FLUSHED = "cache was not flushed"
 """What SGLang says of an update whose weights are loaded, and whose caches are those of the weights before."""
@@ -26,18 +30,33 @@ def shown(value: Any, longest: int = 40) -> str:
     return repr(value)[:longest] if isinstance(value, str | int | float) else f"({type(value).__name__})"
 
 
-async def load_weights(call: Call, dialect: Dialect, url: str, folder: Path, version: int) -> None:
+def adapter_name(folder: Path | None) -> str | None:
+    """Return the name of the adapter in a folder, which servers know it by; None: it holds a whole model."""
+    return folder.name if folder is not None and folder.name.startswith(f"{ADAPTER}-") else None
+
+
+async def load_weights(
+    call: Call, dialect: Dialect, url: str, folder: Path, version: int, before: Path | None = None
+) -> None:
     """Let a server load a folder, drop its caches, and know the version.
 
     url       names the server in messages
+    before    folder that it loaded before; its adapter is dropped
     raises    EngineError where it does not
     """
-    if dialect == "sglang":
+    if adapter_name(folder) is not None:
+        await _load_adapter(call, dialect, url, folder)
+        if (earlier := adapter_name(before)) not in (None, folder.name):
+            with suppress(EngineError):  # a server that was started again does not know it
+                await call(_ADAPTER_PATHS[dialect][1], {"lora_name": earlier})
+        if not await _set_version(call, dialect, str(version)):
+            return
+    elif dialect == "sglang":
         await _load_into_sglang(call, url, folder, version)
     else:
         await call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
         await drop_caches(call, url)
-        if not await _set_version(call, str(version)):
+        if not await _set_version(call, dialect, str(version)):
             return
     await check_version(call, dialect, url, version)
 
@@ -50,6 +69,32 @@ async def check_version(call: Call, dialect: Dialect, url: str, version: int) ->
             f"{url} says that its weights have version {shown(found)}: expected {version}, which it was just told to "
             "load; does another run use it?"
         )
+
+
+_ADAPTER_PATHS: dict[Dialect, tuple[str, str]] = {
+    "sglang": ("/load_lora_adapter", "/unload_lora_adapter"),
+    "vllm": ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+}
+
+
+async def _load_adapter(call: Call, dialect: Dialect, url: str, folder: Path) -> None:
+    """Let a server load an adapter under the name of its folder; caches are kept by that name, so none is outdated.
+
+    raises    EngineError where it does not
+    """
+    try:
+        answer = await call(_ADAPTER_PATHS[dialect][0], {"lora_name": folder.name, "lora_path": str(folder)})
+    except EngineError as error:
+        if refused_with(error) == 404:
+            raise EngineError(
+                f"{url} does not load adapters while it runs: start it with the environment variable "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora, or in float32"
+            ) from error
+        if refused_with(error) != 200:  # vLLM answers in words
+            raise
+        return
+    if isinstance(answer, dict) and answer.get("success", True) is not True:
+        raise EngineError(f"{url} did not load {folder}: {shown(answer.get('error_message'), 300)}")
 
 
 async def _load_into_sglang(call: Call, url: str, folder: Path, version: int) -> None:
@@ -95,10 +140,13 @@ async def drop_caches(call: Call, url: str) -> None:
     )
 
 
-async def _set_version(call: Call, version: str) -> bool:
-    """Set the version of the weights of a vLLM server; return False before 0.29, which has none."""
+async def _set_version(call: Call, dialect: Dialect, version: str) -> bool:
+    """Set the version of the weights of a server; return False for vLLM before 0.29, which has none."""
     try:
-        await call("/update_weight_version", {"new_version": version})
+        await call(
+            "/update_weight_version",
+            {"new_version": version} | ({"abort_all_requests": False} if dialect == "sglang" else {}),
+        )
     except EngineError as error:
         if refused_with(error) == 404:
             return False

@@ -39,20 +39,28 @@ class ServedModel:
     context: int = 0
     dtype: str = ""
 
+    @property
+    def takes_adapters(self) -> bool:
+        """Return whether adapters are sent to it as they are; merged, where it computes in float32."""
+        return self.dtype != "float32"
+
 
 def check_servers(
-    servers: Sequence[ServerClient], *, start_seconds: float, longest: int, dtype: str
+    servers: Sequence[ServerClient], *, start_seconds: float, longest: int, dtype: str, rank: int = 0
 ) -> list[ServedModel]:
     """Wait until all servers have started, then check how each was started, and send it one request.
 
     start_seconds   to wait for servers that do not answer yet
     longest         tokens of the longest prompt and response together
     dtype           "float32" or "bfloat16": that of the trainer's forward passes
+    rank            of adapters (lora.rank); 0: there are none
     raises          EngineError naming each flag that is missing
     """
 
     async def check(server: ServerClient) -> ServedModel:
-        [found] = await on_every_server([server], lambda one: _check(one, longest, dtype), retry_seconds=start_seconds)
+        [found] = await on_every_server(
+            [server], lambda one: _check(one, longest, dtype, rank), retry_seconds=start_seconds
+        )
         assert not isinstance(found, ServerLost), "while the only server is lost, the work is repeated"
         return found
 
@@ -62,11 +70,17 @@ def check_servers(
     return asyncio.run(check_all())
 
 
-async def _check(server: ServerClient, longest: int, dtype: str) -> ServedModel:
+async def _check(server: ServerClient, longest: int, dtype: str, rank: int) -> ServedModel:
     async with server.connections(1) as client:
         await server.bring_up(client)
         config = await _read_config(server, client)
-        needed = list(missing_flags(server.dialect, config, longest=longest, wants_routes=server.routes is not None))
+        served, wants_routes = read_model(server.dialect, config), server.routes is not None
+        needed = list(missing_flags(server.dialect, config, longest=longest, wants_routes=wants_routes))
+        if rank and served.takes_adapters and (_find(config, "max_lora_rank") or 0) < rank:
+            needed.append(
+                f"add --enable-lora --max-lora-rank {max(16, rank)} (lora.rank), or --dtype float32: adapters merged "
+                "into narrower weights lose small changes"
+            )
         needed += missing_for_weights(server.dialect, config, server.transfer, sleeps=server.sleeps)
         if needed:
             raise EngineError(f"{server.url} was not started as this run needs it: {'; '.join(needed)}")
@@ -76,7 +90,6 @@ async def _check(server: ServerClient, longest: int, dtype: str) -> ServedModel:
                 "POST /wake_up and POST /resume where nothing else uses it"
             )
         await _probe(server, client)
-    served = read_model(server.dialect, config)
     if served.dtype not in ("", dtype):
         _log.warning(
             "%s %s and training in %s (model.dtype), so that log-probs and some routes differ "

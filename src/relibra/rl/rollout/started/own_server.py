@@ -85,7 +85,8 @@ def serve_command(config: RunConfig, model: str) -> list[str]:
     longest = rollout.max_prompt + rollout.max_response
     words = [sys.executable, "-m", "relibra", "serve", model, "--port", "0", "--name", "policy", "--until-eof"]
     words += ["--updates", str(rollout.server_weights or Path(model).parent / "weights")]
-    words += ["--dtype", config.model.dtype, "--max-length", str(longest)]
+    dtype = "float32" if config.lora.rank else config.model.dtype  # adapters are merged
+    words += ["--dtype", dtype, "--max-length", str(longest)]
     words += ["--kv-tokens", str(max(LEAST_CACHE, 8 * longest)), "--threads", "0"]
     words += ["--max-batch", str(rollout.max_batch), "--max-waiting", str(1 << 20)]
     words += ["--deadline", str(rollout.timeout_seconds * max(1.0, longest / 1024))]

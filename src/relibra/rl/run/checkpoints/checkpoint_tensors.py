@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from relibra.parallel import logical_order, relocate
+from relibra.parallel.adapters import has_adapters, is_adapter
 from relibra.parallel.balanced import balanced_layers
 from relibra.parallel.homes.logical_order import reshard
 from relibra.rl.model.adamw_8bit import blocks_of
@@ -27,17 +28,18 @@ Homes = list[list[int]] | None
 def tensors(models: Mapping[str, tuple[nn.Module, Optimizer | None]]) -> dict[str, Tensor]:
     """Return all tensors of models and optimizer states by name, without shards that are empty on this rank.
 
-    Tied weights are there once.
+    Tied weights are there once; of a model with adapters these alone, as the others never change.
 
     They share memory with models and optimizers, so that loading into them changes these.
     """
     named: dict[str, Tensor] = {}
     for name, (model, optimizer) in models.items():
         reshard(model)
+        adapted = has_adapters(model)
         once = {key for key, _ in model.named_parameters()}
         tied = {key for key, _ in model.named_parameters(remove_duplicate=False)} - once
         for key, tensor in model.state_dict().items():
-            if key not in tied:
+            if key not in tied and (is_adapter(key) or not adapted):
                 named[f"{name}/weights/{key}"] = tensor
         if optimizer is not None:
             for parameter_name, parameter in model.named_parameters():

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from relibra.errors import ConfigError
+from relibra.parallel.adapters import add_adapters, merge_adapters
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.model.sharding import quiet_loading
 from relibra.rl.model.tokenizer import load_tokenizer, loading
@@ -25,6 +26,8 @@ from relibra.rl.toy.model import built_in_config, initial_model
 def write_policy_folder(config: RunConfig, run: Path, step: int | None, folder: Path, dtype: str) -> Path:
     """Write the policy of a checkpoint with its tokenizer as a `transformers` folder, and return the checkpoint.
 
+    Adapters are merged in float32 into the weights that they were trained beside.
+
     step      finished steps of the checkpoint; None: of the latest one
     raises    ConfigError if there is no such checkpoint, it is damaged, or nothing can be written
     """
@@ -36,12 +39,19 @@ def write_policy_folder(config: RunConfig, run: Path, step: int | None, folder: 
     if config.model.path:
         trusted, source = config.model.trust_remote_code, config.model.source
         with loading(f"model.path {config.model.path!r}"), quiet_loading():
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), trust_remote_code=trusted)
+            loaded = config.model.dtype if config.lora.rank else dtype
+            model = AutoModelForCausalLM.from_pretrained(
+                source, dtype=getattr(torch, loaded), trust_remote_code=trusted
+            )
         save_tokenizer = load_tokenizer(source, trust_remote_code=trusted).save_pretrained
     else:
         model, tokenizer = built_in_model(config)
         model, save_tokenizer = model.to(getattr(torch, dtype)), tokenizer.save
+    if config.lora.rank:
+        add_adapters(model, config.lora.rank, config.lora.alpha)
     load_weights(checkpoint, "policy", model)
+    if config.lora.rank:
+        merge_adapters(model).to(getattr(torch, dtype))
     write_model_folder(model, save_tokenizer, folder)
     return checkpoint
 
