@@ -10,13 +10,14 @@ CALLED_HERE: Mapping[str, str] = {
     "n": "rollout.responses_per_prompt", "num_generations": "rollout.responses_per_prompt",
     "max_completion_length": "rollout.max_response", "max_new_tokens": "rollout.max_response",
     "max_prompt_length": "rollout.max_prompt", "gradient_checkpointing": "update.activations",
+    "lora_rank": "lora.rank", "lora_alpha": "lora.alpha",
     "max_steps": "run.steps", "save_steps": "checkpoint.every", "ppo_epochs": "update.epochs",
 }  # fmt: skip
 _CUT = "responses cut at rollout.max_response are trained on; algorithm.overlong_buffer lowers their reward"
 ABSENT: Mapping[str, str] = {
     **dict.fromkeys(("top_p", "top_k", "min_p"), "rollout.temperature is all that shapes sampling"),
     **dict.fromkeys(("max_turns", "max_assistant_turns", "multi_turn"), "a response is one turn, without tools"),
-    **dict.fromkeys(("lora_rank", "lora_alpha", "use_peft"), "all weights are trained"),
+    "use_peft": "lora.rank above 0 trains adapters",
     **dict.fromkeys(("overlong_filter", "mask_truncated_completions"), _CUT),
     **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size"), "parallel.ranks shards all layers"),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "update.lr_warmup_steps, then the rate is constant"),
