@@ -229,6 +229,7 @@ def _run(
         replay=config.algorithm.replay,
         follows_plans=config.follows_plans,
         longest=sizes.length,
+        lora=config.lora,
         decodes=False,
         samples=False,
     )

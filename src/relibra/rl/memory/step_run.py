@@ -18,10 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from relibra.cluster import Cluster
 from relibra.parallel import relocate
+from relibra.parallel.adapters import without_adapters
 from relibra.parallel.balanced import balanced_layers
 from relibra.rl.algorithms.loss import find_loss
 from relibra.rl.batch.training_batch import BatchExecution, TrainingBatch, executing
 from relibra.rl.config.run_config import RunConfig
+from relibra.rl.config.settings import LoraSettings
 from relibra.rl.memory.made_up_step import MadeUpStep
 from relibra.rl.model.adamw_8bit import blocks_of
 from relibra.rl.model.critic import value_model_class
@@ -94,7 +96,7 @@ class StepRun:
             meta = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), trust_remote_code=code)
         self._class = type(meta)
         self._packed = meta._supports_sdpa or meta._supports_flash_attn  # which a loaded model is tried for
-        trained = self._load(self._class, model_config)
+        trained = self._load(self._class, model_config, lora=config.lora)
         self.policy: Any = SimpleNamespace(
             **vars(structure),
             trained=trained,
@@ -106,7 +108,9 @@ class StepRun:
         self.reference: Any = None
         self.critic: Any = None
         self.critic_optimizer: Any = None
-        if config.algorithm.kl_coefficient:
+        if config.algorithm.kl_coefficient and config.lora.rank:
+            self.reference = trained  # without its adapters
+        elif config.algorithm.kl_coefficient:
             self.reference = self._load(self._class, model_config, frozen=True)
         if config.algorithm.advantage == "gae":
             of_values = copy.deepcopy(model_config)
@@ -117,10 +121,12 @@ class StepRun:
         meter.watch_layers(list(_decoder_layers(trained)))
         self.own()
         for idle in (self.critic, self.reference) if config.update.offload != "off" else ():
-            if idle is not None:
+            if idle is not None and idle is not trained:
                 move_to_host(idle)
 
-    def _load(self, model_class: Any, model_config: Any, *, frozen: bool = False) -> Any:
+    def _load(
+        self, model_class: Any, model_config: Any, *, frozen: bool = False, lora: LoraSettings | None = None
+    ) -> Any:
         model = load_sharded(
             WithoutWeights(model_class),
             "",
@@ -130,6 +136,7 @@ class StepRun:
             has_experts=self._structure.num_experts > 0,
             experts="relibra" if self.config.follows_plans else "all_to_all",
             frozen=frozen,
+            lora=lora,
         )
         if self._packed:
             use_packed_attention(model)
@@ -145,7 +152,7 @@ class StepRun:
         own = self.meter.own
         for part, model, optimizer in (
             ("", self.policy.trained, self.optimizer),
-            ("reference", self.reference, None),
+            ("reference", None if self.reference is self.policy.trained else self.reference, None),
             ("critic", self.critic, self.critic_optimizer),
         ):
             if model is None:
@@ -188,7 +195,7 @@ class StepRun:
             )  # fmt: skip
         if self.reference is not None:
             meter.begin("reference")
-            with on_device(self.reference):
+            with without_adapters(self.reference), on_device(self.reference):
                 reference_log_probs(self.reference, step.batch, config.rollout.temperature)
         if step.batch.plan is not None and config.plan.move_homes:
             meter.begin("relocate")

@@ -57,7 +57,7 @@ def estimate_run(config: RunConfig, device: Device, memory: DeviceMemory, *, who
     layers = text.num_hidden_layers
     has_copy = config.rollout.engine == "embedded"
     numbers = [layers] if whole else sorted(set(layers_to_run(model_config, structure)))
-    whole_bytes = 4 * _dense_parameters(config, model_config) * (1 - 1 / ranks)
+    whole_bytes = 0.0 if config.lora.rank else 4 * _dense_parameters(config, model_config) * (1 - 1 / ranks)
     each_micro_batch = reduces_each_micro_batch(int(whole_bytes), int(memory.nbytes or USUAL_BYTES))
     device.stand_ins.reduce_gradients(each_micro_batch=each_micro_batch)
     runs = [

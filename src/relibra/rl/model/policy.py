@@ -190,8 +190,6 @@ def build_policy(
                 _name(settings),
                 lambda names: load_parameters(path, names, copy.deepcopy(model_config), settings),
             )
-    if lora and lora.rank and explicit_masks and settings.dtype != "float32":
-        raise ConfigError(f"lora.rank does not work with {_name(settings)} in bfloat16: set model.dtype=float32")
     policy = Policy(
         **vars(structure),
         trained=trained,

@@ -102,7 +102,7 @@ def _launch(node: Node, folder: Path) -> dict[int, Any]:
             master_listen_fd=listener.detach(),
         )  # fmt: skip
     # Before torch 2.12 the agent waits up to 30 s for ranks that it stops.
-    timeout = {"shutdown_timeout": 0} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}
+    timeout: dict[str, Any] = {"shutdown_timeout": 0} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}
     config = LaunchConfig(
         min_nodes=node.num_nodes,
         max_nodes=node.num_nodes,
