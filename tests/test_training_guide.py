@@ -79,6 +79,17 @@ def test_blocks_of_settings_are_those_of_a_run(page):
         load_config(None, base=tomllib.loads(block))
 
 
+def test_runs_of_the_guide_to_eight_gpus_are_valid():
+    text = (ROOT / "docs" / "guides" / "eight-gpus.md").read_text()
+    blocks = re.findall(r"```toml\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) == 5
+    for block in blocks:
+        assert len(block.splitlines()) == 10
+        config = load_config(None, base=tomllib.loads(block))
+        assert config.parallel.ranks in (1, 8)
+    assert re.search(r"\*\*None of these runs was made on eight GPUs", text)
+
+
 @pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.toml")), ids=lambda file: file.name)
 def test_examples_of_settings_are_those_of_a_run(file):
     config = load_config(file)
