@@ -48,7 +48,8 @@ ABOVE = {
 }
 """Who may import whom; the modules of GROUND stand under everything."""
 GROUND = {
-    "errors", "field_checks", "files", "environment", "number_ranges", "printable", "user_function", "__version__",
+    "errors", "field_checks", "files", "environment", "number_ranges", "parallel_map", "printable",
+    "user_function", "__version__",
 }  # fmt: skip
 LIGHT = ("routing", "cluster", "planning", "simulation", "reporting", "timeline")
 HEAVY = {"torch", "transformers", "accelerate", "tensorboard", "trl", "vllm", "ray", "fastapi", "uvicorn"}
@@ -274,7 +275,7 @@ def test_nobody_pickles():
 
 
 LINE_CEILINGS = {
-    "src/relibra": (62_500, ""),
+    "src/relibra": (63_300, ""),
     "planning without deployment and baselines": (7_500, r"planning/(?!deployment/|baselines/)"),
     "planning/baselines": (1_300, "planning/baselines/"),
     "parallel": (5_000, "parallel/"),

@@ -16,7 +16,7 @@ import pytest
 from relibra.errors import EngineError
 from relibra.integrations import slime
 from relibra.integrations.expert_layout import ExpertLayout
-from relibra.planning.parallel_map import available_cores
+from relibra.parallel_map import available_cores
 from tests.integrations.routed_samples import draw_samples
 
 SCHEDULE = '''

@@ -11,7 +11,8 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from relibra.parallel import logical_parameters
-from relibra.parallel.adapters import add_adapters, initialize_adapters, is_adapter
+from relibra.parallel.adapters import add_adapters, is_adapter
+from relibra.rl.model.adapter_values import initialize_adapters
 from relibra.rl.model.sharding import tied_before_sharding
 from tests.parallel import ranks_at_work, residents, trainings
 from tests.parallel.ranks_at_work import Case, load

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float32, Int64, Integer
 from numpy import ndarray
 
 from relibra.errors import TraceError
-from relibra.planning.parallel_map import parallel_map
+from relibra.parallel_map import parallel_map
 from relibra.routing.demand import count_token_slots
 
 

@@ -17,9 +17,9 @@ from jaxtyping import Bool, Float32, Float64, Int32, Int64, Shaped
 from numpy import ndarray
 
 from relibra.integrations.expert_layout import ExpertLayout
+from relibra.parallel_map import parallel_map
 from relibra.planning.levers.limits import ScheduleLimits
 from relibra.planning.levers.packing import pack_samples
-from relibra.planning.parallel_map import parallel_map
 
 _PROPOSALS, _LEAST_PROPOSALS, _PROPOSALS_OF_SAMPLE = 400_000, 4_000, 2_000
 """Most proposals of a step, the fewest of a pool, and those of a sample."""

@@ -8,17 +8,14 @@ so plans push, return and move them as they do the experts.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
-from math import sqrt
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from relibra.errors import ConfigError, EngineError
@@ -73,7 +70,7 @@ class LoraExperts(nn.Module):
 def add_adapters(model: nn.Module, rank: int, alpha: float) -> None:
     """Freeze a model, and give adapters to its experts and to the linear layers of its decoder layers, routers apart.
 
-    Their values are undefined until `initialize_adapters` or a checkpoint sets them. Call it before the model is
+    Their values are undefined until `adapter_values.py` or a checkpoint sets them. Call it before the model is
     sharded.
 
     rank     r, a multiple of 8: the grouped product needs rows of 16 bytes
@@ -83,7 +80,7 @@ def add_adapters(model: nn.Module, rank: int, alpha: float) -> None:
     experts = _find_experts(model)
     linear_layers = list(_find_linear_layers(model, experts))
     for module in experts.values():
-        module.__class__ = _with_adapters(type(module))
+        module.__class__ = _with_adapters(type(module))  # type: ignore[arg-type]
         shapes: dict[str, tuple[int, ...]] = {}
         for name in expert_weights(module):
             num_experts, *sizes = getattr(module, name).shape
@@ -122,25 +119,6 @@ def adapted_modules(model: nn.Module) -> Iterator[tuple[str, LoraLinear | LoraEx
             yield name, module
 
 
-@torch.no_grad()
-def initialize_adapters(model: nn.Module, seed: int) -> None:
-    """Set B to 0, and A to uniform numbers as peft does: variance 1 / (3 in), which depends on no number of ranks.
-
-    Numbers follow from seed, name and logical expert; experts are in logical order.
-    """
-    for name, parameter in model.named_parameters():
-        if not is_adapter(name):
-            continue
-        own, local = _stored_rows(parameter), parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        if name.endswith(_UP):
-            local.zero_()
-        elif parameter.ndim == 3:
-            for row, expert in enumerate(own):
-                local[row] = _uniform(parameter.shape[1:], f"{seed} {name} {expert}")
-        else:
-            local.copy_(_uniform(parameter.shape, f"{seed} {name}")[own.start : own.stop])
-
-
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Let a model compute without its adapters inside: the model that it was before training."""
@@ -174,20 +152,6 @@ def merged(model: nn.Module, whole: Iterable[tuple[str, Tensor]]) -> Iterator[tu
         yield name, tensor.float() + (change.transpose(1, 2) if getattr(module, "is_transposed", False) else change)
 
 
-@torch.no_grad()
-def merge_adapters(model: nn.Module) -> nn.Module:
-    """Merge the adapters of a whole model into its weights, which become float32, and return the model without them."""
-    weights = dict(merged(model, [(name, p.detach()) for name, p in model.named_parameters()]))
-    for name, module in list(adapted_modules(model)):
-        module.__class__ = nn.Linear if isinstance(module, LoraLinear) else type(module).__mro__[2]
-        for leaf, parameter in list(module._parameters.items()):
-            if is_adapter(leaf):
-                del module._parameters[leaf]
-            elif parameter is not None:
-                module._parameters[leaf] = nn.Parameter(weights[f"{name}.{leaf}"], requires_grad=False)
-    return model
-
-
 def _find_experts(model: nn.Module) -> dict[str, Any]:
     """Return the modules of stacked experts by name; raise ConfigError for others."""
     found: dict[str, Any] = {}
@@ -217,7 +181,7 @@ def _find_linear_layers(model: nn.Module, experts: Mapping[str, Any]) -> Iterato
 
 
 @cache
-def _with_adapters(experts_class: Hashable) -> Any:
+def _with_adapters(experts_class: Any) -> Any:
     return type(f"Lora{experts_class.__name__}", (LoraExperts, experts_class), {})
 
 
@@ -229,24 +193,3 @@ def _register(module: Any, shapes: Mapping[str, tuple[int, ...]], scale: float) 
         module.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=torch.float32, device=device)))
     module._parameters.update(own)
     module.lora_scale = scale
-
-
-def _stored_rows(parameter: Tensor) -> range:
-    """Return the first indices that this rank stores, of a parameter that one dimension of its mesh cuts there."""
-    rows = len(parameter)
-    if not isinstance(parameter, DTensor):
-        return range(rows)
-    mesh = parameter.device_mesh
-    cuts = [cut for cut in zip(mesh.shape, mesh.get_coordinate() or (), strict=True) if cut[0] > 1]
-    assert len(cuts) <= 1, "FSDP and expert parallelism span the same ranks"
-    ranks, own = cuts[0] if cuts else (1, 0)
-    each = -(-rows // ranks)
-    return range(min(rows, own * each), min(rows, (own + 1) * each))
-
-
-def _uniform(shape: Iterable[int], key: str) -> Tensor:
-    """Return uniform numbers `[..., in]` that follow from a text, as Kaiming's initialization with a = sqrt(5)."""
-    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1)
-    sizes = tuple(shape)
-    bound = 1 / sqrt(sizes[-1])
-    return torch.empty(sizes).uniform_(-bound, bound, generator=generator)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from benchmarks.planner.steps import domain_step
+from relibra import parallel_map
 from relibra.cluster import cluster_preset
-from relibra.planning import parallel_map
 from relibra.planning.balancers.relibra import probe_of
 from relibra.planning.budget import Budget
 from relibra.planning.costs.copies import pushed_copies, slot_bytes

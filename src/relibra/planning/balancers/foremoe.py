@@ -15,10 +15,10 @@ import numpy as np
 from jaxtyping import Int64
 from numpy import ndarray
 
+from relibra.parallel_map import parallel_map
 from relibra.planning.balancer import PlacementRequest
 from relibra.planning.levers.homes import SwapPrices, swap_nodes
 from relibra.planning.levers.replication import slot_of
-from relibra.planning.parallel_map import parallel_map
 from relibra.planning.placement import Placement
 from relibra.planning.relibra_paper.nodes_and_ranks import busiest, ranks_inside_nodes
 from relibra.routing.compiled import compiled

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int, Int16, Int32, Int64
 from numpy import ndarray
 
+from relibra.parallel_map import parallel_map
 from relibra.planning.balancer import PlacementRequest
 from relibra.planning.costs.compute import busiest_attention_M
 from relibra.planning.costs.copies import relocation_seconds
@@ -18,7 +19,6 @@ from relibra.planning.levers.homes import HomeMoves, SwapPrices, deal_inside_nod
 from relibra.planning.levers.replication import replicate
 from relibra.planning.levers.resident_replicas import keep_replicas
 from relibra.planning.loads import tokens_of_domains
-from relibra.planning.parallel_map import parallel_map
 from relibra.routing.demand import ScheduledDemand
 
 _SWAP_MICRO_BATCHES = 32

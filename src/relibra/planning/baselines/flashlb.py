@@ -16,10 +16,10 @@ import numpy as np
 from jaxtyping import Float64, Int, Int64
 from numpy import ndarray
 
+from relibra.parallel_map import parallel_map
 from relibra.planning.balancer import PlacementRequest
 from relibra.planning.balancers.physical_placement import relabel_ranks
 from relibra.planning.baselines.from_physical import placement_from_physical
-from relibra.planning.parallel_map import parallel_map
 from relibra.planning.placement import Placement
 from relibra.routing.compiled import compiled
 

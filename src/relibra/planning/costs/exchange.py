@@ -21,8 +21,8 @@ from numpy import ndarray
 
 from relibra.cluster import Cluster, Link
 from relibra.errors import PlanError
+from relibra.parallel_map import parallel_map
 from relibra.planning.costs.expert_shape import ExpertShape
-from relibra.planning.parallel_map import parallel_map
 from relibra.planning.placement import Placement
 from relibra.planning.traffic.distinct_rows import DistinctRows
 from relibra.planning.traffic.relays import rows_to_nodes, stage_rows

@@ -9,10 +9,10 @@ import numpy as np
 from jaxtyping import Int64
 from numpy import ndarray
 
+from relibra.parallel_map import parallel_map
 from relibra.planning.balancer import PlacementRequest
 from relibra.planning.costs.exchange import rows_per_crossing
 from relibra.planning.loads import tokens_of_domains
-from relibra.planning.parallel_map import parallel_map
 from relibra.planning.relibra_paper.annealing import COLD, WARM
 from relibra.planning.relibra_paper.nodes_and_ranks import HomeWeights, place_homes
 from relibra.routing.demand import ScheduledDemand

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int, Int32, Int64, Shaped
 from numpy import ndarray
 
-from relibra.planning.parallel_map import parallel_map
+from relibra.parallel_map import parallel_map
 from relibra.planning.placement import Placement
 from relibra.planning.traffic.split import TokenSplit, split_tokens
 from relibra.routing.compiled import compiled

@@ -25,10 +25,11 @@ from transformers.utils import logging as transformers_logging
 
 from relibra.errors import ConfigError, RelibraError
 from relibra.parallel import logical_parameters, register
-from relibra.parallel.adapters import add_adapters, initialize_adapters, is_adapter, merged
+from relibra.parallel.adapters import add_adapters, is_adapter, merged
 from relibra.parallel.balanced import NAME
 from relibra.parallel.homes.logical_order import full_tensor, reshard
 from relibra.rl.config.settings import LoraSettings, ModelSettings
+from relibra.rl.model.adapter_values import initialize_adapters
 from relibra.rl.model.tokenizer import loading as loading
 from relibra.rl.run.ranks import gather_json, wait_for_ranks
 

@@ -1,4 +1,4 @@
-"""Independent pieces of planning on several threads."""
+"""Independent pieces of work on the threads of this process: kernels of planning and packing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def parallel_map(work: Callable[[int], T], count: int) -> list[T]:
 
     # This thread works too: pieces are small. A piece may call this function itself, so what no thread has begun when
     # all numbers are taken is not waited for.
-    others = [planning_threads().submit(take_numbers) for _ in range(workers - 1)]
+    others = [work_threads().submit(take_numbers) for _ in range(workers - 1)]
     try:
         take_numbers()
     finally:
@@ -50,13 +50,13 @@ def parallel_map(work: Callable[[int], T], count: int) -> list[T]:
 
 
 @cache
-def planning_threads() -> ThreadPoolExecutor:
-    """Return the threads of this process: starting some for each call would take as long as planning a small step."""
-    return ThreadPoolExecutor(max(1, available_cores() - 1), thread_name_prefix="relibra-planning")
+def work_threads() -> ThreadPoolExecutor:
+    """Return the threads of this process: starting some for each call takes as long as a small step of planning."""
+    return ThreadPoolExecutor(max(1, available_cores() - 1), thread_name_prefix="relibra-work")
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=planning_threads.cache_clear)  # threads do not survive a fork
+    os.register_at_fork(after_in_child=work_threads.cache_clear)  # threads do not survive a fork
 
 
 def available_cores() -> int:

@@ -1,22 +1,22 @@
-"""Pieces of planning on threads: results in order, and an error ends what has not begun."""
+"""Pieces of work on threads: results in order, and an error ends what has not begun."""
 
 import os
 import threading
 
 import pytest
 
-from relibra.planning import parallel_map
+from relibra import parallel_map
 
 
 @pytest.fixture(params=[1, 2, 5])
 def cores(request, monkeypatch):
     monkeypatch.setattr(parallel_map, "available_cores", lambda: request.param)
-    parallel_map.planning_threads.cache_clear()
+    parallel_map.work_threads.cache_clear()
     yield request.param
-    parallel_map.planning_threads.cache_clear()
+    parallel_map.work_threads.cache_clear()
 
 
-def test_results_are_in_order_on_any_number_ofplanning_threads(cores):
+def test_results_are_in_order_on_any_number_ofwork_threads(cores):
     assert parallel_map.parallel_map(lambda number: number**2, 100) == [number**2 for number in range(100)]
     assert parallel_map.parallel_map(str, 0) == []
 
@@ -45,7 +45,7 @@ def test_pieces_may_have_pieces_of_their_own(cores):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_hasplanning_threads_of_its_own(cores):
+def test_a_forked_process_haswork_threads_of_its_own(cores):
     parallel_map.parallel_map(str, 10)
     child = os.fork()
     if child == 0:

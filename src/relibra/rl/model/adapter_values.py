@@ -1,0 +1,53 @@
+"""Initial values of adapters: those of peft, from seed, name and logical expert, on any number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from math import sqrt
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from relibra.parallel.adapters import is_adapter
+
+
+@torch.no_grad()
+def initialize_adapters(model: nn.Module, seed: int) -> None:
+    """Set B to 0, and A to uniform numbers as peft does: variance 1 / (3 in), which depends on no number of ranks.
+
+    Numbers follow from seed, name and logical expert; experts are in logical order.
+    """
+    for name, parameter in model.named_parameters():
+        if not is_adapter(name):
+            continue
+        own, local = _stored_rows(parameter), parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if name.endswith("lora_B"):
+            local.zero_()
+        elif parameter.ndim == 3:
+            for row, expert in enumerate(own):
+                local[row] = _uniform(parameter.shape[1:], f"{seed} {name} {expert}")
+        else:
+            local.copy_(_uniform(parameter.shape, f"{seed} {name}")[own.start : own.stop])
+
+
+def _stored_rows(parameter: Tensor) -> range:
+    """Return the first indices that this rank stores, of a parameter that one dimension of its mesh cuts there."""
+    rows = len(parameter)
+    if not isinstance(parameter, DTensor):
+        return range(rows)
+    mesh = parameter.device_mesh
+    cuts = [cut for cut in zip(mesh.shape, mesh.get_coordinate() or (), strict=True) if cut[0] > 1]
+    assert len(cuts) <= 1, "FSDP and expert parallelism span the same ranks"
+    ranks, own = cuts[0] if cuts else (1, 0)
+    each = -(-rows // ranks)
+    return range(min(rows, own * each), min(rows, (own + 1) * each))
+
+
+def _uniform(shape: Iterable[int], key: str) -> Tensor:
+    """Return uniform numbers `[..., in]` that follow from a text, as Kaiming's initialization with a = sqrt(5)."""
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1)
+    sizes = tuple(shape)
+    bound = 1 / sqrt(sizes[-1])
+    return torch.empty(sizes).uniform_(-bound, bound, generator=generator)
