@@ -97,12 +97,12 @@ def estimate_memory(
     except ValueError:
         answer = {"error": (done.stderr.strip().splitlines() or ["its process ended"])[-1][:300]}
     if "error" in answer:
-        raise ConfigError(f"the memory of the run cannot be estimated: {answer['error']}; --force trains without")
+        raise ConfigError(f"the memory of the run cannot be estimated: {answer['error']}")
     return Estimate.from_json(answer["estimate"]), [Help(**one) for one in answer["helps"]]
 
 
 def check_memory(config: RunConfig) -> Estimate | None:
-    """Return the estimate of a run of a model of the user on the GPUs here; None: there are none.
+    """Return the estimate of a run of a model of the user on the GPUs here; None: there are none, or it cannot be made.
 
     raises   ConfigError where it does not fit
     """
@@ -110,7 +110,11 @@ def check_memory(config: RunConfig) -> Estimate | None:
     if gpu is None:
         return None
     print(f"estimating the memory of the run on {gpu.name}", file=sys.stderr, flush=True)
-    found, helps = estimate_memory(config, gpu)
+    try:
+        found, helps = estimate_memory(config, gpu)
+    except ConfigError as error:  # what is wrong with the model itself ends the run when it is loaded
+        print(f"warning: {error}", file=sys.stderr, flush=True)
+        return None
     if not found.fits:
         raise ConfigError(f"{refusal(found, helps)}; --force trains all the same")
     return found
