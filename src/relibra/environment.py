@@ -5,6 +5,7 @@ Also which signals stop a run.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -157,3 +158,9 @@ def rank_0_environment(num_ranks: int) -> dict[str, str]:
 def worker_environment(threads: int) -> dict[str, str]:
     """Return the environment of a worker process that we start: ours, with so many threads of torch."""
     return {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+
+
+def silence_torchao() -> None:
+    """Leave out what torchao, which transformers imports, logs of this machine; call it before either is loaded."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -4,8 +4,6 @@
 uses `rollout` -> `batch` -> `update`, with formulas from `algorithms`, models from `model`, prompts from `tasks`.
 """
 
-import logging
+from relibra.environment import silence_torchao
 
-# transformers imports torchao where it is installed, which logs what it lacks on this machine, and how it calls torch.
-for _library in ("torchao", "torch.utils._pytree"):
-    logging.getLogger(_library).setLevel(logging.ERROR)
+silence_torchao()

@@ -4,3 +4,7 @@ In: a model folder and a `WorkerLayout`. Out: answers over HTTP, with log-probs 
 `launch.py` first, then `roles/attention_worker.py`, `roles/remote_experts.py` (one layer of one micro-batch, from
 dispatch to combine) and `roles/expert_worker.py`. Importing the parts of this package loads torch.
 """
+
+from relibra.environment import silence_torchao
+
+silence_torchao()
