@@ -57,9 +57,10 @@ def ray_address() -> str:
     return os.environ.get("RAY_ADDRESS", "")
 
 
-def hides_gpus() -> bool:
-    """Return whether all GPUs are hidden from this process: CUDA_VISIBLE_DEVICES is set, and empty."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+def first_visible_gpu() -> str | None:
+    """Return what CUDA_VISIBLE_DEVICES names first, "" where it hides all GPUs; None: it is not set."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if named is None else named.partition(",")[0].strip()
 
 
 def has_columns() -> bool:

@@ -16,7 +16,7 @@ from relibra.parallel.adapters import (
     merged,
     without_adapters,
 )
-from relibra.rl.model.adapter_values import initialize_adapters
+from relibra.rl.model.adapter_values import initialize_adapters, merge_adapters
 from tests.parallel.against_dense import losses
 from tests.parallel.lora import ALPHA, RANK, gradients_on_rank, train_merged, train_on_rank
 from tests.parallel.ranks_at_work import on_ranks
@@ -54,6 +54,9 @@ def test_products_equal_merged_weights(family):
     assert weights.keys() == dict(plain.named_parameters()).keys()
     plain.load_state_dict(weights, strict=False)
     torch.testing.assert_close(found, logits_of(plain), rtol=1e-5, atol=5e-6)
+    merge_adapters(model)
+    assert not any(adapted_modules(model))
+    assert torch.equal(logits_of(model), logits_of(plain))
 
 
 def test_all_but_routers_have_adapters_and_only_they_are_trained():

@@ -32,7 +32,8 @@ def slot_memory(config: RunConfig, demand: ScheduledDemand, cluster: Cluster, mo
     Beside it a rank holds a full copy if it samples, and its parts of the reference policy and of a value model.
     """
     samples = config.rollout.engine == "embedded"
-    held_bytes = float(model.parameters * model.expert.bytes_per_value) if samples else 0.0
+    copy_bytes = 4 if config.lora.rank else model.expert.bytes_per_value  # adapters are merged in float32
+    held_bytes = float(model.parameters * copy_bytes) if samples else 0.0
     if config.update.offload == "off":  # else they are on the host while the policy is trained
         shard = model.parameters / cluster.num_ranks
         held_bytes += model.expert.bytes_per_value * shard * (config.algorithm.kl_coefficient > 0)

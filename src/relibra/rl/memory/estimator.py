@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import which
 from typing import Any
 
 from relibra.cluster import PRESETS, read_cluster
-from relibra.environment import environment_of_dry_run, hides_gpus
+from relibra.environment import environment_of_dry_run, first_visible_gpu
 from relibra.errors import ConfigError
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.memory.estimate import GIB, Estimate
@@ -42,11 +42,16 @@ def device_memory(config: RunConfig) -> DeviceMemory:
 
 
 def first_gpu() -> DeviceMemory | None:
-    """Return the first GPU of this machine as its driver names it, without a context on it; None: there is none."""
-    if hides_gpus() or which(_SMI[0]) is None:
+    """Return the first GPU that programs see as its driver names it, without a context on it; None: there is none.
+
+    Of a part of a GPU (MIG) the driver names the whole: None.
+    """
+    first = first_visible_gpu()
+    if first == "" or (first or "").startswith("MIG-") or which(_SMI[0]) is None:
         return None
     try:
-        found = subprocess.run(_SMI, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
+        command = (*_SMI, *((f"--id={first}",) if first else ()))
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
         name, mebibytes = found[0].rsplit(",", 1)
         return DeviceMemory(nbytes=float(mebibytes) * 2**20, name=name.strip(), host=host_memory())
     except (OSError, subprocess.SubprocessError, IndexError, ValueError):  # no driver, or no GPU
@@ -101,14 +106,17 @@ def estimate_memory(
     return Estimate.from_json(answer["estimate"]), [Help(**one) for one in answer["helps"]]
 
 
-def check_memory(config: RunConfig) -> Estimate | None:
+def check_memory(config: RunConfig, local_ranks: int | None = None) -> Estimate | None:
     """Return the estimate of a run of a model of the user on the GPUs here; None: there are none, or it cannot be made.
 
-    raises   ConfigError where it does not fit
+    local_ranks   on this machine; None: all. Of several machines the host memory is not checked
+    raises        ConfigError where it does not fit
     """
     gpu = first_gpu() if config.model.path else None
     if gpu is None:
         return None
+    if local_ranks not in (None, config.parallel.ranks):
+        gpu = replace(gpu, host=None)
     print(f"estimating the memory of the run on {gpu.name}", file=sys.stderr, flush=True)
     try:
         found, helps = estimate_memory(config, gpu)
@@ -121,11 +129,11 @@ def check_memory(config: RunConfig) -> Estimate | None:
 
 
 def with_slots(config: RunConfig, found: Estimate) -> RunConfig:
-    """Return the configuration whose plans give slots of layers what an estimate leaves, unless it says how much."""
-    if not config.follows_plans or config.plan.memory_gib is not None:
+    """Return the configuration whose plans give slots of layers at most what an estimate leaves."""
+    if not config.follows_plans:
         return config
-    changed = with_setting(config, "plan.memory_gib", round(found.free_bytes / GIB, 2))
-    return changed or config
+    free, given = round(found.free_bytes / GIB, 2), config.plan.memory_gib
+    return with_setting(config, "plan.memory_gib", free if given is None else min(given, free)) or config
 
 
 def with_setting(config: RunConfig, name: str, value: Any) -> RunConfig | None:

@@ -97,11 +97,12 @@ class StepRun:
         self._class = type(meta)
         self._packed = meta._supports_sdpa or meta._supports_flash_attn  # which a loaded model is tried for
         trained = self._load(self._class, model_config, lora=config.lora)
+        merged_type = torch.float32 if config.lora.rank else getattr(torch, config.model.dtype)
         self.policy: Any = SimpleNamespace(
             **vars(structure),
             trained=trained,
             balanced=config.follows_plans and structure.num_experts > 0,
-            copy=meta.to(getattr(torch, config.model.dtype)).to_empty(device=device) if has_copy else None,
+            copy=meta.to(merged_type).to_empty(device=device) if has_copy else None,
         )
         save_activations(trained, config.update.activations)
         self.optimizer = make_optimizer(trained, config.update.learning_rate, config.update)

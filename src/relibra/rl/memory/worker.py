@@ -15,9 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from relibra.calibration.machine import find_cluster
+from relibra.calibration.machine import find_cluster, preset_of_gpu
 from relibra.errors import RelibraError
 from relibra.printable import plural
+from relibra.rl.config.rules import broken_rules
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.memory.dry_run import Device, cut_layers, dry_run, layers_to_run
 from relibra.rl.memory.estimate import GIB, DryRun, Estimate, Peak, extrapolate
@@ -50,7 +51,10 @@ def estimate_run(config: RunConfig, device: Device, memory: DeviceMemory, *, who
     """
     ranks = config.parallel.ranks
     per_node = RANKS_OF_A_NODE if ranks > RANKS_OF_A_NODE and ranks % RANKS_OF_A_NODE == 0 else ranks
-    cluster = replace(find_cluster(config.plan.cluster, torch.device("cpu"), ranks, per_node), dispatch="flat")
+    name = config.plan.cluster
+    if name in ("auto", "measure") and memory.nbytes is not None:  # no GPU is visible here
+        name = preset_of_gpu(memory.name)
+    cluster = replace(find_cluster(name, torch.device("cpu"), ranks, per_node), dispatch="flat")
     model_config = model_config_of(config)
     structure = read_structure(model_config, config.model, ranks, config.algorithm.replay)
     text = model_config.get_text_config()
@@ -106,7 +110,8 @@ def _cache_bytes(config: RunConfig, text: Any, ranks: int) -> float:
     responses = min(config.rollout.max_batch, -(-config.rollout.responses_per_step // ranks))
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    of_token = 2 * text.num_hidden_layers * heads * width * getattr(torch, config.model.dtype).itemsize
+    dtype = "float32" if config.lora.rank else config.model.dtype  # of merged weights
+    of_token = 2 * text.num_hidden_layers * heads * width * getattr(torch, dtype).itemsize
     return float(responses * (config.rollout.max_prompt + config.rollout.max_response) * of_token)
 
 
@@ -136,6 +141,8 @@ def _helping(config: RunConfig, before: Estimate, estimate: Callable[[RunConfig]
     """Yield settings that save memory, each with all before it, up to one with which the run fits."""
     for name, value in _LEVERS:
         changed = with_setting(config, name, value)
+        if changed is not None and name != "rollout.engine" and _num_broken(changed) > _num_broken(config):
+            continue  # it does not go with what is set; a server needs its address, which nobody knows here
         after = before if changed is None else estimate(changed)
         saves = before.peak.total - after.peak.total
         if changed is not None and saves >= GIB / 10:
@@ -143,6 +150,10 @@ def _helping(config: RunConfig, before: Estimate, estimate: Callable[[RunConfig]
             config, before = changed, after
         if after.fits:
             return
+
+
+def _num_broken(config: RunConfig) -> int:
+    return len(list(broken_rules(config)))
 
 
 def main() -> None:

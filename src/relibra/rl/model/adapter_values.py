@@ -1,4 +1,4 @@
-"""Initial values of adapters: those of peft, from seed, name and logical expert, on any number of ranks."""
+"""Values of adapters: the initial ones of peft, the same on any number of ranks; and merged into weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from relibra.parallel.adapters import is_adapter
+from relibra.parallel.adapters import LoraLinear, adapted_modules, is_adapter, merged
 
 
 @torch.no_grad()
@@ -30,6 +30,20 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
                 local[row] = _uniform(parameter.shape[1:], f"{seed} {name} {expert}")
         else:
             local.copy_(_uniform(parameter.shape, f"{seed} {name}")[own.start : own.stop])
+
+
+@torch.no_grad()
+def merge_adapters(model: nn.Module) -> nn.Module:
+    """Merge the adapters of a whole model into its weights, which become float32, and return the model without them."""
+    weights = dict(merged(model, [(name, p.detach()) for name, p in model.named_parameters()]))
+    for name, module in list(adapted_modules(model)):
+        module.__class__ = nn.Linear if isinstance(module, LoraLinear) else type(module).__mro__[2]
+        for leaf, parameter in list(module._parameters.items()):
+            if is_adapter(leaf):
+                del module._parameters[leaf]
+            elif parameter is not None:
+                module._parameters[leaf] = nn.Parameter(weights[f"{name}.{leaf}"], requires_grad=False)
+    return model
 
 
 def _stored_rows(parameter: Tensor) -> range:

@@ -108,7 +108,7 @@ class Policy(ModelStructure):
     def separate_sequences(self, model: nn.Module) -> None:
         """Keep packed sequences of a model of this family independent, in the fastest way that it supports."""
         if self.explicit_masks:
-            use_explicit_masks(model, self.meta.dtype)
+            use_explicit_masks(model, compute_dtype(model))
         if self.packed:
             use_packed_attention(model)
 

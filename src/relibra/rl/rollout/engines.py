@@ -174,7 +174,8 @@ def _load_into_servers(engine: ServerEngine, policy: Policy, weight_version: int
     """Let the servers load the trained weights, from files or as they are sent; collective."""
     transfer = engine.servers[0].transfer
     if transfer != "folder":
-        device, named = torch.device("cpu") if transfer == "gloo" else None, full_parameters(policy.trained)
+        to_host = transfer == "gloo" and dist.get_rank() == 0  # the others only take part in gathering
+        device, named = torch.device("cpu") if to_host else None, full_parameters(policy.trained)
         sent = ((name, full.to(device or full.device, policy.meta.get_parameter(name).dtype)) for name, full in named)
         send_weights(sent, engine, weight_version)
         engine.published.version, engine.published.folder = weight_version, None

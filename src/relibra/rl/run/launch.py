@@ -81,7 +81,7 @@ def launch(
             if not launched.restarts:
                 try_reward(config.task, launched.num_ranks)
                 if not force:
-                    check_memory(with_ranks(config, launched.num_ranks))
+                    check_memory(with_ranks(config, launched.num_ranks), launched.num_local_ranks)
         return _run_as_rank(config, launched, resume, supervise=supervise)
     if config.model.path:
         check_expert_ranks(config.model.path, config.parallel.ranks)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import relibra
-from relibra.environment import hides_gpus, keep_hub_offline, ray_address
+from relibra.environment import first_visible_gpu, keep_hub_offline, ray_address
 from relibra.errors import ConfigError, EngineError
 from relibra.printable import printable
 from relibra.rl.config.model_folder import names_hub
@@ -251,7 +251,7 @@ def _alive_nodes() -> list[dict[str, Any]]:
 
 def _use_gpus() -> bool:
     """Return whether ranks have GPUs: the nodes have, and they are not hidden from the driver."""
-    return not hides_gpus() and any(node["Resources"].get("GPU") for node in _alive_nodes())
+    return first_visible_gpu() != "" and any(node["Resources"].get("GPU") for node in _alive_nodes())
 
 
 def _last_line(error: Exception) -> str:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from relibra.parallel.homes.logical_order import reshard
 from relibra.rl.run.ranks import largest_over_ranks
 
 LARGEST_SHARE = 0.05
@@ -34,6 +35,7 @@ def each_micro_batch(model: nn.Module) -> bool:
     """Return whether the gradients of a model are summed in each micro-batch, alike on all ranks; collective."""
     if not isinstance(model, FSDPModule):
         return False
+    reshard(model)  # what a pass before has left whole would not be counted
     device = next(model.parameters()).device
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     return largest_over_ranks(reduces_each_micro_batch(whole_gradient_bytes(model), memory)) > 0

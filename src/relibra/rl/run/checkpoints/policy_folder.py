@@ -12,8 +12,9 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from relibra.errors import ConfigError
-from relibra.parallel.adapters import add_adapters, merge_adapters
+from relibra.parallel.adapters import add_adapters
 from relibra.rl.config.run_config import RunConfig
+from relibra.rl.model.adapter_values import merge_adapters
 from relibra.rl.model.sharding import quiet_loading
 from relibra.rl.model.tokenizer import load_tokenizer, loading
 from relibra.rl.run.checkpoints.checkpoint import load_weights
