@@ -119,6 +119,15 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         ("target", lambda row: f"{'<=' if row['at_most'] else '>='} {shown(row['target'])}"),
     ),
     "runtime_ranks": ("balancer", "ep", *_RUNTIME),
+    "memory": (
+        "case",
+        *(
+            (phase, lambda row, phase=phase: row.get(f"{phase} GiB", "-"))
+            for phase in ("recompute", "update", "optimizer")
+        ),
+        ("largest difference", lambda row: f"{row['largest difference']:.1%}"),
+        "at_most",
+    ),
     "training": (
         "case",
         "layers",
