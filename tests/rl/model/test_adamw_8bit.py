@@ -34,7 +34,7 @@ def test_without_torchao_a_run_is_refused_in_one_sentence(monkeypatch):
 
 @pytest.fixture(scope="module")
 def _torchao():
-    pytest.importorskip("torchao", reason="update.optimizer=adamw8bit needs torchao, which is not installed here")
+    pytest.importorskip("torchao.optim", reason="update.optimizer=adamw8bit needs torchao, which is not installed here")
 
 
 def small(update=UPDATE):
