@@ -26,6 +26,7 @@ from relibra.parallel.grouped_product import is_grouped, run_sorted
 from relibra.parallel.process_groups import make_same_ranks_group
 from relibra.parallel.rows.sorted_rows import SortedRows
 from relibra.replay.routers import DECODER_LAYER
+from relibra.replay.upload import upload
 
 NAME = "relibra"
 """Value of `DistributedConfig.ep_implementation` that selects this implementation."""
@@ -188,9 +189,7 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
         if known is not self.physical_to_logical_E:
             order = np.argsort(self.physical_to_logical_E)
             moved = (order != np.arange(len(order))).any()
-            order_E = torch.from_numpy(order)
-            order_E = order_E.pin_memory() if device.type == "cuda" else order_E  # else the host would wait
-            position_E = order_E.to(device, non_blocking=True) if moved else None
+            position_E = upload(torch.from_numpy(order), device) if moved else None
             self._positions = (self.physical_to_logical_E, position_E)
         return position_E
 

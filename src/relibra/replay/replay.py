@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from relibra.errors import EngineError, TraceError
 from relibra.replay.batch import BatchRoutes
 from relibra.replay.routers import RouterSite, RuleChecks, awaits_recompute, decoder_of, find_routers, is_recompute
+from relibra.replay.upload import upload
 
 _SUSPICIOUS_ROWS = 16
 """With one choice per token, so many rows that all took expert 0 are refused as an empty recording."""
@@ -219,12 +220,8 @@ def replay_routing(model: nn.Module, routes: BatchRoutes, weight_version: int | 
     replay._check_consumption()
 
 
-@torch.compiler.disable  # the compiler cannot trace page-locked memory
 def _on(device: torch.device, routes: Tensor) -> Tensor:
-    """Return routes on a device; from page-locked memory a GPU copies beside its work, and no layer waits for it."""
-    if device.type != "cpu" and routes.is_cpu:
-        return routes.pin_memory().to(device, non_blocking=True)
-    return routes.to(device)
+    return upload(routes, device) if routes.is_cpu else routes.to(device)
 
 
 def _open_replay(router: nn.Module) -> RoutingReplay | None:

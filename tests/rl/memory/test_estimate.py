@@ -73,8 +73,7 @@ def test_the_device_is_that_of_the_cluster():
     assert device_memory(config) == DeviceMemory(nbytes=0.99 * 80 * GIB, name="h100x8")
 
 
-def test_a_lever_of_no_setting_is_left_out():
+def test_a_setting_that_has_the_value_is_no_lever():
     config = load_config(None)
-    assert with_setting(config, "update.nothing", 1) is None
     assert with_setting(config, "plan.slots", config.plan.slots) is None
     assert with_setting(config, "plan.slots", 3).plan.slots == 3

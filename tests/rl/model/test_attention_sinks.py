@@ -24,6 +24,7 @@ from relibra.rl.model.packed_sequences import (
     use_packed_attention,
 )
 from tests.replay.tiny_models import random_tokens, tiny_model
+from tests.rl.model.test_packed_attention import assert_same_passes
 
 SCALE = 0.3
 NAMES = ("query", "key", "value", "sinks")
@@ -134,16 +135,7 @@ def test_models_give_the_same_logits_and_gradients():
     use_packed_attention(packed)
     assert packed.config._attn_implementation == PACKED_SINKS
     assert not mixes_sequences(packed)
-    lengths = [5, 1, 40, 18]  # the window has 16 tokens
-    tokens, positions = random_tokens(1, sum(lengths)), positions_of(lengths)
-    outputs = [model(input_ids=tokens, position_ids=positions, use_cache=False).logits for model in (masked, packed)]
-    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
-    for logits in outputs:
-        logits.square().sum().backward()
-    for (name, ours), (_, theirs) in zip(packed.named_parameters(), masked.named_parameters(), strict=True):
-        torch.testing.assert_close(
-            ours.grad, theirs.grad, atol=2e-4, rtol=2e-4, msg=lambda text, n=name: f"{n}: {text}"
-        )
+    assert_same_passes(masked, packed, [5, 1, 40, 18])  # the window has 16 tokens
 
 
 def test_padded_rows_and_rows_with_a_cache_are_as_before():

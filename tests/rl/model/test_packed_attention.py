@@ -60,12 +60,8 @@ def test_it_equals_attention_under_a_mask_over_all_pairs(lengths, heads, seed):
     torch.testing.assert_close(output, expected)
 
 
-@pytest.mark.parametrize("family", PACKS)
-def test_models_give_the_same_logits_and_gradients(family):
-    masked, packed = tiny_model(family), tiny_model(family)
-    use_packed_attention(packed)
-    assert packed.config._attn_implementation == PACKED
-    lengths = [5, 1, 17, 8]
+def assert_same_passes(masked, packed, lengths):
+    """Compare logits and gradients of two models on packed sequences of these lengths."""
     tokens, positions = random_tokens(1, sum(lengths)), _positions(lengths)
     outputs = [model(input_ids=tokens, position_ids=positions, use_cache=False).logits for model in (masked, packed)]
     torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
@@ -75,6 +71,14 @@ def test_models_give_the_same_logits_and_gradients(family):
         torch.testing.assert_close(
             ours.grad, theirs.grad, atol=2e-4, rtol=2e-4, msg=lambda text, n=name: f"{n}: {text}"
         )
+
+
+@pytest.mark.parametrize("family", PACKS)
+def test_models_give_the_same_logits_and_gradients(family):
+    masked, packed = tiny_model(family), tiny_model(family)
+    use_packed_attention(packed)
+    assert packed.config._attn_implementation == PACKED
+    assert_same_passes(masked, packed, [5, 1, 17, 8])
 
 
 @pytest.mark.parametrize("family", [*CONFIGS])

@@ -28,6 +28,7 @@ from relibra.parallel.balanced import BalancedEP, agreement_of, balanced_layers
 from relibra.parallel.homes.home_shards import StoredRows, home_mesh, home_ranks, rows_by_expert
 from relibra.parallel.rows.exchange import all_gather, explain_peer_failure
 from relibra.planning.traffic.rank_tables import Place
+from relibra.replay.upload import upload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +146,7 @@ def _relocate_layer(
 
 def _on_devices(numbers: ndarray, tensors: list[StoredRows]) -> dict[torch.device, Tensor]:
     """Return numbers on each device that has rows, uploaded once, without a wait."""
-    on_host = torch.from_numpy(numbers)
-    on_host = on_host.pin_memory() if any(not stored.rows.is_cpu for stored in tensors) else on_host
-    return {device: on_host.to(device, non_blocking=True) for device in {stored.rows.device for stored in tensors}}
+    return {device: upload(torch.from_numpy(numbers), device) for device in {stored.rows.device for stored in tensors}}
 
 
 def _columns(tensors: list[StoredRows]) -> Iterator[tuple[StoredRows, slice]]:

@@ -15,6 +15,7 @@ from jaxtyping import Int, Int32
 from torch import Tensor
 
 from relibra.planning.traffic.rank_tables import RankTables
+from relibra.replay.upload import upload
 
 
 class SortedRows(NamedTuple):
@@ -66,6 +67,4 @@ def slot_ends(tables_L: Sequence[RankTables], device: torch.device) -> tuple[Int
     """Return `SortedRows.ends_P` of the computed rows of each layer, in one copy to the device."""
     rows_LP = np.stack([tables.receive_RP.sum(axis=0) for tables in tables_L])
     ends_LP = torch.from_numpy(rows_LP.cumsum(axis=1, dtype=np.int32))
-    if device.type != "cpu":
-        ends_LP = ends_LP.pin_memory()  # else the host would wait for the copy
-    return ends_LP.to(device, non_blocking=True).unbind()
+    return upload(ends_LP, device).unbind()

@@ -13,7 +13,7 @@ def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     if device.type == "cpu":
         return list(tensors)
     rooms = [-(-one.nbytes // _ALIGNMENT) * _ALIGNMENT for one in tensors]
-    packed = torch.empty(sum(rooms), dtype=torch.uint8, pin_memory=device.type != "cpu")
+    packed = torch.empty(sum(rooms), dtype=torch.uint8, pin_memory=True)
     for room, one in zip(packed.split(rooms), tensors, strict=True):
         room[: one.nbytes].view(one.dtype).copy_(one.flatten())
     arrived = packed.to(device, non_blocking=True).split(rooms)

@@ -137,10 +137,10 @@ def with_slots(config: RunConfig, found: Estimate) -> RunConfig:
 
 
 def with_setting(config: RunConfig, name: str, value: Any) -> RunConfig | None:
-    """Return the configuration with another value; None: there is no such setting, or it has that value."""
+    """Return the configuration with another value; None: it has that value."""
     section, key = name.split(".")
-    part = getattr(config, section, None)
-    if part is None or key not in type(part).model_fields or getattr(part, key) == value:
+    part = getattr(config, section)
+    if getattr(part, key) == value:
         return None
     return config.model_copy(update={section: part.model_copy(update={key: value})})
 

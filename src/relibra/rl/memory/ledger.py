@@ -14,9 +14,9 @@ from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from relibra.rl.memory.estimate import Peaks
+from relibra.rl.model.local_shards import local_shard
 
 BLOCK = 512
 """Bytes to which the caching allocator of a GPU rounds up."""
@@ -74,8 +74,7 @@ class Ledger:
         for tensor in tensors:
             if tensor is None:
                 continue
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            known = self._live.get(local.untyped_storage()._cdata)
+            known = self._live.get(local_shard(tensor).untyped_storage()._cdata)
             if known is not None:
                 self._parts[known[0]] = part
 

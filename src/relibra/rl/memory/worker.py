@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import sys
@@ -12,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from relibra.calibration.machine import find_cluster, preset_of_gpu
@@ -37,7 +35,7 @@ _LEVERS: tuple[tuple[str, Any], ...] = (
     ("update.offload", "all"),
     ("lora.rank", 16),
 )
-"""Settings that save memory, those that cost least first; those that a version does not have are left out."""
+"""Settings that save memory, those that cost least first."""
 USUAL_BYTES = 79 * GIB
 """Memory of a GPU where none is named."""
 RANKS_OF_A_NODE = 8
@@ -61,7 +59,7 @@ def estimate_run(config: RunConfig, device: Device, memory: DeviceMemory, *, who
     layers = text.num_hidden_layers
     has_copy = config.rollout.engine == "embedded"
     numbers = [layers] if whole else sorted(set(layers_to_run(model_config, structure)))
-    whole_bytes = 0.0 if config.lora.rank else 4 * _dense_parameters(config, model_config) * (1 - 1 / ranks)
+    whole_bytes = 0.0 if config.lora.rank else 4 * structure.other_parameters * (1 - 1 / ranks)
     each_micro_batch = reduces_each_micro_batch(int(whole_bytes), int(memory.nbytes or USUAL_BYTES))
     device.stand_ins.reduce_gradients(each_micro_batch=each_micro_batch)
     runs = [
@@ -95,14 +93,6 @@ def model_config_of(config: RunConfig) -> Any:
         task = make_task(config.task, config.run.seed, 0)
         vocabulary = make_tokenizer(config.model.source, task.characters, config.task).vocab_size
     return read_model_config(config.model, vocabulary, config.rollout.least_head_dim)
-
-
-def _dense_parameters(config: RunConfig, model_config: Any) -> int:
-    """Return the weights of the whole model outside of experts."""
-    with torch.device("meta"):
-        code = config.model.trust_remote_code
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), trust_remote_code=code)
-    return sum(p.numel() for name, p in model.named_parameters() if not (".experts." in name and p.ndim == 3))
 
 
 def _cache_bytes(config: RunConfig, text: Any, ranks: int) -> float:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from relibra.parallel.adapters import LoraLinear, adapted_modules, is_adapter, merged
+from relibra.rl.model.local_shards import local_shard
 
 
 @torch.no_grad()
@@ -22,7 +23,7 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if not is_adapter(name):
             continue
-        own, local = _stored_rows(parameter), parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        own, local = _stored_rows(parameter), local_shard(parameter)
         if name.endswith("lora_B"):
             local.zero_()
         elif parameter.ndim == 3:

@@ -27,6 +27,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import create_masks_for_generate, eager_mask, sdpa_mask
 
 from relibra.replay.forward_cache import CACHE_NAME
+from relibra.replay.upload import upload
 from relibra.rl.model.attention_sinks import attend_with_sinks
 from relibra.rl.run.ranks import gather_json
 
@@ -173,10 +174,8 @@ def sequence_offsets(position_ids_1T: Tensor) -> Tensor:
     """Return where each packed sequence begins, and the end of the last: int32, on the device of the positions."""
     offsets = _offsets_of.get(position_ids_1T)
     if offsets is None:
-        offsets = torch.tensor([0, *accumulate(sequence_lengths(position_ids_1T))], dtype=torch.int32)
-        if position_ids_1T.device.type != "cpu":  # from page-locked memory, so that the host does not wait
-            offsets = offsets.pin_memory().to(position_ids_1T.device, non_blocking=True)
-        _offsets_of[position_ids_1T] = offsets
+        ends = torch.tensor([0, *accumulate(sequence_lengths(position_ids_1T))], dtype=torch.int32)
+        offsets = _offsets_of[position_ids_1T] = upload(ends, position_ids_1T.device)
     return offsets
 
 
@@ -216,11 +215,7 @@ def can_attend_packed(model: nn.Module) -> bool:
             and same_logits(model, alone, last_logits(model, (0, range(LENGTH)), (2, range(LENGTH))))
             and not mixes_sequences(model)
         )
-    except (
-        TypeError,
-        AttributeError,
-        AssertionError,
-    ):  # it reads the mask (the indexer of DeepSeek-V3.2), has no sinks
+    except (TypeError, AttributeError, AssertionError):  # the mask is read (DeepSeek-V3.2), or there are no sinks
         kept_apart = False
     loaded.set_attn_implementation(own)
     return kept_apart

@@ -62,12 +62,14 @@ class ModelStructure:
                   off) one with unknown routers
     top_k         experts per token in each of them; 0 if there are none
     shape         sizes of the model, for plans; None: a dense model
+    other_parameters   weights outside of routed experts
     """
 
     num_experts: int
     layer_ids: tuple[int, ...]
     top_k: int
     shape: ModelShape | None = None
+    other_parameters: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,6 +371,7 @@ def read_structure(model_config: Any, settings: ModelSettings, ranks: int, repla
         layer_ids=tuple(site.layer_id for site in sites),
         top_k=top_k,
         shape=shape,
+        other_parameters=sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in stacked),
     )
 
 

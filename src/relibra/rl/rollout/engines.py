@@ -141,11 +141,8 @@ def sync_weights(
         policy.sync()
         return None
     scorer, report = TrainedScorer(policy.trained, engine.servers[0]), None
-    watched, is_first, slept = (
-        broadcast_json(canary is not None),
-        engine.published.version is None,
-        engine.published.asleep,
-    )
+    watched = broadcast_json(canary is not None)
+    is_first, slept = engine.published.version is None, engine.published.asleep
     if canary is not None and not slept:
         canary.before_update()
     wait_for_ranks()  # here and below without a deadline: what rank 0 asks servers may take long
