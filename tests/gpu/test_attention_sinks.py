@@ -16,7 +16,11 @@ from tests.replay.tiny_models import random_tokens, tiny_model
 from tests.rl.joined import alone
 from tests.rl.model.test_attention_sinks import NAMES, eager, flash, made_up, positions_of, with_gradients
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    # torch's thread of backward passes begins without a context
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
+]
 
 LENGTHS = (1000, 1, 37, 128, 515)
 GPT_OSS = {"heads": (64, 8), "size": 64}
