@@ -264,6 +264,13 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         ("p99 ms", lambda row: row["p99_ms"]),
         _of("tokens_per_second"),
     ),
+    "beside_vllm": (
+        "case",
+        _of("tokens_per_second"),
+        "vllm",
+        _of("ratio", "of vLLM"),
+        _of("cpu_ratio", "of vLLM, per CPU second"),
+    ),
     "acceptance": _GOALS,
     "deployment": _GOALS,
     "deployment/gain": Grouped(by=("case",), over="per", figures=(("simulated, per", lambda row: row["value"]),)),
