@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -157,7 +159,8 @@ def tied_before_sharding(adapt: Callable[[nn.Module], None] | None = None) -> It
 def _own_slices() -> Iterator[None]:
     """Let models that transformers loads inside hold only their slice of each tensor in the files.
 
-    A slice of the type that is wanted is a view, which keeps the whole tensor in memory.
+    A slice of the type that is wanted is a view, which keeps the whole tensor in memory. Threads of transformers would
+    read all slices ahead of their conversion: they are turned off.
     """
     shard = DtensorShardOperation.shard_tensor
 
@@ -167,7 +170,8 @@ def _own_slices() -> Iterator[None]:
 
     DtensorShardOperation.shard_tensor = shard_and_copy
     try:
-        yield
+        with mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"):
+            yield
     finally:
         DtensorShardOperation.shard_tensor = shard
 
