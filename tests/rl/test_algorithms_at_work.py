@@ -93,11 +93,8 @@ def test_every_algorithm_trains(name, alone):
     outcome = alone(name)
     check_rows(outcome, name)
     assert all(torch.isfinite(weights).all() for weights in outcome.weights.values())
-    gae = any(part in name for part in ("ppo", "strings"))
+    gae = any(part in name for part in ("ppo", "strings", "idle"))
     assert all((row["value_loss"] is None) != gae for row in outcome.rows if row["finished"])
-    first = outcome.rows[0]
-    if "epochs" not in name and name != "gspo":
-        assert first["clip_fraction"] <= 0.5, "of the mini-batches of a step, the first cannot be clipped"
 
 
 def test_t_ppo_goes_on_with_unfinished_responses(alone):

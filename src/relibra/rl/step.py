@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -56,7 +56,13 @@ from relibra.rl.update.credit import (
     with_credit,
 )
 from relibra.rl.update.policy_update import PolicyUpdate, update_policy
-from relibra.rl.update.recompute import Recomputed, recompute, reference_log_probs
+from relibra.rl.update.recompute import (
+    Comparison,
+    Recomputed,
+    micro_batches_to_recompute,
+    recompute,
+    reference_log_probs,
+)
 from relibra.rl.update.value_update import update_values
 
 
@@ -173,10 +179,17 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
     kept, signal, advantage_of = _compare_groups(rollout.responses, config, clock)
     rollout = replace(rollout, responses=[_without_routes(response) for response in rollout.responses])
     routed = sum(response.experts_mLK.nbytes for response in kept if response.experts_mLK is not None)
-    batch, recomputed = _build_and_recompute(learner, progress, kept, config, clock)
-    mismatch = step_metrics.mismatch_metrics_of_ranks(recomputed)
-    if progress.policy_steps == 0:
+    batch, recomputed = _build_and_recompute(
+        learner, progress, kept, config, clock, trains=_trains_policy(step, learner, progress, config)
+    )
+
+    def check(compared: Comparison) -> None:  # at equal weights, so before the first optimizer step of the run
+        mismatch = step_metrics.mismatch_metrics_of_ranks(recomputed.compared + compared)
         check_mismatch(mismatch, largest_mismatch(config), where=f"step {step}")
+
+    first = progress.policy_steps == 0
+    if first:
+        check(Comparison())
     with clock.stage("trace"):
         traces.write_plan(step, batch.plan, batch.demand)
     progress, credit, value_metrics = _run_value_model(step, learner, progress, batch.responses, config, clock)
@@ -185,9 +198,10 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
     update = PolicyUpdate(
         count=StepCount(rl_step=step, made=progress.policy_steps, skipped_in_a_row=progress.policy_skips)
     )
-    warm = step >= config.critic.pretrain_steps and (progress.value_steps > 0 or not config.critic.pretrain_steps)
-    if warm or learner.critic is None:
-        update = _update_policy(learner, update.count, batch, config, clock)
+    trains = _trains_policy(step, learner, progress, config)
+    if trains:
+        update = _update_policy(learner, update.count, batch, config, clock, check if first else None)
+    mismatch = step_metrics.mismatch_metrics_of_ranks(recomputed.compared + update.compared)
     with clock.stage("sync"):
         canary = sync_weights(learner.engine, learner.policy, step + 1, learner.canary)
     residents = progress.residents if config.plan.lasting else None
@@ -207,7 +221,7 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
         "seconds": {name: round(seconds, 4) for name, seconds in clock.seconds.items()},
     }
     untrained = progress.untrained_steps
-    if warm or learner.critic is None:
+    if trains:
         terms = config.algorithm.kl_coefficient or config.algorithm.entropy_coefficient or ":" in config.algorithm.loss
         without_signal = metrics["equal_groups"] == 1 and not terms
         untrained = untrained + 1 if not metrics["trained_tokens"] or without_signal else 0
@@ -225,6 +239,12 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
     )
     check_live_responses(progress.live, cursor=progress.cursor, finished=progress.finished, settings=config.rollout)
     return StepResult(metrics=metrics, responses=rollout.responses, progress=progress)
+
+
+def _trains_policy(step: int, learner: Learner, progress: Progress, config: RunConfig) -> bool:
+    """Return whether a step trains the policy: not before the value model has been."""
+    first = config.critic.pretrain_steps
+    return learner.critic is None or (step >= first and (progress.value_steps > 0 or not first))
 
 
 def largest_mismatch(config: RunConfig) -> float:
@@ -287,12 +307,20 @@ def _compare_groups(
 
 
 def _build_and_recompute(
-    learner: Learner, progress: Progress, responses: list[Response], config: RunConfig, clock: Stopwatch
+    learner: Learner,
+    progress: Progress,
+    responses: list[Response],
+    config: RunConfig,
+    clock: Stopwatch,
+    *,
+    trains: bool,
 ) -> tuple[TrainingBatch, Recomputed]:
     """Send responses to the ranks that train them, plan from the routes to be replayed, and compute old log-probs.
 
     Routes are those of the rollout (R3), known before the recompute pass, or those of that pass (R2). The list of
     responses is empty afterwards.
+
+    trains   as for `micro_batches_to_recompute`
     """
     policy, settings, cluster = learner.policy, config.algorithm, learner.cluster
     with clock.stage("plan"):
@@ -301,13 +329,17 @@ def _build_and_recompute(
             previous = with_residents(previous, progress.residents)
         batch = build_batch(responses, policy, config, previous=previous, cluster=cluster)
     _move_homes(learner, batch, clock)
-    with clock.stage("recompute"), executing(policy, batch, config.plan, cluster) as context:
+    numbers = micro_batches_to_recompute(batch.schedule, settings, trains=trains)
+    if not numbers:
+        return batch, Recomputed(log_probs=[None] * len(batch.micro_batches))
+    with clock.stage("recompute"), executing(policy, batch, config.plan, cluster, numbers) as context:
         recomputed = recompute(
             policy.trained,
             batch,
             context,
             settings,
             temperature=config.rollout.temperature,
+            numbers=numbers,
             record=settings.replay == "R2",
         )
         recomputed = replace(recomputed, ran_at_home=context.ran_at_home, live=context.live)
@@ -415,7 +447,12 @@ def _with_targets(
 
 
 def _update_policy(
-    learner: Learner, count: StepCount, batch: TrainingBatch, config: RunConfig, clock: Stopwatch
+    learner: Learner,
+    count: StepCount,
+    batch: TrainingBatch,
+    config: RunConfig,
+    clock: Stopwatch,
+    before_first_step: Callable[[Comparison], None] | None,
 ) -> PolicyUpdate:
     with clock.stage("update"), executing(learner.policy, batch, config.plan, learner.cluster) as context:
         update = update_policy(
@@ -427,6 +464,7 @@ def _update_policy(
             config.update,
             count=count,
             num_ranks=dist.get_world_size(),
+            before_first_step=before_first_step,
         )
         clock.keep_skew("update", context.live)
-        return replace(update, ran_at_home=context.ran_at_home)
+        return replace(update, ran_at_home=context.ran_at_home, live=context.live)

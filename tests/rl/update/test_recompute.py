@@ -47,12 +47,12 @@ def model():
     return model
 
 
-def batch_of(responses, *, replayed, tokens=14):
-    """Return a training batch of one rank, in two mini-batches."""
+def batch_of(responses, *, replayed, tokens=14, mini_batches=2):
+    """Return a training batch of one rank."""
     schedule = make_schedule(
         np.array([len(one.tokens_n) - 1 for one in responses]),
         np.arange(len(responses)),
-        mini_batches=2,
+        mini_batches=mini_batches,
         micro_batch_tokens=tokens,
         num_ranks=1,
     )
@@ -104,8 +104,8 @@ def test_log_probs_equal_those_of_each_response_alone_in_order(model):
     for response, log_probs_r in zip(RESPONSES, by_response(batch, found.log_probs), strict=True):
         expected_r = native_log_probs(model, response) * response.in_window_r  # only these are computed
         assert log_probs_r == pytest.approx(expected_r, abs=1e-5)
-    assert found.routers.pairs == 0, "nothing was replayed"
-    assert found.routes == []
+    assert found.compared.routers.pairs == 0, "nothing was replayed"
+    assert not found.routes
 
 
 def test_the_sampler_is_compared_on_the_last_window_only(model):
@@ -118,14 +118,14 @@ def test_the_sampler_is_compared_on_the_last_window_only(model):
         sampled_r[: response.length - response.window_length] -= 4.0  # older weights said something else
         agreeing.append(replace(response, log_probs_r=sampled_r))
     found = run(model, batch_of(agreeing, replayed=False))
-    metrics = mismatch_metrics(found.mismatch)
+    metrics = mismatch_metrics(found.compared.mismatch)
     assert metrics["log_ratio_max"] < 1e-5
     assert metrics["masked_share"] == 0
-    assert found.tokens == fresh
+    assert found.compared.tokens == fresh
     sampled_r = agreeing[2].log_probs_r.copy()
     sampled_r[1] -= np.float32(np.log(20.0))
     agreeing[2] = replace(agreeing[2], log_probs_r=sampled_r)
-    metrics = mismatch_metrics(run(model, batch_of(agreeing, replayed=False)).mismatch)
+    metrics = mismatch_metrics(run(model, batch_of(agreeing, replayed=False)).compared.mismatch)
     assert metrics["masked_share"] == pytest.approx(1 / fresh)
     assert metrics["log_ratio_max"] == pytest.approx(np.log(20.0), abs=1e-4)
 
@@ -139,7 +139,7 @@ def test_only_the_last_windows_are_scored(model, monkeypatch):
 
     monkeypatch.setattr(recompute_module, "token_scores", counting)
     found = run(model, batch_of(RESPONSES, replayed=False))
-    assert sum(rows) == found.tokens == sum(response.window_length for response in RESPONSES)
+    assert sum(rows) == found.compared.tokens == sum(response.window_length for response in RESPONSES)
 
 
 def test_entropy_is_summed_over_the_last_windows(model):
@@ -148,7 +148,7 @@ def test_entropy_is_summed_over_the_last_windows(model):
     for s, response in enumerate(RESPONSES):
         scores = score_tokens(model, make_token_batch(RESPONSES, [s]), 1.0)
         expected += float(scores.entropy_X[-response.window_length :].detach().sum())
-    assert found.entropy == pytest.approx(expected, rel=1e-5)
+    assert found.compared.entropy == pytest.approx(expected, rel=1e-5)
 
 
 def test_r2_records_the_routes_that_this_pass_took(model):
@@ -176,8 +176,8 @@ def test_r2_records_the_routes_that_this_pass_took(model):
     rows = sum(len(response.tokens_n) - 1 for response in RESPONSES)
     assert planned.demand.load_MLE.sum(axis=(0, 2)).tolist() == [2 * rows] * LAYERS
     again = run(model, replace(planned, plan=None))
-    assert again.routers.differing_pairs == 0
-    assert again.routers.rows == sum(len(response.tokens_n) - 1 for response in RESPONSES)
+    assert again.compared.routers.differing_pairs == 0
+    assert again.compared.routers.rows == sum(len(response.tokens_n) - 1 for response in RESPONSES)
     for one, other in zip(found.log_probs, again.log_probs, strict=True):
         torch.testing.assert_close(other, one, atol=1e-6, rtol=0)
 
@@ -185,7 +185,8 @@ def test_r2_records_the_routes_that_this_pass_took(model):
 def test_r3_replays_recorded_routes_and_counts_differences(model):
     batch = batch_of(RESPONSES, replayed=True)
     found = run(model, batch)
-    assert found.routers.differing_pairs > 0.5 * found.routers.pairs, "the recorded routes are random ones"
+    routers = found.compared.routers
+    assert routers.differing_pairs > 0.5 * routers.pairs, "the recorded routes are random ones"
     with executing(alone_policy(model), batch, CONFIG.plan, cluster_preset("laptop", 1, 1)) as context, context(0):
         [first, _] = batch.micro_batches
         expected_X = score_tokens(model, first, 1.0).log_probs_X * first.in_window_X
@@ -279,5 +280,5 @@ def test_a_rank_without_responses_compares_nothing(model):
     batch = batch_of([RESPONSES[0]], replayed=False)
     idle = replace(batch, responses=[], micro_batches=[make_token_batch([], [])])
     found = recompute(model, idle, lambda _: nullcontext(), CONFIG.algorithm, temperature=1.0, record=True)
-    assert (found.tokens, found.entropy, len(found.log_probs[0])) == (0, 0.0, 0)
-    assert set(mismatch_metrics(found.mismatch).values()) == {None}
+    assert (found.compared.tokens, found.compared.entropy, len(found.log_probs[0])) == (0, 0.0, 0)
+    assert set(mismatch_metrics(found.compared.mismatch).values()) == {None}

@@ -64,13 +64,15 @@ class PolicyLoss:
             return scores.log_probs_X.sum() * 0.0, {}
         assert batch.loss_mask_X is not None, "loss_mask_X is filled before the update"
         assert batch.trained_Y is not None, "trained_Y is filled by `of_tokens_read`"
-        assert batch.old_log_probs_X is not None, "old_log_probs_X is filled before the update"
         assert batch.advantages_X is not None, "advantages_X is filled before the update"
         assert batch.positive_B is not None, "positive_B is filled before the update"
+        old_X = batch.old_log_probs_X
+        if old_X is None:  # no optimizer step comes before: the log-probs are the old ones
+            old_X = torch.where(batch.loss_mask_X, scores.log_probs_X.detach(), 0.0)
         inputs = LossInputs(
             log_probs_X=scores.log_probs_X,
             entropy_X=scores.entropy_X,
-            old_log_probs_X=batch.old_log_probs_X,
+            old_log_probs_X=old_X,
             sampled_log_probs_X=batch.sampled_log_probs_X,
             ref_log_probs_X=batch.ref_log_probs_X,
             advantages_X=batch.advantages_X,

@@ -53,7 +53,8 @@ class LossInputs:
 
     log_probs_X           of the tokens, with gradients
     entropy_X             of the policy at each token, in nats, with gradients
-    old_log_probs_X       under the trained weights before the update, which sampled; 0 where not in the mask
+    old_log_probs_X       under the trained weights before the update, which sampled: in the first mini-batch
+                          `log_probs_X` itself, without gradients. 0 where not in the mask
     sampled_log_probs_X   as the sampler computed them
     ref_log_probs_X       under the reference policy, 0 where not in the mask; None: `kl_coefficient` is 0
     advantages_X          0 where not in the mask

@@ -40,7 +40,8 @@ class TokenBatch:
     versions_X            of the weights that sampled each
     sampled_log_probs_X   under the sampler
     routes                experts to replay; None: the model routes by itself
-    old_log_probs_X       under the trained weights before the update (`recompute`)
+    old_log_probs_X       under the trained weights before the update (`recompute`); None: those of the update's first
+                          pass
     loss_mask_X           tokens that the surrogate is summed over
     trained_Y             index of those among the X tokens
     advantages_X          0 where not in the mask

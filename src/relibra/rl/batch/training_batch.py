@@ -234,15 +234,22 @@ class BatchExecution:
 
 @contextmanager
 def executing(
-    policy: Policy, batch: TrainingBatch, settings: PlanSettings, cluster: Cluster
+    policy: Policy,
+    batch: TrainingBatch,
+    settings: PlanSettings,
+    cluster: Cluster,
+    numbers: Sequence[int] | None = None,
 ) -> Iterator[BatchExecution]:
     """Yield the contexts of the micro-batches: the plan, the replay of their routes, or neither; collective.
 
     Without a plan, layers of a balanced policy balance live inside.
+
+    numbers   of the micro-batches that will run, in their order; None: all
     """
     model = policy.trained
     if batch.plan is not None and batch.demand is not None:
-        routes = {m: micro_batch.routes for m, micro_batch in enumerate(batch.micro_batches)}
+        numbers = range(len(batch.micro_batches)) if numbers is None else numbers
+        routes = {m: batch.micro_batches[m].routes for m in numbers}
         with execute_plan(model, batch.plan, batch.demand, sums=settings.sums, routes=routes) as execution:
             yield BatchExecution(model, batch, execution)
     else:

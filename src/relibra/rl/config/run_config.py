@@ -189,6 +189,7 @@ def describe_training(config: RunConfig) -> list[str]:
 
 _MAY_CHANGE = (
     *("run.steps", "run.name", "run.folder", "update.", "critic.", "plan.", "parallel.", "checkpoint.", "trace."),
+    "algorithm.old_log_probs",
     *("rollout.max_batch", "rollout.url", "rollout.server_weights", "rollout.server_options"),
     *("rollout.start_seconds", "rollout.timeout_seconds", "rollout.api_key_from", "rollout.transfer", "rollout.sleep"),
 )
@@ -211,6 +212,8 @@ def drop_operational(base: dict[str, Any]) -> list[str]:
     """
     if isinstance(base.get("task"), dict):
         base["task"].setdefault("prompt_format", "text")
+    if isinstance(base.get("algorithm"), dict):
+        base["algorithm"].setdefault("old_log_probs", "recompute")
     _, refused = without_removed(base)
     dropped = [(name, value) for name, value in refused if name.startswith(_GONE)]
     for name, _ in dropped:

@@ -157,6 +157,10 @@ class AlgorithmSettings(Section):
     """Weight of the entropy bonus."""
     replay: Literal["off", "R2", "R3"] = "R3"
     """Experts in training: the router's; of the recompute pass (R2); of the rollout (R3, arXiv 2510.11370)."""
+    old_log_probs: Literal["recompute", "skip_first"] = "skip_first"
+    """Log-probs before the update, to which the probability ratio compares: "skip_first" takes those of the update
+    itself for the first mini-batch, where the ratio is 1, and a forward pass computes the others; "recompute": the pass
+    computes all."""
     correction: Literal["off", "tis", "sequence_tis", "icepop", "mis"] = "off"
     """Token weights that correct the mismatch of sampler and trainer: importance sampling per token (tis) or per
     response, truncated at 2; or 0 outside 0.5..5, the ratio inside (icepop); or 0 outside 0.5..2, 1 inside (mis)."""

@@ -231,7 +231,8 @@ def _long(seconds: float) -> str:
 
 def describe_plan(metrics: dict[str, Any]) -> str:
     """Return what the plan of a step expects, and what was measured, as one line."""
-    measured = "  ".join(f"{stage} {metrics['seconds'].get(stage, 0.0):.2f} s" for stage in ("recompute", "update"))
+    seconds = metrics["seconds"]
+    measured = "  ".join(f"{stage} {seconds[stage]:.2f} s" for stage in ("recompute", "update") if stage in seconds)
     moving = f" in {_duration(metrics['expected_moving_seconds'])}" if metrics["moved_experts"] else ""
     slots = "" if metrics["slots"] is None else f"; slots {SlotMemory(**metrics['slots'])}"
     return (

@@ -20,7 +20,7 @@ from relibra.rl.batch.training_batch import TrainingBatch
 from relibra.rl.rollout.response import Response, RolloutCost
 from relibra.rl.run.ranks import gather_arrays, largest_over_ranks, sum_over_ranks
 from relibra.rl.update.policy_update import PolicyUpdate
-from relibra.rl.update.recompute import Recomputed
+from relibra.rl.update.recompute import Comparison, Recomputed
 from relibra.routing.statistics import skew
 from relibra.simulation import ModelShape
 
@@ -66,14 +66,12 @@ def rollout_metrics(responses: Sequence[Response], cost: RolloutCost) -> dict[st
     }
 
 
-def mismatch_metrics_of_ranks(recomputed: Recomputed) -> dict[str, Any]:
+def mismatch_metrics_of_ranks(compared: Comparison) -> dict[str, Any]:
     """Return the metrics of trainer compared with sampler over all ranks; collective."""
-    largest = max(float(piece[0]) for piece in gather_arrays(np.array([recomputed.mismatch.largest])))
-    sums = MismatchSums(sums=sum_over_ranks(recomputed.mismatch.sums), largest=largest)
-    counts = sum_over_ranks(torch.tensor(astuple(recomputed.routers))).tolist()
-    entropy, tokens = sum_over_ranks(
-        torch.tensor([recomputed.entropy, recomputed.tokens], dtype=torch.float64)
-    ).tolist()
+    largest = max(float(piece[0]) for piece in gather_arrays(np.array([compared.mismatch.largest])))
+    sums = MismatchSums(sums=sum_over_ranks(compared.mismatch.sums), largest=largest)
+    counts = sum_over_ranks(torch.tensor(astuple(compared.routers))).tolist()
+    entropy, tokens = sum_over_ranks(torch.tensor([compared.entropy, compared.tokens], dtype=torch.float64)).tolist()
     found = {**mismatch_metrics(sums), **router_metrics(RouterComparison(*counts))}
     return {**found, "entropy": entropy / tokens if tokens else None}
 
@@ -87,9 +85,11 @@ def update_metrics(update: PolicyUpdate, names: Sequence[str]) -> dict[str, Any]
 
     names   of the sums that the loss returns
     """
-    own, norms = [update.sums.get(name, 0.0) for name in ("loss", "tokens", *names)], update.grad_norms
-    loss, tokens, *sums = sum_over_ranks(torch.tensor(own, dtype=torch.float64)).tolist()
-    means = {name: total / tokens if tokens else None for name, total in zip(names, sums, strict=True)}
+    norms = update.grad_norms
+    own = [update.sums.get(name, 0.0) for name in ("loss", "tokens", "at_ratio_1", *names)]
+    loss, tokens, unclipped, *sums = sum_over_ranks(torch.tensor(own, dtype=torch.float64)).tolist()
+    counts = [tokens - unclipped if name == "clip_fraction" else tokens for name in names]
+    means = {name: total / count if count else None for name, total, count in zip(names, sums, counts, strict=True)}
     return {
         "loss": loss / len(norms) if norms else None,
         "grad_norm": float(np.mean(norms)) if norms else None,
@@ -138,7 +138,7 @@ def balance_metrics(
     if batch.demand is not None and len(batch.demand.load_MLE):
         static, load_MLE = static_skew(batch.demand, dist.get_world_size()), batch.demand.load_MLE
         found |= {"rank_skew": static, "expert_skew": float(skew(load_MLE).mean())}
-    live = recomputed.live
+    live = update.live or recomputed.live
     if live is not None and batch.micro_batches:
         before, after = live.skew()
         found |= {"rank_skew": before, "planned_skew": after, "replicas": live.num_copies, "pushes": live.num_copies}
@@ -160,5 +160,7 @@ def balance_metrics(
             "ran_at_home": recomputed.ran_at_home + update.ran_at_home,
         }
         planned = (found["rank_skew"], found["planned_skew"])
-        pass_skews = {**dict.fromkeys(("recompute", "update"), planned), **pass_skews}
+        ran = [any(one is not None for one in recomputed.log_probs), bool(update.grad_norms or update.skipped)]
+        names = [name for name, is_run in zip(("recompute", "update"), ran, strict=True) if is_run]
+        pass_skews = {**dict.fromkeys(names, planned), **pass_skews}
     return {**found, "pass_skews": {name: list(skews) for name, skews in pass_skews.items()}}

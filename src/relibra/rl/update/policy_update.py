@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from relibra.parallel import LiveBalancing
 from relibra.rl.algorithms.loss import PolicyLoss
 from relibra.rl.algorithms.terms import LossTotals
 from relibra.rl.batch.token_batch import TokenBatch
@@ -18,25 +19,30 @@ from relibra.rl.config.settings import UpdateSettings
 from relibra.rl.model.optimizer import StepCount, step_or_skip
 from relibra.rl.run.ranks import sum_over_ranks
 from relibra.rl.update.gradient_reduction import each_micro_batch
-from relibra.rl.update.recompute import model_device, score_tokens
+from relibra.rl.update.recompute import Comparison, PassScores, model_device, score_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyUpdate:
     """Result of a policy update on this rank.
 
-    sums         over the trained tokens of this rank, by name (`PolicyLoss`)
+    sums         over the trained tokens of this rank, by name (`PolicyLoss`); "at_ratio_1": tokens that no clip can
+                 change, because the old log-probs were the update's own
+    compared     trainer with sampler, in the mini-batch whose log-probs were the old ones
     grad_norms   of each optimizer step, the same on all ranks
     count        optimizer steps of the policy after it
     skipped      mini-batches whose gradient was not finite; they are in no sum
     ran_at_home  micro-batches that did not follow the plan, on all ranks alike
+    live         live balancing of the update; None: there was none
     """
 
     sums: Mapping[str, float] = field(default_factory=dict)
+    compared: Comparison = field(default_factory=Comparison)
     grad_norms: Sequence[float] = ()
     count: StepCount = field(default_factory=StepCount)
     skipped: int = 0
     ran_at_home: int = 0
+    live: LiveBalancing | None = None
 
 
 def update_policy(
@@ -49,6 +55,7 @@ def update_policy(
     *,
     count: StepCount,
     num_ranks: int,
+    before_first_step: Callable[[Comparison], None] | None = None,
 ) -> PolicyUpdate:
     """Train the policy on a step, a mini-batch at a time; collective.
 
@@ -56,24 +63,43 @@ def update_policy(
     of them (`gradient_reduction.py`), so each rank's sum is multiplied by the number of ranks. A mini-batch that trains
     no token on any rank is left out; one whose gradient is not finite is skipped (`step_or_skip`).
 
-    count    optimizer steps made before
+    Old log-probs that no pass has computed are those of the first epoch, detached; later epochs use the same.
+
+    count               optimizer steps made before
+    before_first_step   called with `PolicyUpdate.compared` before the first optimizer step; collective
     """
     device, temperature = model_device(model), loss.config.rollout.temperature
     all_totals, reduces_each = loss_totals(batch), each_micro_batch(model)
     sums, norms, skipped = defaultdict[str, float](float), list[float](), 0
+    compared = Comparison()
     for mini_batch, totals in list(enumerate(all_totals)) * update.epochs:
         if not totals.tokens and (not totals.positive_tokens or ":" in loss.config.algorithm.loss):
             continue
         numbered, found = batch.of_mini_batch(mini_batch), list[Mapping[str, Tensor | float]]()
+        own = PassScores() if any(one.old_log_probs_X is None for _, one in numbered) else None
         for i, (number, micro_batch) in enumerate(numbered):
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(reduces_each or i == len(numbered) - 1)
-            read = loss.of_tokens_read(micro_batch).to(device)
-            with context(number):
-                total, own_sums = loss(score_tokens(model, read, temperature), read, totals)
+            read = loss.of_tokens_read(micro_batch)
+            there = read.to(device)
+            with context(number) as replay:
+                scores = score_tokens(model, there, temperature)
+                total, own_sums = loss(scores, there, totals)
                 (total * num_ranks).backward()
             found.append(own_sums)
+            if own is not None:
+                own.add(number, scores, read, replay)
         added = loss.add_up(found)
+        if own is not None:
+            compared, log_probs = own.read(device, batch, loss.config.algorithm)
+            kept = [one.old_log_probs_X for one in batch.micro_batches]
+            batch = batch.filled(
+                old_log_probs_X=[old if new is None else new for old, new in zip(kept, log_probs, strict=True)]
+            )
+            added["at_ratio_1"] = added.get("tokens", 0.0)
+        if before_first_step is not None:
+            before_first_step(compared)
+            before_first_step = None
         count, norm = step_or_skip(model, optimizer, count, update, learning_rate=update.learning_rate, name="policy")
         if norm is None:
             skipped += 1
@@ -81,7 +107,7 @@ def update_policy(
         for name, value in added.items():
             sums[name] += value
         norms.append(norm)
-    return PolicyUpdate(sums=sums, grad_norms=norms, count=count, skipped=skipped)
+    return PolicyUpdate(sums=sums, compared=compared, grad_norms=norms, count=count, skipped=skipped)
 
 
 def loss_totals(batch: TrainingBatch) -> list[LossTotals]:

@@ -1,20 +1,23 @@
-"""Recompute: log-probs of a step's responses under the trained weights before the update (old log-probs)."""
+"""Recompute: log-probs under the trained weights before the update (old log-probs), where the update needs a pass."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from relibra.parallel import LiveBalancing
-from relibra.replay import record_routing
+from relibra.replay import RoutingReplay, record_routing
 from relibra.replay.replay import RouterComparison
 from relibra.rl.algorithms.mismatch import MismatchSums, mismatch_sums
 from relibra.rl.algorithms.terms import correction_weights
 from relibra.rl.batch.device_copies import download, wait_for_copies
+from relibra.rl.batch.schedule import Schedule
 from relibra.rl.batch.token_batch import TokenBatch
 from relibra.rl.batch.training_batch import MicroBatchContext, TrainingBatch
 from relibra.rl.config.settings import AlgorithmSettings
@@ -22,27 +25,106 @@ from relibra.rl.model.token_scores import TokenScores, token_scores
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Comparison:
+    """Sums over tokens of the last windows on this rank, from passes under the weights that sampled them.
+
+    entropy   of the policy
+    tokens    their number
+    mismatch  trainer compared with sampler
+    routers   the trained model's own choices compared with the replayed ones
+    """
+
+    entropy: float = 0.0
+    tokens: int = 0
+    mismatch: MismatchSums = field(default_factory=MismatchSums)
+    routers: RouterComparison = field(default_factory=RouterComparison)
+
+    def __add__(self, other: Comparison) -> Comparison:
+        """Return the sums over the tokens of both."""
+        return Comparison(
+            entropy=self.entropy + other.entropy,
+            tokens=self.tokens + other.tokens,
+            mismatch=self.mismatch + other.mismatch,
+            routers=self.routers + other.routers,
+        )
+
+
+class PassScores:
+    """Scores of tokens under the weights that sampled, which go to the host while the next micro-batches run."""
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self._found: dict[int, tuple[TokenScores, TokenBatch]] = {}
+        self._differing: list[Tensor] = []
+        self._routers = RouterComparison()
+
+    def add(self, number: int, scores: TokenScores, batch: TokenBatch, replay: RoutingReplay | None) -> None:
+        """Keep the scores of a micro-batch's tokens, and what its replay counted; `batch` is on the host."""
+        self._found[number] = (_downloaded(scores, batch), batch)
+        if replay is not None:
+            self._routers += replay.replayed()
+            self._differing.append(download(replay.differing()))
+
+    def read(
+        self, device: torch.device, batch: TrainingBatch, settings: AlgorithmSettings
+    ) -> tuple[Comparison, list[Float[Tensor, " _"] | None]]:
+        """Wait for the device once; compare the last windows with the sampler.
+
+        returns   also the log-probs of the response tokens of each micro-batch of the step, on the host: 0 where not
+                  scored, None for a micro-batch that was not run
+        """
+        wait_for_copies(device)
+        compared = Comparison(routers=self._routers)
+        for counts in self._differing:
+            compared += Comparison(routers=RouterComparison(0, 0, 0, *counts.tolist()))
+        log_probs: list[Tensor | None] = [None] * len(batch.micro_batches)
+        for number, (scores, scored) in self._found.items():
+            compared += _compare(scores, scored, settings)
+            chosen_X = torch.isin(batch.micro_batches[number].token_X, scored.token_X)
+            log_probs[number] = _spread(scores.log_probs_X, chosen_X)
+        return compared, log_probs
+
+
+def _compare(scores: TokenScores, batch: TokenBatch, settings: AlgorithmSettings) -> Comparison:
+    """Return the sums over the scored tokens of the last windows of a batch on the host."""
+    window, logp_X = batch.of_tokens(batch.in_window_X), scores.log_probs_X[batch.in_window_X]
+    sampled_X = window.sampled_log_probs_X
+    weight_X = correction_weights(settings, logp_X - sampled_X, window.response_X, window.num_responses)
+    return Comparison(
+        entropy=float(scores.entropy_X[batch.in_window_X].sum()),
+        tokens=len(logp_X),
+        mismatch=mismatch_sums(logp_X, sampled_X, weight_X),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Recomputed:
     """Result of the recompute pass on this rank.
 
-    log_probs    of the response tokens of each micro-batch, on the host; 0 before the last windows
+    log_probs    of the response tokens of each micro-batch, on the host; 0 before the last windows; None: not run
+    compared     trainer with sampler, in the micro-batches that were run
     routes       with `record`: experts that the trained model chose in each micro-batch (R2), else empty
-    entropy      sum over the tokens of the last windows
-    tokens       their number
-    mismatch     trainer compared with sampler, on the last windows
-    routers      the trained model's own choices compared with the replayed ones
     ran_at_home  micro-batches that did not follow the plan, on all ranks alike
     live         live balancing of the pass; None: there was none
     """
 
-    log_probs: list[Float[Tensor, " _"]]
-    routes: list[Integer[Tensor, "_ L K"]]
-    entropy: float
-    tokens: int
-    mismatch: MismatchSums
-    routers: RouterComparison
+    log_probs: list[Float[Tensor, " _"] | None]
+    compared: Comparison = field(default_factory=Comparison)
+    routes: Sequence[Integer[Tensor, "_ L K"]] = ()
     ran_at_home: int = 0
     live: LiveBalancing | None = None
+
+
+def micro_batches_to_recompute(schedule: Schedule, settings: AlgorithmSettings, *, trains: bool) -> list[int]:
+    """Return the micro-batches whose old log-probs a pass before the update computes, in their order.
+
+    None of the first mini-batch: no optimizer step comes before it, so the update's own log-probs are the old ones. R2
+    takes the routes of all from the pass.
+
+    trains   the policy is trained in this step; else only the pass compares it with the sampler
+    """
+    leaves_out = settings.old_log_probs == "skip_first" and settings.replay != "R2" and trains
+    return np.flatnonzero(schedule.mini_batch_M >= leaves_out).tolist()
 
 
 @torch.no_grad()
@@ -53,44 +135,28 @@ def recompute(
     settings: AlgorithmSettings,
     *,
     temperature: float,
+    numbers: Sequence[int] | None = None,
     record: bool = False,
 ) -> Recomputed:
-    """Run a step's micro-batches forward, and score the tokens of the last windows; collective.
+    """Run micro-batches of a step forward, and score the tokens of the last windows; collective.
 
     The host waits for the device once, at the end.
 
+    numbers  by `micro_batches_to_recompute`; None: all
     record   keep the routes of this pass, to be replayed in the update (R2, arXiv 2507.18071)
     """
-    device, windows = model_device(model), [one.of_tokens(one.in_window_X) for one in batch.micro_batches]
-    found, routes, differing, routers = list[TokenScores](), list[Tensor](), list[Tensor](), RouterComparison()
+    device, scored, routes = model_device(model), PassScores(), list[Tensor]()
     with record_routing(model) if record else nullcontext() as recorder:
-        for number, window in enumerate(windows):
+        for number in range(len(batch.micro_batches)) if numbers is None else numbers:
+            micro_batch = batch.micro_batches[number]
+            window = micro_batch.of_tokens(micro_batch.in_window_X)
             with context(number) as replay:
-                found.append(_downloaded(score_tokens(model, window.to(device), temperature), window))
-            if replay is not None:
-                routers += replay.replayed()
-                differing.append(download(replay.differing()))
+                scores = score_tokens(model, window.to(device), temperature)
+            scored.add(number, scores, window, replay)
             if recorder is not None:
                 routes += map(download, recorder.take())
-    wait_for_copies(device)
-    for counts in differing:
-        routers += RouterComparison(0, 0, 0, *counts.tolist())
-    mismatch, entropy = MismatchSums(), 0.0
-    for scores, window in zip(found, windows, strict=True):
-        logp_X, sampled_X = scores.log_probs_X, window.sampled_log_probs_X
-        weight_X = correction_weights(settings, logp_X - sampled_X, window.response_X, window.num_responses)
-        mismatch += mismatch_sums(logp_X, sampled_X, weight_X)
-        entropy += float(scores.entropy_X.sum())
-    return Recomputed(
-        log_probs=[
-            _spread(scores.log_probs_X, one.in_window_X) for scores, one in zip(found, batch.micro_batches, strict=True)
-        ],
-        routes=routes,
-        entropy=entropy,
-        tokens=sum(len(window.row_X) for window in windows),
-        mismatch=mismatch,
-        routers=routers,
-    )
+    compared, log_probs = scored.read(device, batch, settings)
+    return Recomputed(log_probs=log_probs, compared=compared, routes=routes)
 
 
 @torch.no_grad()
