@@ -1,4 +1,4 @@
-"""A queue of events: the slow reference of `run_layers` without windows, barriers and partial inputs."""
+"""A queue of events: the slow reference of `run_layers` without windows and partial inputs."""
 
 import heapq
 from itertools import count

@@ -81,14 +81,6 @@ def test_partial_inputs_begin_earlier():
     assert partial.max() < whole.max()
 
 
-def test_a_barrier_waits_for_the_slowest_sender():
-    work = random_work(np.random.default_rng(0), 6, 2, 4, 2)
-    free, _ = run(work)
-    together, events = run(work, barrier=True)
-    assert together.max() >= free.max()
-    assert np.ptp(events.attention_LMX, axis=2).max() == 0
-
-
 def test_acknowledgements_that_overtake_rows_stall_senders_less():
     stage = StageSeconds(0.3, 0.3, 1.0)
     work = constant_work(stage, 40, 4, 4, 4)

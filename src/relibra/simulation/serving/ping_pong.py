@@ -108,14 +108,12 @@ def run_layers(
     order_XY: Int64[ndarray, "X Y"],
     back_YX: Int64[ndarray, "Y X"],
     *,
-    barrier: bool = False,
     partial: bool = False,
     ack_priority: bool = True,
 ) -> Events:
     """Run the layers of one step from where the clocks stand, and advance them.
 
     order_XY, back_YX    to whom a node sends first (`sending_order`)
-    barrier         attention nodes begin a layer of a micro-batch together
     partial         experts begin with the rows of the first sender; `experts_LMXY` then has the seconds of each part
     ack_priority    acknowledgements overtake rows in the NIC of an expert node
     """
@@ -127,23 +125,23 @@ def run_layers(
     arrive_MXY = np.zeros((M, X, Y))
     shared = clocks.experts_Y is clocks.attention_X
     work = Work(*(np.ascontiguousarray(item) for item in work))  # one layout: the kernel is compiled once
-    _run(work, clocks, events, arrive_MXY, order_XY, back_YX, barrier, partial, ack_priority, shared)
+    _run(work, clocks, events, arrive_MXY, order_XY, back_YX, partial, ack_priority, shared)
     return events
 
 
 @compiled
 @no_type_check
-def _run(work, clocks, events, arrive_MXY, order_XY, back_YX, barrier, partial, ack_priority, shared) -> None:
+def _run(work, clocks, events, arrive_MXY, order_XY, back_YX, partial, ack_priority, shared) -> None:
     L, M, _ = work.attention_LMX.shape
     for layer in range(L):
         if shared:  # GPUs compute attention of all micro-batches before experts of the first
             for m in range(M):
-                _attend(layer, m, work, clocks, events, arrive_MXY, order_XY, barrier, ack_priority)
+                _attend(layer, m, work, clocks, events, arrive_MXY, order_XY, ack_priority)
             for m in range(M):
                 _expert(layer, m, work, clocks, events, arrive_MXY, back_YX, partial)
         else:
             for m in range(M):
-                _attend(layer, m, work, clocks, events, arrive_MXY, order_XY, barrier, ack_priority)
+                _attend(layer, m, work, clocks, events, arrive_MXY, order_XY, ack_priority)
                 _expert(layer, m, work, clocks, events, arrive_MXY, back_YX, partial)
 
 
@@ -163,19 +161,15 @@ def _order(times_X) -> ndarray:
 
 @compiled
 @no_type_check
-def _attend(layer, m, work, clocks, events, arrive_MXY, order_XY, barrier, ack_priority) -> None:
+def _attend(layer, m, work, clocks, events, arrive_MXY, order_XY, ack_priority) -> None:
     """Compute attention of a micro-batch on all nodes and send its rows; receivers take them in order of sending."""
     _, M, X = work.attention_LMX.shape
     Y = work.send_LMXY.shape[3]
     window = clocks.acked_ZX.shape[0]
     number = layer * M + m
-    together = 0.0
-    if barrier:
-        for x in range(X):
-            together = max(together, clocks.ready_MX[m, x], clocks.attention_X[x])
     start_XY, end_XY = np.empty((X, Y)), np.empty((X, Y))
     for x in range(X):
-        start = max(clocks.ready_MX[m, x], clocks.attention_X[x], together)
+        start = max(clocks.ready_MX[m, x], clocks.attention_X[x])
         events.attention_LMX[layer, m, x] = start
         done = start + work.attention_LMX[layer, m, x]
         clocks.attention_X[x] = done

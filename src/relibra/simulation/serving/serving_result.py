@@ -26,7 +26,6 @@ class ServingResult:
     attention_busy, experts_busy, network_busy   share of the time that the mean node computes, that the busiest NIC
                                                  sends or receives
     network_bytes                                that the NIC of an attention GPU sends in a step
-    stall_share                                  share of the time that the mean sender waits for acknowledgements
     queue_seconds, queue_p99_seconds             of requests before they got a place; 0 without a stream
     finished                                     requests that ended
     limit                                        "attention", "experts", "computing" (both on the same GPUs), "network"
@@ -41,7 +40,6 @@ class ServingResult:
     experts_busy: float
     network_busy: float
     network_bytes: float
-    stall_share: float
     hop_median_seconds: float
     hop_p99_seconds: float
     queue_seconds: float
@@ -107,7 +105,7 @@ class Tally:
         self._plan, self._site, self._places = plan, site, places
         self._end_M, self._began = np.zeros(micro_batches), 0.0
         self._tokens, self._steps = 0.0, 0
-        self._busy, self._stalled, self._bytes = {"attention": 0.0, "experts": 0.0, "network": 0.0}, 0.0, 0.0
+        self._busy, self._bytes = {"attention": 0.0, "experts": 0.0, "network": 0.0}, 0.0
         self._iterations: list[float] = []
         self._hops: list[Float64[ndarray, "L M"]] = []
         self._last: tuple[Work, Events] | None = None
@@ -138,7 +136,6 @@ class Tally:
         if self._site.shared:  # one NIC sends rows to experts and results back
             directions = [directions[0] + others[1], directions[1] + others[0]]
         self._busy["network"] += float(max(item.max() for item in (*directions, *others)))
-        self._stalled += float(events.stalled_X.mean())
         self._bytes += float(bytes_LMXY.sum(axis=(0, 1, 3)).mean()) / self._site.attention_node.ways
         done_LM = (events.attention_LMX + work.attention_LMX).max(axis=2)
         self._hops.append(events.arrived_LMY.max(axis=2) - done_LM)
@@ -161,7 +158,6 @@ class Tally:
             experts_busy=busy["experts"],
             network_busy=busy["network"],
             network_bytes=self._bytes / max(1, self._steps),
-            stall_share=self._stalled / elapsed,
             hop_median_seconds=float(np.median(hops)),
             hop_p99_seconds=float(np.quantile(hops, 0.99)),
             queue_seconds=float(waits.mean()),

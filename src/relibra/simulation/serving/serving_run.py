@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float64, Int, Shaped
+from jaxtyping import Int, Shaped
 from numpy import ndarray
-from numpy.random import Generator
 
 from relibra.errors import ConfigError
 from relibra.planning.deployment.colocated import ColocatedPlan
 from relibra.simulation.serving.compute import Compute
-from relibra.simulation.serving.ping_pong import Clocks, Work, new_clocks, run_layers
+from relibra.simulation.serving.ping_pong import Clocks, new_clocks, run_layers
 from relibra.simulation.serving.requests import Places, RequestStream
 from relibra.simulation.serving.routes import EvenRoutes, Routes
 from relibra.simulation.serving.serving_result import ServingResult, Tally
@@ -30,10 +29,7 @@ class Scenario:
     expert_LYP          experts of each expert node, with copies; None: each once, in order
     compute             seconds of nodes; None: the formulas of the plan
     stream              requests; None: every place is always taken, by a request of the plan's context
-    compute_jitter      standard deviation of the logarithm of a node's seconds
     drain               a step begins when all micro-batches have ended the one before
-    barrier             attention nodes begin each layer of a micro-batch together
-    partial             experts begin with the rows of the first sender
     raises              ConfigError for fewer than one step that counts
     """
 
@@ -44,10 +40,7 @@ class Scenario:
     expert_LYP: Int[ndarray, "L Y P"] | None = None
     compute: Compute | None = None
     stream: RequestStream | None = None
-    compute_jitter: int | float = 0.0
     drain: bool = False
-    barrier: bool = False
-    partial: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -63,8 +56,7 @@ def simulate_serving(plan: Plan, scenario: Scenario) -> ServingResult:
     site, rng = site_of(plan, scenario.expert_LYP, scenario.compute), np.random.default_rng(scenario.seed)
     micro_batches = 1 if isinstance(plan, ColocatedPlan) and plan.kind == "tensor" else plan.micro_batches
     routes = scenario.routes or EvenRoutes(layers=site.model.layers, experts=site.model.experts, top_k=site.model.top_k)
-    transport = scenario.transport
-    clocks = new_clocks(micro_batches, site.senders, site.receivers, window=transport.window, shared=site.shared)
+    clocks = new_clocks(micro_batches, site.senders, site.receivers, shared=site.shared)
     places = None if scenario.stream is None else Places(scenario.stream, micro_batches, site.senders, plan.rows)
     tally = Tally(plan, site, micro_batches, places)
     for step in range(scenario.steps):
@@ -72,19 +64,8 @@ def simulate_serving(plan: Plan, scenario: Scenario) -> ServingResult:
         if loads is None:
             break
         rows_MX, tokens_MX = loads
-        work, bytes_LMXY = site.work(
-            rows_MX, tokens_MX, routes.draw(rows_MX, rng), transport, rng, partial=scenario.partial
-        )
-        work = _jittered(work, scenario.compute_jitter, rng)
-        events = run_layers(
-            work,
-            clocks,
-            site.order_XY,
-            site.back_YX,
-            barrier=scenario.barrier,
-            partial=scenario.partial,
-            ack_priority=transport.ack_priority,
-        )
+        work, bytes_LMXY = site.work(rows_MX, tokens_MX, routes.draw(rows_MX, rng), scenario.transport, rng)
+        events = run_layers(work, clocks, site.order_XY, site.back_YX)
         if scenario.drain:
             clocks.ready_MX[:] = clocks.ready_MX.max()
         end_M = clocks.ready_MX.max(axis=1)
@@ -110,13 +91,3 @@ def _loads(
         if np.isinf(places.next_arrival):
             return None
         clocks.ready_MX[:] = np.maximum(clocks.ready_MX, places.next_arrival)
-
-
-def _jittered(work: Work, jitter: float, rng: Generator) -> Work:
-    if not jitter:
-        return work
-
-    def noisy(seconds: Float64[ndarray, "*X"]) -> Float64[ndarray, "*X"]:
-        return seconds * np.exp(rng.normal(scale=jitter, size=seconds.shape))
-
-    return work._replace(attention_LMX=noisy(work.attention_LMX), experts_LMXY=noisy(work.experts_LMXY))

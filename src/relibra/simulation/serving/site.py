@@ -77,8 +77,6 @@ class Site:
         counts_LMXE: Float64[ndarray, "L M X E"],
         transport: Transport,
         rng: Generator,
-        *,
-        partial: bool,
     ) -> tuple[Work, Float64[ndarray, "L M X Y"]]:
         """Return the seconds of a step and the bytes from each attention node to each expert node, as many come back.
 
@@ -91,18 +89,17 @@ class Site:
         held_LEY = self.held_LEY
         share_LMXE = counts_LMXE / held_LEY.sum(axis=2)[:, None, None]
         rows_LMXY = share_LMXE @ held_LEY[:, None]
-        if not partial:
-            share_LMXE = share_LMXE.sum(axis=2, keepdims=True)
+        share_LM1E = share_LMXE.sum(axis=2, keepdims=True)  # experts compute the rows of all senders at once
         L, Y, P = self.expert_LYP.shape
-        index_LXP = self.expert_LYP.reshape(L, 1, 1, Y * P)
-        slot_LMXP = np.where(index_LXP >= 0, np.take_along_axis(share_LMXE, np.maximum(0, index_LXP), axis=3), 0.0)
-        slot_LMXYP = slot_LMXP.reshape(*share_LMXE.shape[:3], Y, P)
+        index_L11P = self.expert_LYP.reshape(L, 1, 1, Y * P)
+        slot_LM1P = np.where(index_L11P >= 0, np.take_along_axis(share_LM1E, np.maximum(0, index_L11P), axis=3), 0.0)
+        slot_LM1YP = slot_LM1P.reshape(*share_LM1E.shape[:3], Y, P)
         bytes_LMXY = BYTES * self.model.hidden * rows_LMXY
         send, receive = self._link_seconds(bytes_LMXY, self.attention_node, self.expert_node, transport)
         give, take = self._link_seconds(bytes_LMXY, self.expert_node, self.attention_node, transport)
         work = Work(
             attention_LMX=attention_LMX,
-            experts_LMXY=np.ascontiguousarray(self.compute.experts(slot_LMXYP)),
+            experts_LMXY=np.ascontiguousarray(self.compute.experts(slot_LM1YP)),
             send_LMXY=send,
             receive_LMXY=receive,
             give_LMXY=give,
@@ -137,7 +134,7 @@ class Site:
         transport: Transport,
         rng: Generator,
     ) -> Float64[ndarray, "L M X Y"]:
-        """Return latency, jitter and tails of messages, and the time of those inside a server."""
+        """Return latency and tails of messages, and the time of those inside a server."""
         node = self.attention_node
         factor = transport.factor * node.used.hop_factor
         inside = np.where(self.near_XY, bytes_LMXY / (node.gpu.peer_bytes_per_second * node.ways), 0.0)

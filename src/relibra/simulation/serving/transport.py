@@ -20,31 +20,23 @@ class Transport:
     """A library that moves rows.
 
     factor            every message takes so many times the NIC's time and latency
-    jitter            standard deviation of the logarithm of a message's time
     tail, tail_factor share of messages that take so many times as long
-    window            dispatches of a sender that may wait for acknowledgement; 0: any number
-    ack_priority      acknowledgements overtake rows
     raises            ConfigError for values out of range
     """
 
     name: str
     factor: Annotated[int | float, Field(gt=0)] = 1.0
-    jitter: Annotated[int | float, Field(ge=0)] = 0.0
     tail: Annotated[int | float, Field(ge=0, le=1)] = 0.0
     tail_factor: Annotated[int | float, Field(ge=1)] = 1.0
-    window: Annotated[int, Field(ge=0)] = 0
-    ack_priority: bool = True
 
     def __post_init__(self) -> None:
         check_fields(Transport, vars(self), f"transport {self.name!r}", ConfigError)
 
     def delays(self, seconds: Float64[ndarray, "*X"], rng: Generator) -> Float64[ndarray, "*X"]:
-        """Return what is added to the times of messages by jitter and tails; 0 without both."""
-        if not self.jitter and not self.tail:
+        """Return what is added to the times of messages by the slow ones among them."""
+        if not self.tail:
             return np.zeros_like(seconds)
-        times = np.exp(rng.normal(scale=self.jitter, size=seconds.shape)) if self.jitter else np.ones(seconds.shape)
-        slow = rng.random(seconds.shape) < self.tail
-        return np.maximum(0.0, seconds * (np.where(slow, times * self.tail_factor, times) - 1))
+        return np.where(rng.random(seconds.shape) < self.tail, seconds * (self.tail_factor - 1), 0.0)
 
 
 M2N = Transport(name="m2n")
