@@ -208,25 +208,6 @@ def test_rows_shifted_in_a_pack_are_named_too():
         BatchRoutes.packed(rebuild(trace, [1, 2, 3]), rows=10, input_ids_T=ids_T)
 
 
-@pytest.mark.parametrize(
-    ("ids", "complaint"),
-    [
-        ([2, 2, 1], r"sample 1, row 2, layer 3: expert ids \[2, 2, 1\]"),
-        ([2, 8, 1], r"sample 1, row 2, layer 3: expert ids \[2, 8, 1\] leave the allowed range 0\.\.7"),
-    ],
-)
-def test_illegal_ids_are_named(ids, complaint):
-    trace, tokens = two_samples()
-    experts_TLK = trace.experts_TLK.copy()
-    experts_TLK[8, 1] = ids
-    broken = RoutingTrace(**{**vars(trace), "experts_TLK": experts_TLK})
-    mask_BN, _ = as_batch(tokens)
-    with pytest.raises(TraceError, match=complaint):
-        BatchRoutes.padded(broken, mask_BN)
-    with pytest.raises(TraceError, match=complaint):
-        BatchRoutes.packed(broken)
-
-
 def test_batches_of_another_size_are_refused():
     trace, tokens = two_samples()
     mask_BN, ids_BN = as_batch(tokens)

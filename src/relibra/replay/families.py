@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from relibra.replay.gates import (
     GateRule,
@@ -20,61 +21,47 @@ from relibra.replay.gates import (
     topk_softmax_gates,
 )
 
+_NORM, _SCALE = "norm_topk_prob", "routed_scaling_factor"
+
+
+def _rule(gates: Callable[..., Tensor], **settings: Any) -> Callable[[Any], GateRule]:
+    """Return what makes the gate rule of a router; a setting that is a string names an attribute of the router."""
+
+    def of(router: Any) -> GateRule:
+        return partial(gates, **{k: getattr(router, v) if isinstance(v, str) else v for k, v in settings.items()})
+
+    return of
+
+
 RULES: dict[str, Callable[[Any], GateRule]] = {
     # softmax over all experts; checkpoints decide by `norm_topk_prob` whether the chosen ones are renormalised
     **dict.fromkeys(
-        (
-            "Qwen2MoeTopKRouter",
-            "Qwen3MoeTopKRouter",
-            "Qwen3NextTopKRouter",
-            "Qwen3OmniMoeThinkerTextTopKRouter",
-            "Qwen3OmniMoeTalkerTextTopKRouter",
-            "Qwen4ExpTextTopKRouter",
-            "OlmoeTopKRouter",
-            "FlexOlmoTopKRouter",
-            "MellumTopKRouter",
-        ),
-        lambda router: partial(softmax_gates, norm=router.norm_topk_prob),
+        ("Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "Qwen3NextTopKRouter", "Qwen3OmniMoeThinkerTextTopKRouter",
+         "Qwen3OmniMoeTalkerTextTopKRouter", "Qwen4ExpTextTopKRouter", "OlmoeTopKRouter", "FlexOlmoTopKRouter",
+         "MellumTopKRouter"),
+        _rule(softmax_gates, norm=_NORM),
     ),
     **dict.fromkeys(
-        (
-            "Qwen3_5MoeTopKRouter",
-            "Qwen3VLMoeTextTopKRouter",
-            "Qwen3OmniMoeTextTopKRouter",
-            "HunYuanMoEV1Gate",
-            "MixtralTopKRouter",
-            "MiniMaxTopKRouter",
-        ),
-        lambda _: partial(softmax_gates, norm=True),
+        ("Qwen3_5MoeTopKRouter", "Qwen3VLMoeTextTopKRouter", "Qwen3OmniMoeTextTopKRouter", "HunYuanMoEV1Gate",
+         "MixtralTopKRouter", "MiniMaxTopKRouter"),
+        _rule(softmax_gates, norm=True),
     ),
-    "LaraMiniTopKRouter": lambda router: partial(softmax_gates, norm=router.norm_topk_prob, inner=None),
-    "JambaTopKRouter": lambda _: partial(softmax_gates, norm=False),
+    "LaraMiniTopKRouter": _rule(softmax_gates, norm=_NORM, inner=None),
+    "JambaTopKRouter": _rule(softmax_gates, norm=False),
     **dict.fromkeys(
         ("DeepseekV2TopkRouter", "DeepseekOcr2TextTopkRouter", "UnlimitedOcrTextTopkRouter"),
-        lambda router: partial(softmax_gates, norm=False, scale=router.routed_scaling_factor),
+        _rule(softmax_gates, norm=False, scale=_SCALE),
     ),
-    "LongcatFlashTopkRouter": lambda router: partial(
-        softmax_gates, norm=False, scale=router.routed_scaling_factor, inner=None
-    ),
-    "Mistral4TopkRouter": lambda router: partial(
-        softmax_gates, norm=router.norm_topk_prob, eps=1e-20, scale=router.routed_scaling_factor, inner=None
-    ),
-    "MistralLarge4TextTopkRouter": lambda router: partial(
-        softmax_gates, norm=True, eps=1e-20, scale=router.routed_scaling_factor, inner=None
-    ),
-    "Ernie4_5_MoeTopKRouter": lambda router: partial(floored_softmax_gates, floor=router.norm_min),
+    "LongcatFlashTopkRouter": _rule(softmax_gates, norm=False, scale=_SCALE, inner=None),
+    "Mistral4TopkRouter": _rule(softmax_gates, norm=_NORM, eps=1e-20, scale=_SCALE, inner=None),
+    "MistralLarge4TextTopkRouter": _rule(softmax_gates, norm=True, eps=1e-20, scale=_SCALE, inner=None),
+    "Ernie4_5_MoeTopKRouter": _rule(floored_softmax_gates, floor="norm_min"),
     "Gemma4TextRouter": lambda router: partial(rescaled_gates, router=router),
     # softmax over the chosen logits only
     **dict.fromkeys(
-        (
-            "GptOssTopKRouter",
-            "AriaTextTopKRouter",
-            "GraniteMoeTopKRouter",
-            "GraniteMoeSharedTopKRouter",
-            "GraniteMoeHybridTopKRouter",
-            "GraniteMoeSWATopKRouter",
-        ),
-        lambda _: topk_softmax_gates,
+        ("GptOssTopKRouter", "AriaTextTopKRouter", "GraniteMoeTopKRouter", "GraniteMoeSharedTopKRouter",
+         "GraniteMoeHybridTopKRouter", "GraniteMoeSWATopKRouter"),
+        _rule(topk_softmax_gates),
     ),
     "Cohere2MoeTopKRouter": lambda router: (
         partial(topk_softmax_gates, inner=torch.float32)
@@ -83,54 +70,29 @@ RULES: dict[str, Callable[[Any], GateRule]] = {
     ),
     # elementwise scores; a selection bias does not enter the weights
     **dict.fromkeys(
-        (
-            "DeepseekV3TopkRouter",
-            "DeepseekV32TopkRouter",
-            "Glm4MoeTopkRouter",
-            "Glm4MoeLiteTopkRouter",
-            "Glm4vMoeTextTopkRouter",
-            "Glm5NextTextTopkRouter",
-            "GlmMoeDsaTopkRouter",
-            "KimiLinearTopkRouter",
-            "NemotronHTopkRouter",
-            "Dots1TopkRouter",
-            "Dots3NoteTextTopkRouter",
-            "ExaoneMoeTopkRouter",
-            "SolarOpenTopkRouter",
-            "MiMoV2FlashTopkRouter",
-            "BailingHybridTopkRouter",
-            "AXK1TopkRouter",
-            "AXK2TopkRouter",
-            "HYV4TopkRouter",
-            "HYV4VLTopkRouter",
-        ),
-        lambda router: partial(score_gates, norm=router.norm_topk_prob, eps=1e-20, scale=router.routed_scaling_factor),
+        ("DeepseekV3TopkRouter", "DeepseekV32TopkRouter", "Glm4MoeTopkRouter", "Glm4MoeLiteTopkRouter",
+         "Glm4vMoeTextTopkRouter", "Glm5NextTextTopkRouter", "GlmMoeDsaTopkRouter", "KimiLinearTopkRouter",
+         "NemotronHTopkRouter", "Dots1TopkRouter", "Dots3NoteTextTopkRouter", "ExaoneMoeTopkRouter",
+         "SolarOpenTopkRouter", "MiMoV2FlashTopkRouter", "BailingHybridTopkRouter", "AXK1TopkRouter",
+         "AXK2TopkRouter", "HYV4TopkRouter", "HYV4VLTopkRouter"),
+        _rule(score_gates, norm=_NORM, eps=1e-20, scale=_SCALE),
     ),
     **dict.fromkeys(
         ("DeepseekV4TopKRouter", "Inkling2TopKRouter"),
-        lambda router: partial(
-            score_gates, norm=True, score=router.score_fn, eps=1e-20, scale=router.routed_scaling_factor
-        ),
+        _rule(score_gates, norm=True, score="score_fn", eps=1e-20, scale=_SCALE),
     ),
     **dict.fromkeys(
         ("MiniMaxM2TopKRouter", "MiniMaxM3VLTopKRouter", "Step3p7TopKRouter"),
-        lambda _: partial(score_gates, norm=True, inner=torch.float32),
+        _rule(score_gates, norm=True, inner=torch.float32),
     ),
-    **dict.fromkeys(
-        ("FlintTopKRouter", "Kolibri1TopKRouter"),
-        lambda router: partial(score_gates, norm=router.norm_topk_prob),
-    ),
-    "AfmoeTokenChoiceRouter": lambda router: partial(score_gates, norm=True, eps=1e-20, scale=router.route_scale),
-    "BeamTopKRouter": lambda router: partial(score_gates, norm=router.norm_topk_prob, eps=1e-20),
-    "HYV3TopKRouter": lambda router: partial(score_gates, norm=True, eps=1e-20, scale=router.router_scaling_factor),
-    "LagunaTopKRouter": lambda _: partial(score_gates, norm=True),
-    "Lfm2MoeTopKRouter": lambda router: partial(
-        score_gates, norm=router.norm_topk_prob, eps=1e-6, scale=router.routed_scaling_factor
-    ),
-    "MuseSparkTopkRouter": lambda router: partial(
-        score_gates, norm=True, eps=router.norm_topk_prob_eps, scale=router.routed_scaling_factor
-    ),
-}
+    **dict.fromkeys(("FlintTopKRouter", "Kolibri1TopKRouter"), _rule(score_gates, norm=_NORM)),
+    "AfmoeTokenChoiceRouter": _rule(score_gates, norm=True, eps=1e-20, scale="route_scale"),
+    "BeamTopKRouter": _rule(score_gates, norm=_NORM, eps=1e-20),
+    "HYV3TopKRouter": _rule(score_gates, norm=True, eps=1e-20, scale="router_scaling_factor"),
+    "LagunaTopKRouter": _rule(score_gates, norm=True),
+    "Lfm2MoeTopKRouter": _rule(score_gates, norm=_NORM, eps=1e-6, scale=_SCALE),
+    "MuseSparkTopkRouter": _rule(score_gates, norm=True, eps="norm_topk_prob_eps", scale=_SCALE),
+}  # fmt: skip
 """Router class -> its gate rule, with the settings of the router."""
 
 REFUSED: dict[str, str] = {
