@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessException
 
 from relibra.calibration.fit import Machine, Timings
 from relibra.calibration.grouped_experts import grouped_experts, seconds_each
@@ -178,13 +177,7 @@ def _run_ranks(job: Job, folder: Path) -> None:
                     f"the ranks of the calibration did not finish within {job.timeout_seconds:g} s: the machine is too "
                     "busy, or a rank hangs; try again, or use fewer ranks"
                 )
-    except ProcessExitedException as error:
-        code = error.exit_code
-        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
-        raise EngineError(
-            f"rank {error.error_index} of the calibration {how}: nothing was written, try again"
-        ) from error
-    except ProcessRaisedException as error:
+    except ProcessException as error:
         reason = str(error).strip().splitlines()[-1]
         raise EngineError(
             f"rank {error.error_index} of the calibration failed: {reason}; nothing was written"
@@ -194,10 +187,6 @@ def _run_ranks(job: Job, folder: Path) -> None:
             if process.is_alive():
                 process.kill()
             process.join()
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def measure_rank(rank: int, job: Job, folder: Path) -> None:
