@@ -10,7 +10,7 @@ import torch
 from relibra.errors import ConfigError, TraceError
 from relibra.integrations.expert_layout import ExpertLayout
 from relibra.integrations.hooks import WarnOnce
-from relibra.integrations.recorded_loads import count_samples, of_used_layers
+from relibra.integrations.repacking import count_samples, of_used_layers
 
 QWEN = {
     "hidden_size": 2048,

@@ -15,7 +15,6 @@ import pytest
 
 from relibra.errors import EngineError
 from relibra.integrations import slime
-from relibra.integrations.expert_layout import ExpertLayout
 from relibra.parallel_map import available_cores
 from tests.integrations.routed_samples import draw_samples
 
@@ -260,16 +259,3 @@ def test_other_versions_are_refused(package, files, words):
     package(files)
     with pytest.raises(EngineError, match=words):
         slime.install()
-
-
-def test_groups_of_ranks_keep_their_samples():
-    lengths, routes = draw_samples(2, 64)
-    partitions = [list(range(rank, 64, 8)) for rank in range(8)]
-    places = [[[0, 1], [2, 3], [4, 5], [6, 7]] for _ in range(8)]
-    layout = ExpertLayout(num_experts=16, expert_ranks=4, group_ranks=4, token_price=0.0, pair_price=0.0)
-    planned, batches, step = slime.repack_partitions(
-        partitions, places, [2, 2], routes=routes, total_lengths=lengths, layout=layout, rank_tokens=220
-    )
-    assert_invariants((planned, batches, [2, 2], None), range(64), lengths, 220)
-    assert {s % 8 // 4 for own in planned[:4] for s in own} == {0}
-    assert step.skew[1] < step.skew[0]

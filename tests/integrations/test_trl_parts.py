@@ -11,8 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relibra import Demand, EngineError, TraceError
-from relibra.integrations.trl.generation_routes import read_engine_routes, record_routes
-from relibra.integrations.trl.generation_schedule import mini_batches, schedule_samples
+from relibra.integrations.trl.generation_batches import (
+    mini_batches,
+    read_engine_routes,
+    record_routes,
+    schedule_samples,
+)
 from relibra.integrations.trl.planned_grpo import PlannedGRPO, check_hooks
 from relibra.replay import BatchRoutes
 from tests.replay.tiny_models import random_tokens, tiny_model

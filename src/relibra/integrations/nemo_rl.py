@@ -31,8 +31,7 @@ from numpy import ndarray
 from relibra.errors import ConfigError, RelibraError, TraceError
 from relibra.integrations.expert_layout import ExpertLayout
 from relibra.integrations.hooks import WarnOnce, check_parameters, noting_calls, wrap_function
-from relibra.integrations.recorded_loads import count_samples, of_used_layers
-from relibra.integrations.repacking import RepackedStep, TrainerSchedule, repack_step
+from relibra.integrations.repacking import RepackedStep, TrainerSchedule, count_samples, of_used_layers, repack_step
 
 Bins = list[list[int]]
 

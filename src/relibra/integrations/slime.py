@@ -28,8 +28,7 @@ from numpy import ndarray
 from relibra.errors import EngineError, RelibraError, TraceError, in_a_line
 from relibra.integrations.expert_layout import ExpertLayout
 from relibra.integrations.hooks import WarnOnce, check_parameters, noting_calls, wrap_function
-from relibra.integrations.recorded_loads import count_samples, of_used_layers
-from relibra.integrations.repacking import RepackedStep, TrainerSchedule, repack_step
+from relibra.integrations.repacking import RepackedStep, TrainerSchedule, count_samples, of_used_layers, repack_step
 
 Partitions = list[list[int]]
 MicroBatches = list[list[list[int]]]
@@ -39,19 +38,8 @@ _SCHEDULE = ("args", "train_parallel_config", "total_lengths", "global_batch_siz
 _READ = "the versions that docs/guides/trainers.md names"
 
 
-@dataclass(eq=False)
-class _Rollout:
-    """What this process knows of the rollout that is scheduled next."""
-
-    routes: Sequence[Any] | None = None
-
-    def take_routes(self) -> Sequence[Any] | None:
-        """Return the routes of the samples, and forget them."""
-        routes, self.routes = self.routes, None
-        return routes
-
-
-_rollout = _Rollout()
+_routes: list[Sequence[Any] | None] = []
+"""Routes of the samples of the rollout that is scheduled next."""
 
 
 class _Source(NamedTuple):
@@ -127,7 +115,7 @@ def _note_routes(source: _Source, call: Mapping[str, Any]) -> None:
     given = call[source.argument]
     if source.argument == "data":
         given = given.get("rollout_routed_experts") if isinstance(given, Mapping) else None
-    _rollout.routes = given
+    _routes[:] = [given]
 
 
 def _planned(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,7 +125,7 @@ def _planned(stock: Callable[..., Any]) -> Callable[..., Any]:
     def build_dp_schedule(
         args: Any, train_parallel_config: dict[str, Any], total_lengths: list[int], **options: Any
     ) -> tuple[Partitions, MicroBatches, list[int], list[int]]:
-        routes = _rollout.take_routes()
+        routes = _routes.pop() if _routes else None
         given = stock(args, train_parallel_config, total_lengths, **options)
         partitions, micro_batches, num_micro_batches, rollouts = given
         try:
@@ -196,11 +184,11 @@ def repack_partitions(
         raise TraceError(f"{len(total_lengths)} samples are scheduled, and {len(routes)} have routes")
     sample_S, given = _schedule_of(partitions, micro_batches, num_micro_batches, layout.group_ranks)
     length_S = np.array([total_lengths[s] for s in sample_S], dtype=np.int64)
-    share_SLR, used_L = count_samples(
+    counted = count_samples(
         _Picked(routes, sample_S), length_S, num_experts=layout.num_experts, num_ranks=layout.expert_ranks
     )
     step = repack_step(
-        of_used_layers(share_SLR, used_L),
+        of_used_layers(*counted),
         length_S,
         given,
         layout,

@@ -108,7 +108,7 @@ def test_nothing_moves_where_ranks_disagree_about_homes(found):
     expected = {
         "one rank stays": ["different maps of homes"] * RANKS,
         "other experts": ["different maps of homes"] * RANKS,
-        "no permutation on one": ["expert-parallel ranks [1] cannot move", "is no permutation"],
+        "no permutation on one": ["expert-parallel ranks [1] say", "is no permutation"],
         "states are missing in the second layer": ["absent in some"] * RANKS,
     }
     for name, words in expected.items():
@@ -127,6 +127,6 @@ def test_no_rank_waits_for_one_whose_routes_cannot_be_counted(found):
 
 def test_no_rank_waits_for_one_whose_model_does_not_fit_the_plan(found):
     first, second = found["refuses_plans"]
-    assert "does not fit the model on expert-parallel ranks [1]" in first["other homes on one"]
+    assert "does not fit the model: see what expert-parallel ranks [1] say" in first["other homes on one"]
     assert "experts are not at the homes of the plan" in second["other homes on one"]
     assert all("have different plans" in one["two plans"] for one in (first, second))

@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from relibra.errors import EngineError
-from relibra.integrations.megatron.passes import LayerPasses
+from relibra.integrations.megatron.route_replay import LayerPasses
 
 
 def run(passes, seen, reentrant=True):

@@ -235,14 +235,8 @@ def _check_plan(layers: dict[int, PlannedMoELayer], plan: StepPlan, demand: Sche
     except RelibraError as error:
         refusal = error  # raised after the exchange, so that no rank waits for this one
     first = next(iter(layers.values()))
-    state = bytes([refusal is not None]) + bytes.fromhex(plan.digest() + demand.digest())
-    own = torch.frombuffer(bytearray(state), dtype=torch.uint8).to(next(first.parameters()).device)
-    states_R = [bytes(rank_state.cpu().numpy()) for rank_state in _all_gather(own, first.ep_group)]
-    if refusal is not None:
-        raise refusal
-    if refusing := [rank for rank, rank_state in enumerate(states_R) if rank_state[0]]:
-        raise EngineError(f"the plan does not fit the model on expert-parallel ranks {refusing}, which say why")
-    if len(set(states_R)) > 1:
+    state = bytes.fromhex(plan.digest() + demand.digest())
+    if len(set(states_of_ranks(first, refusal, state, "the plan does not fit the model"))) > 1:
         raise EngineError("ranks of an expert-parallel group have different plans: make it on one rank, and send it")
 
 
@@ -270,6 +264,24 @@ def _check_fit(layers: dict[int, PlannedMoELayer], plan: StepPlan, demand: Sched
             "gradient_accumulation_fusion=True writes gradients past autograd, and those of replicas would be lost: "
             "build the model with False, or plan with Budget(slots=0)"
         )
+
+
+def states_of_ranks(layer: PlannedMoELayer, refusal: RelibraError | None, state: bytes, what: str) -> list[bytes]:
+    """Return the state of each expert-parallel rank; collective, so that no rank waits for one that refuses.
+
+    refusal   why this rank cannot go on; None: it can
+    state     of this rank; as long as that of others
+    raises    the refusal here, elsewhere an EngineError with `what` and the ranks that refuse
+    """
+    own = torch.frombuffer(bytearray([refusal is not None, *state]), dtype=torch.uint8)
+    states_R = [
+        bytes(one.cpu().numpy()) for one in _all_gather(own.to(next(layer.parameters()).device), layer.ep_group)
+    ]
+    if refusal is not None:
+        raise refusal
+    if refusing := [rank for rank, one in enumerate(states_R) if one[0]]:
+        raise EngineError(f"{what}: see what expert-parallel ranks {refusing} say")
+    return [one[1:] for one in states_R]
 
 
 def _all_gather(own: Tensor, group: Any) -> list[Tensor]:

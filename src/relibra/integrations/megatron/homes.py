@@ -20,7 +20,7 @@ from numpy import ndarray
 from torch import Tensor, nn
 
 from relibra.errors import EngineError
-from relibra.integrations.megatron.execution import planned_layers
+from relibra.integrations.megatron.execution import planned_layers, states_of_ranks
 from relibra.integrations.megatron.moe_layer import PlannedMoELayer
 
 
@@ -175,16 +175,9 @@ def _check_agreement(
     """Raise EngineError where a rank refuses, or ranks have other maps or states; collective."""
     first = next(iter(layers.values()))
     maps = repr([wanted_LE.tolist(), [layer.physical_to_logical_E.tolist() for layer in layers.values()]])
-    state = bytes([refusal is not None]) + b"".join(hashlib.sha256(s.encode()).digest() for s in (maps, repr(kinds)))
-    own = torch.frombuffer(bytearray(state), dtype=torch.uint8).to(next(first.parameters()).device)
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(first.ep_group))]
-    dist.all_gather(gathered, own, group=first.ep_group)
-    if refusal is not None:
-        raise refusal
-    states_R = [bytes(item.cpu().numpy()) for item in gathered]
-    if refusing := [rank for rank, item in enumerate(states_R) if item[0]]:
-        raise EngineError(f"no expert has moved: expert-parallel ranks {refusing} cannot move theirs, and say why")
-    if len({item[1:33] for item in states_R}) > 1:
+    state = b"".join(hashlib.sha256(s.encode()).digest() for s in (maps, repr(kinds)))
+    states_R = states_of_ranks(first, refusal, state, "no expert has moved")
+    if len({item[:32] for item in states_R}) > 1:
         raise EngineError(
             "no expert has moved: ranks of an expert-parallel group have different maps of homes: make the plan on one "
             "rank, and send it"

@@ -8,9 +8,10 @@ over in a queue.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +20,6 @@ from numpy import ndarray
 from torch import Tensor, nn
 
 from relibra.errors import EngineError
-from relibra.integrations.megatron.passes import LayerPasses
 
 
 def find_routers(chunks: Sequence[nn.Module]) -> dict[int, Any]:
@@ -173,3 +173,61 @@ class RouteReplay:
         else:
             replay.target_topk_idx = ids_TK.to(inputs[0].device, torch.int64)
             replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+
+Entry = TypeVar("Entry")
+
+
+def is_recompute() -> bool:
+    """Return whether a backward pass is running: a layer that runs inside it is recomputed."""
+    # As `relibra.replay.routers.is_recompute`, which loads the transformers that relibra trains with.
+    return torch._C._current_graph_task_id() != -1
+
+
+class LayerPasses(Generic[Entry]):
+    """Entries of one layer: what it needs in the micro-batch that it runs, and again when that is recomputed.
+
+    Pipeline schedules run forward k + 1 before backward k, and recomputation happens inside the backward pass, so there
+    is no one current micro-batch. As in Megatron's `RouterReplay`, each layer keeps a queue: filled by forward passes,
+    emptied by recomputations.
+    """
+
+    def __init__(self) -> None:
+        """Start without a micro-batch."""
+        self._entry: Entry | None = None
+        self._trains = False
+        self._awaiting: deque[Entry | None] = deque()
+
+    def begin(self, entry: Entry | None) -> None:
+        """Let the next forward passes use this entry; None: none.
+
+        Called where gradients are enabled as in the forward pass of the model: without them nothing is recomputed.
+        """
+        self._entry, self._trains = entry, torch.is_grad_enabled()
+
+    def take(self, where: str) -> Entry | None:
+        """Return the entry of the pass that runs now.
+
+        where    layer, for the message
+        raises   EngineError in a recomputation without a forward pass
+        """
+        if is_recompute():
+            if not self._awaiting:
+                raise EngineError(
+                    f"{where} is recomputed more often than it ran forward: begin a micro-batch before each forward "
+                    "pass, and clear only between steps"
+                )
+            return self._awaiting.popleft()
+        if self._trains and not torch.is_grad_enabled():  # a checkpoint: the backward pass runs the layer again
+            self._awaiting.append(self._entry)
+        return self._entry
+
+    @property
+    def num_awaiting(self) -> int:
+        """Return the number of forward passes that wait for their recomputation."""
+        return len(self._awaiting)
+
+    def clear(self) -> None:
+        """Forget everything; between steps."""
+        self._entry, self._trains = None, False
+        self._awaiting.clear()

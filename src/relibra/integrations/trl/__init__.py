@@ -1,7 +1,7 @@
 """TRL: a `GRPOTrainer` that replays routes and follows a plan of each generation batch.
 
 In: TRL's generation batches. Out: the same losses and gradients, with experts where the plan puts them. Open
-`planned_grpo.py` first, then `generation_schedule.py` (what is planned) and `plan_runner.py` (how it is executed).
+`planned_grpo.py` first, then `generation_batches.py` (what is planned) and `plan_runner.py` (how it is executed).
 
 PlannedGRPOTrainer   TRL's GRPOTrainer with routing replay and plans; loads on first use, which needs TRL
 PlannedGRPO          the mixin that it is made of, for a trainer of your own: class Mine(PlannedGRPO, MyGRPOTrainer)

@@ -21,8 +21,13 @@ from torch import Tensor
 from relibra.cluster import Cluster
 from relibra.errors import EngineError
 from relibra.integrations.shared_failures import on_all_ranks
-from relibra.integrations.trl.generation_routes import EngineRoutes, read_engine_routes, record_routes
-from relibra.integrations.trl.generation_schedule import mini_batches, schedule_samples
+from relibra.integrations.trl.generation_batches import (
+    EngineRoutes,
+    mini_batches,
+    read_engine_routes,
+    record_routes,
+    schedule_samples,
+)
 from relibra.integrations.trl.plan_runner import PlanRunner
 from relibra.parallel import register
 from relibra.planning.budget import Budget
