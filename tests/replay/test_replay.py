@@ -317,7 +317,7 @@ def test_a_context_in_which_no_router_ran_is_an_error(replayed_before):
 
 @pytest.mark.skipif(not torch._dynamo.is_dynamo_supported(), reason="torch.compile does not work here")
 @pytest.mark.filterwarnings("ignore")  # torch warns about its own parts
-@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("first", ["native", "replay"])
 def test_a_compiled_model_is_replayed_or_refused(backend, first, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # torch cannot trace the shape checker
