@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Sequence as Several
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from io import StringIO
@@ -17,9 +17,8 @@ from jaxtyping import Float64
 from numpy import ndarray
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3MoeConfig
 
-from relibra.engine.sequence import SamplingParameters
+from relibra.engine.sequence import SamplingParameters, Sequence
 from relibra.serving.launch import RunningWorkers
-from relibra.serving.messages import Generate
 
 PROMPT, ANSWER = 32, 64
 VOCAB = 2048
@@ -104,16 +103,19 @@ class Driver:
         return float(attention), float(experts)
 
     def _busy(self) -> Float64[ndarray, " 2"]:
-        counters = self.workers.counters()
-        return np.array([counters[f"{role} worker 0"]["busy_seconds"] for role in ("attention", "experts")])
+        seconds = []
+        for worker in (self.workers.attention_workers[0], self.workers.expert_workers[0]):
+            worker.control.send({"counters": True})
+            seconds.append(worker.control.receive(seconds=60.0)["counters"]["busy_seconds"])
+        return np.array(seconds)
 
-    def run(self, batch: Sequence[Sequence[int]], answer: int = ANSWER) -> Round:
+    def run(self, batch: Several[Several[int]], answer: int = ANSWER) -> Round:
         """Answer a batch greedily."""
         first, last, result = self._number, {}, Round(texts=[[] for _ in batch])
         began = time.perf_counter()
         for tokens in batch:
             sampling = SamplingParameters(limit=answer, temperature=0.0)
-            self._control.send({"generate": Generate(number=self._number, tokens=tuple(tokens), sampling=sampling)})
+            self._control.send({"generate": Sequence(number=self._number, prompt=tuple(tokens), sampling=sampling)})
             self._number += 1
         left = len(batch)
         while left:
@@ -142,7 +144,7 @@ class ContinuousBatching:
             max_new_tokens=ANSWER, do_sample=False, eos_token_id=VOCAB + 1, pad_token_id=0
         )
 
-    def run(self, batch: Sequence[Sequence[int]]) -> Round:
+    def run(self, batch: Several[Several[int]]) -> Round:
         """Answer a batch greedily."""
         began = time.perf_counter()
         with warnings.catch_warnings(), redirect_stdout(StringIO()):
@@ -156,7 +158,7 @@ class ContinuousBatching:
         return Round(seconds=seconds, tokens=sum(map(len, texts)), texts=texts)
 
 
-def percentiles(rounds: Sequence[Round]) -> dict[str, float]:
+def percentiles(rounds: Several[Round]) -> dict[str, float]:
     """Return median and 99th percentile of the time between tokens, of all rounds."""
     gaps = np.concatenate([one.gaps_ms for one in rounds])
     return {"p50_ms": float(np.median(gaps)), "p99_ms": float(np.quantile(gaps, 0.99))}

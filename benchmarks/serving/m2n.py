@@ -25,8 +25,8 @@ from torch.multiprocessing.spawn import spawn
 
 from relibra.serving.channel import listen, worker_address
 from relibra.serving.exchange.attention_side import ExchangeShape, SlotExchange
-from relibra.serving.exchange.counters import ExchangeCounters
 from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
+from relibra.serving.exchange.messages import ExchangeCounters
 from relibra.serving.layout import Transport
 
 HIDDEN = 1024
@@ -68,8 +68,7 @@ def measure(pattern: Pattern) -> dict:
         spawn(_work, (pattern, port, Path(folder)), nprocs=pattern.attention + pattern.experts)
         files = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
     found: dict = {name: np.max([one[name] for one in files if name in one], axis=0) for name in ("m2n", "gloo")}
-    counted = ("staging_copies", "group_creations")
-    return {**found, **{name: sum(one["counters"][name] for one in files) for name in counted}}
+    return {**found, "group_creations": sum(one["counters"]["group_creations"] for one in files)}
 
 
 def _work(rank: int, pattern: Pattern, port: int, folder: Path) -> None:
@@ -97,12 +96,11 @@ def _attend(pattern: Pattern, rank: int, folder: Path) -> dict:
     exchange = SlotExchange(addresses, shape, attention=rank, slot=0, secret=SECRET, timeout=WAIT_SECONDS)
     dist.barrier()
     rows_XH = torch.randn(pattern.rows * pattern.experts, pattern.hidden)
-    own = exchange.rows(len(rows_XH))
-    own.copy_(rows_XH)
+    exchange.rows(len(rows_XH)).copy_(rows_XH)
     counts_P = np.full(pattern.experts, pattern.rows)
 
     def m2n() -> Tensor:
-        exchange.dispatch(0, own, counts_P)
+        exchange.dispatch(0, counts_P)
         return exchange.collect(0)
 
     gloo = _Baseline(pattern, rank)
@@ -110,7 +108,7 @@ def _attend(pattern: Pattern, rank: int, folder: Path) -> dict:
     assert torch.equal(gloo.there_and_back(rows_XH), rows_XH), "the baseline moves the same rows"
     found = _in_turns({"m2n": m2n, "gloo": lambda: gloo.there_and_back(rows_XH)}, pattern.calls)
     exchange.close()
-    return {**found, "counters": exchange.counters.as_dict()}
+    return {**found, "counters": dict(vars(exchange.counters))}
 
 
 def _serve(pattern: Pattern, rank: int, folder: Path) -> dict:
@@ -123,7 +121,7 @@ def _serve(pattern: Pattern, rank: int, folder: Path) -> dict:
     )
     inbox = ExpertInbox(listener, shape, SECRET, ExchangeCounters())
     dist.barrier()
-    while inbox.counters.channels < pattern.attention:
+    while inbox.counters.buffers < 2 * pattern.attention:
         assert inbox.next(0.01) is None, "nobody sends before all channels are open"
     dist.barrier()
 
@@ -132,13 +130,13 @@ def _serve(pattern: Pattern, rank: int, folder: Path) -> dict:
             message = inbox.next(WAIT_SECONDS)
             assert message is not None, "every attention process sends"
             message.result_YH.copy_(message.rows_YH)
-            message.answer(message.result_YH, inbox.counters)
+            message.answer(inbox.counters)
 
     gloo = _Baseline(pattern, rank)
     m2n()
     gloo.there_and_back(None)
     _in_turns({"m2n": m2n, "gloo": lambda: gloo.there_and_back(None)}, pattern.calls)
-    counters = inbox.counters.as_dict()
+    counters = dict(vars(inbox.counters))
     inbox.release()
     return {"counters": counters}
 

@@ -71,7 +71,7 @@ def _exchange_rows(attention: int, experts: int, calls: int) -> list[dict[str, A
                 **{name: _rounded(value) for name, value in own.items()},
                 **{f"baseline_{name}": _rounded(value) for name, value in gloo.items()},
                 "gb_per_second": _rounded(bytes_per_call / own["p50_ms"] / 1e6),
-                **{name: found[name] for name in ("staging_copies", "group_creations")},
+                "group_creations": found["group_creations"],
                 "configuration": f"{PAIR_BYTES >> 10} KB per pair and direction, there and back, {attention + experts} "
                 "processes; baseline: gloo, barrier per call, staging at both ends, groups of 8",
             }

@@ -19,9 +19,9 @@ from torch.multiprocessing.spawn import spawn
 from relibra.planning.deployment.pipeline_time import StageSeconds
 from relibra.serving.channel import listen, worker_address
 from relibra.serving.exchange.attention_side import ExchangeShape, SlotExchange
-from relibra.serving.exchange.counters import ExchangeCounters
 from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
-from relibra.serving.roles.compute_token import ComputeToken
+from relibra.serving.exchange.messages import ExchangeCounters
+from relibra.serving.roles.remote_experts import ComputeToken
 from relibra.simulation.serving.ping_pong import Work, new_clocks, run_layers, sending_order
 
 HIDDEN, ROWS, WAIT_SECONDS = 64, 4, 60.0
@@ -44,14 +44,13 @@ class SleepingDeployment:
     layers: int = 8
     steps: int = 12
 
-    def measured(self) -> tuple[float, dict[str, int]]:
-        """Return the seconds of a step of all micro-batches, and the counters of all processes."""
+    def measured(self) -> tuple[float, int]:
+        """Return the seconds of a step of all micro-batches, and the groups that all processes made for a call."""
         with tempfile.TemporaryDirectory() as folder:
             spawn(_work, (self, Path(folder)), nprocs=self.attention + self.experts)
             files = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
-        names = ("staging_copies", "group_creations")
-        counters = {name: sum(one["counters"][name] for one in files) for name in names}
-        return max(one["seconds"] for one in files if "seconds" in one), counters
+        groups = sum(one["counters"]["group_creations"] for one in files)
+        return max(one["seconds"] for one in files if "seconds" in one), groups
 
     def simulated(self) -> float:
         """Return the same by the events of the simulator."""
@@ -100,7 +99,7 @@ def _attend(one: SleepingDeployment, rank: int, folder: Path) -> dict:
     counters: dict[str, int] = {}
     for exchange in exchanges:
         exchange.close()
-        counters = {name: value + counters.get(name, 0) for name, value in exchange.counters.as_dict().items()}
+        counters = {name: value + counters.get(name, 0) for name, value in vars(exchange.counters).items()}
     step_ends = ends.max(axis=0)
     seconds = (step_ends[-1] - step_ends[WARM_UP - 1]) / (one.steps - WARM_UP)
     return {"seconds": float(seconds), "counters": counters}
@@ -111,10 +110,11 @@ def _decode(one: SleepingDeployment, token: ComputeToken, end_S: np.ndarray, exc
     counts = np.full(one.experts, ROWS)
     for step in range(one.steps):
         for layer in range(one.layers):
-            with token:
-                time.sleep(one.stage.attention)
+            token.acquire()
+            time.sleep(one.stage.attention)
+            token.release()
             time.sleep(one.stage.hop)
-            exchange.dispatch(layer, exchange.rows(ROWS * one.experts), counts)
+            exchange.dispatch(layer, counts)
             exchange.collect(layer)
             time.sleep(one.stage.hop)
         end_S[step] = time.perf_counter()
@@ -134,8 +134,8 @@ def _serve(one: SleepingDeployment, rank: int, folder: Path) -> dict:
         message = inbox.next(WAIT_SECONDS)
         assert message is not None, "every attention process sends"
         time.sleep(one.stage.experts)
-        message.answer(message.result_YH, inbox.counters)
-    counters = inbox.counters.as_dict()
+        message.answer(inbox.counters)
+    counters = dict(vars(inbox.counters))
     inbox.release()
     return {"counters": counters}
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from relibra.engine.sequence import SamplingParameters
+from relibra.engine.sequence import SamplingParameters, Sequence
 from relibra.serving.launch import RunningWorkers
 from relibra.serving.layout import WorkerLayout
-from relibra.serving.messages import Generate
 
 VOCAB = 64
-Prompt = Sequence[int]
+Prompt = Several[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +72,12 @@ def whole_answer(model: Any, prompt: Prompt, limit: int) -> Answer:
     return Answer(tokens, np.stack(rows))
 
 
-def served_answers(workers: RunningWorkers, batch: Sequence[Prompt], limit: int) -> list[Answer]:
+def served_answers(workers: RunningWorkers, batch: Several[Prompt], limit: int) -> list[Answer]:
     """Return the answers of a deployment; requests go to its attention workers in turn."""
     controls = [worker.control for worker in workers.attention_workers]
     sampling = SamplingParameters(limit=limit, temperature=0.0, top_log_probs=VOCAB)
     for number, prompt in enumerate(batch):
-        request = Generate(number=number, tokens=tuple(prompt), sampling=sampling)
+        request = Sequence(number=number, prompt=tuple(prompt), sampling=sampling)
         controls[number % len(controls)].send({"generate": request})
     steps: list[list[dict]] = [[] for _ in batch]
     for first, control in enumerate(controls):
@@ -91,7 +91,7 @@ def served_answers(workers: RunningWorkers, batch: Sequence[Prompt], limit: int)
     return [Answer([step["token"] for step in one], np.stack([_row(step) for step in one])) for one in steps]
 
 
-def largest_difference(model: Any, folder: Path, layout: WorkerLayout, lengths: Sequence[int], limit: int) -> float:
+def largest_difference(model: Any, folder: Path, layout: WorkerLayout, lengths: Several[int], limit: int) -> float:
     """Return the largest difference of log-probs to the whole model; infinite where greedy tokens differ."""
     batch = [[(7 * number + 3 * n) % (VOCAB - 4) + 3 for n in range(length)] for number, length in enumerate(lengths)]
     with RunningWorkers(folder, layout) as workers:
@@ -107,7 +107,7 @@ def seconds_to_end_after(workers: RunningWorkers, harm: Callable[[], None], limi
     """Return the seconds from harm to the end of a request under way, and its sentence; empty: it was answered."""
     control = workers.attention_workers[0].control
     sampling = SamplingParameters(limit=limit, temperature=0.0)
-    control.send({"generate": Generate(number=0, tokens=(5, 6, 7), sampling=sampling)})
+    control.send({"generate": Sequence(number=0, prompt=(5, 6, 7), sampling=sampling)})
     control.receive()
     harm()
     began = time.perf_counter()

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relibra.engine.prefill import group_prompts
+from relibra.engine.forward import group_prompts
 from relibra.engine.sampling import kept_tokens, sample_tokens
 from relibra.engine.sequence import SamplingParameters
 

@@ -9,18 +9,26 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 from relibra.engine.sequence import Sequence
 from relibra.serving.channel import listen, worker_address
-from relibra.serving.exchange.counters import ExchangeCounters
 from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
-from relibra.serving.expert_placement import place_experts
-from relibra.serving.layout import WorkerLayout
+from relibra.serving.exchange.messages import ExchangeCounters
+from relibra.serving.launch import Worker
+from relibra.serving.layout import WorkerLayout, place_experts
 from relibra.serving.roles.attention_worker import AttentionWorker
 from relibra.serving.roles.checkpoint import load_experts, open_checkpoint, read_structure
 from relibra.serving.roles.expert_worker import ExpertWorker
 
 WAIT_SECONDS = 60.0
+
+
+class StoppedWorker(Worker):
+    """A worker without a connection, whose process is of somebody else."""
+
+    def __init__(self, role: str, pid: int) -> None:
+        vars(self).update(role=role, number=0, process=SimpleNamespace(pid=pid))
 
 
 @dataclass

@@ -9,21 +9,20 @@ from typing import ClassVar
 
 import pytest
 import tokenizers
-from fastapi import HTTPException
+from fastapi import HTTPException, Request
 from hypothesis import given
 from hypothesis import strategies as st
 
 from relibra.engine.sequence import SamplingParameters
 from relibra.errors import ConfigError
-from relibra.serving.messages import Progress, read_frame
-from relibra.serving.server.access import read_api_keys
+from relibra.serving.channel import Progress, read_frame
 from relibra.serving.server.admission import Admission, ServerLimits
 from relibra.serving.server.choice import make_choices
 from relibra.serving.server.metrics import CountAnswers, ServerMetrics
-from relibra.serving.server.serve import ServerSettings
-from relibra.serving.server.text import AnswerText, TextCodec, longest_beginning
-from relibra.serving.server.workers.clients import WorkerClients
-from relibra.serving.server.workers.connection import Connection, change_weights
+from relibra.serving.server.serve import ServerSettings, key_check, read_api_keys
+from relibra.serving.server.text import AnswerText, TextCodec
+from relibra.serving.server.workers import Connection, WorkerClients
+from tests.serving.in_process import StoppedWorker
 
 SPECIAL = {256: "<end>", 257: "<tool>"}
 
@@ -49,12 +48,6 @@ def pieces_of(answer, tokens, cuts):
     borders = [0, *sorted(cut % (len(tokens) + 1) for cut in cuts), len(tokens)]
     parts = [tokens[a:b] for a, b in itertools.pairwise(borders)]
     return [answer.add(part, last=index == len(parts) - 1) for index, part in enumerate(parts)]
-
-
-@given(st.text(max_size=30), st.text(max_size=4), st.lists(st.integers(0, 200), max_size=30))
-def test_a_stream_has_the_text_of_the_whole_answer(text, prompt, cuts):
-    answer = AnswerText(CODEC, list(prompt.encode()), {})
-    assert "".join(pieces_of(answer, list(text.encode()), cuts)) == text
 
 
 @given(st.lists(st.integers(0, 256), max_size=12), st.lists(st.integers(0, 200), max_size=12))
@@ -128,18 +121,23 @@ def test_a_stop_token_is_shown_where_it_is_asked_for(options, stops, text, by):
     assert answer.stopped_by == by
 
 
-@given(st.text("ab", max_size=8), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
-def test_the_longest_beginning_is_that_of_a_search(text, stops):
-    every = [n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
-    assert longest_beginning(text, stops) == max(every, default=0)
-
-
 def test_keys_come_from_files_and_the_environment(tmp_path, monkeypatch):
     (tmp_path / "keys").write_text("one\n\n two \n")
     monkeypatch.setenv("KEY_OF_A_TEST", "three")
     assert read_api_keys(f"file:{tmp_path / 'keys'}") == ("one", "two")
     assert read_api_keys("env:KEY_OF_A_TEST") == ("three",)
     assert read_api_keys("") == ()
+
+
+@pytest.mark.parametrize(
+    ("header", "passes"),
+    [("Bearer two", True), ("bearer  one ", True), ("Bearer three", False), ("Basic one", False), ("", False)],
+)
+def test_one_of_the_keys_is_asked_for(header, passes):
+    request = Request({"type": "http", "headers": [(b"authorization", header.encode())]})
+    key_check(())(request)
+    with contextlib.nullcontext() if passes else refused(401, "key"):
+        key_check(("one", "two"))(request)
 
 
 @pytest.mark.parametrize("source", ["sk-1", "env:NOT_SET_BY_A_TEST", "file:/nowhere", "env:"])
@@ -152,9 +150,7 @@ def test_what_holds_no_key_is_refused(source):
     ("changes", "named"),
     [
         ({"host": "0.0.0.0", "updates": Path()}, "--updates"),
-        ({"max_waiting": 0}, "max_waiting is 0"),
         ({"deadline": 0.0}, "deadline is 0.0"),
-        ({"rebalance_seconds": -1.0}, "rebalance_seconds is -1.0"),
     ],
 )
 def test_settings_out_of_range_are_refused(changes, named):
@@ -166,12 +162,12 @@ def test_a_worker_that_hangs_while_weights_change_is_given_up():
     async def changed():
         ours, theirs = socket.socketpair()
         with theirs:
-            connection = Connection("attention", 0, 1, *await asyncio.open_connection(sock=ours))
-            answers = await change_weights([connection], {"read": "folder"}, seconds=0.05)
-            return answers, connection.writer.is_closing(), await read_frame(connection.reader)
+            connection = Connection(StoppedWorker("attention", 1), *await asyncio.open_connection(sock=ours))
+            answer = await connection.command("weights", {"read": "folder"}, seconds=0.05)
+            return answer, connection.writer.is_closing(), await read_frame(connection.reader)
 
-    answers, closing, frame = asyncio.run(changed())
-    assert answers == [None]
+    answer, closing, frame = asyncio.run(changed())
+    assert answer is None
     assert closing
     assert frame is None, "who reads takes the worker for ended, and starts it again"
 
@@ -189,7 +185,7 @@ class NoWorkers(WorkerClients):
         return len(self.begun) < self.room
 
     def begin(self, choice, _most):
-        choice.message(len(self.begun))
+        choice.request(len(self.begun))
         self.begun.append(choice)
 
     def cancel(self, choice):
@@ -216,7 +212,7 @@ def test_a_failure_is_counted_and_its_cause_logged_once(begun, caplog):
 
         for _ in range(3):
             await CountAnswers(app, metrics)({"type": "http"}, send, send)
-        return sent, metrics.text([], {}).decode()
+        return sent, metrics.text({}, {}).decode()
 
     sent, text = asyncio.run(fail())
     assert sent == (["http.response.start"] * 3 if begun else ["http.response.start", "http.response.body"] * 3)
@@ -240,6 +236,7 @@ def refused(status, words):
     with pytest.raises(HTTPException, match=words) as caught:
         yield
     assert caught.value.status_code == status
+    assert status != 429 or int(caught.value.headers["Retry-After"]) >= 1
 
 
 async def started(admission, samples):

@@ -17,7 +17,7 @@ from fastapi import HTTPException, Request
 from benchmarks.reliability.attacked_server import hostile_bodies
 from benchmarks.reliability.started_run import are_gone
 from relibra.engine.sequence import SamplingParameters
-from relibra.serving.messages import Progress
+from relibra.serving.channel import Progress
 from relibra.serving.server import forked, reading
 from relibra.serving.server.bodies import ChatBody, CompletionBody, TokenBody
 from relibra.serving.server.choice import READ_AT_ONCE, make_choices

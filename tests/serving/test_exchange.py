@@ -21,10 +21,9 @@ from relibra.errors import EngineError
 from relibra.serving.channel import connect, listen, worker_address
 from relibra.serving.exchange import expert_side
 from relibra.serving.exchange.attention_side import ExchangeShape, SlotExchange, WorkerLostError
-from relibra.serving.exchange.counters import ExchangeCounters
 from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
-from relibra.serving.exchange.messages import ANSWER, Done, Hello, Rows
-from relibra.serving.expert_placement import place_experts, place_table
+from relibra.serving.exchange.messages import ANSWER, Done, ExchangeCounters, Hello, Rows
+from relibra.serving.layout import place_experts, place_table
 
 SECRET = b"secret"
 HIDDEN, MAX_TOKENS, TOP_K = 4, 16, 2
@@ -79,7 +78,7 @@ class Workers:
                 rows = slice(first, first + count)
                 message.result_YH[rows] = expert_output(expert, message.rows_YH[rows])
                 first += count
-            message.answer(message.result_YH, inbox.counters)
+            message.answer(inbox.counters)
 
     def exchange(self, stack, attention=0, slot=0, timeout=10.0):
         shape = replace(ATTENTION, experts_of=self.experts_of)
@@ -88,15 +87,13 @@ class Workers:
         return exchange
 
 
-def there_and_back(exchange, expert_Y, layer=0, *, in_place=True):
+def there_and_back(exchange, expert_Y, layer=0):
     """Send a row per entry of `expert_Y`; return rows and results, both in the order of the places."""
     place_Y = place_table(exchange.shape.experts_of, exchange.lost).place_rows(np.asarray(expert_Y, dtype=np.int64))
     rows = torch.arange(len(place_Y) * HIDDEN, dtype=torch.float32).view(-1, HIDDEN)
-    if in_place:
-        exchange.rows(len(rows)).copy_(rows)
-        rows = exchange.rows(len(rows))
+    exchange.rows(len(rows)).copy_(rows)
     counts = np.bincount(place_Y, minlength=sum(map(len, exchange.shape.experts_of)))
-    exchange.dispatch(layer, rows, counts)
+    exchange.dispatch(layer, counts)
     return rows, exchange.collect(layer), np.sort(np.asarray(expert_Y)[np.argsort(place_Y, kind="stable")])
 
 
@@ -116,7 +113,7 @@ def test_every_row_comes_back_to_its_place(transport, data):
             assert torch.equal(results, torch.stack(expected) if expected else results)
         assert exchange.counters.rows == sum(map(len, calls))
         assert exchange.counters.calls == len(calls)
-        assert exchange.counters.staging_copies == exchange.counters.group_creations == 0
+        assert exchange.counters.group_creations == 0
         assert exchange.counters.buffers == 2
 
 
@@ -143,14 +140,6 @@ def test_many_attention_workers_and_slots_do_not_mix(transport):
         assert not wrong
 
 
-def test_rows_outside_of_the_buffer_are_staged_and_counted():
-    with contextlib.ExitStack() as stack:
-        exchange = Workers(stack, "shared", ((0, 1),)).exchange(stack)
-        rows, results, _ = there_and_back(exchange, [0, 0, 1], in_place=False)
-        assert torch.equal(results[2], expert_output(1, rows[2]))
-        assert exchange.counters.staging_copies == 1
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_worker_that_does_not_answer_is_named_within_timeout(transport):
     with contextlib.ExitStack() as stack:
@@ -163,7 +152,7 @@ def test_worker_that_does_not_answer_is_named_within_timeout(transport):
         assert set(exchange.lost) == {1}
         with pytest.raises(EngineError, match="1 experts that no other worker holds"):
             there_and_back(exchange, [0])
-        exchange.dispatch(0, exchange.rows(1), np.array([1, 0]))  # the other worker still answers
+        exchange.dispatch(0, np.array([1, 0]))  # the other worker still answers
         assert len(exchange.collect(0)) == 1
 
 
@@ -279,7 +268,7 @@ def test_sender_that_reads_nothing_delays_no_longer_than_timeout():
         message = inbox.next(10.0)
         assert message is not None
         began = time.monotonic()
-        message.answer(message.result_YH, inbox.counters)
+        message.answer(inbox.counters)
         assert time.monotonic() - began < 5.0
         assert channel.receive(ANSWER) == Done()
         with pytest.raises(ConnectionError):  # half of a message is not waited for

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relibra.errors import ConfigError, EngineError
-from relibra.serving.expert_placement import add_copies, place_experts, place_table, worker_imbalance
-from relibra.serving.layout import split_experts
+from relibra.serving.layout import add_copies, place_experts, place_table, split_experts, worker_imbalance
 
 
 @given(

@@ -10,18 +10,19 @@ import subprocess
 import pytest
 
 from relibra.errors import EngineError
+from relibra.serving.channel import read_frame, write_frame
 from relibra.serving.launch import RunningWorkers
 from relibra.serving.layout import WorkerLayout
-from relibra.serving.messages import read_frame, write_frame
-from relibra.serving.server.workers import clients
-from relibra.serving.server.workers.connection import HEALTH_SECONDS, Connection
+from relibra.serving.server import workers
+from relibra.serving.server.workers import HEALTH_SECONDS
+from tests.serving.in_process import StoppedWorker
 
 
 @contextlib.asynccontextmanager
 async def connected(role, pid):
     """Yield the connection of an API server to a worker, and the worker's end."""
     ours, theirs = socket.socketpair()
-    connection = Connection(role, 0, pid, *await asyncio.open_connection(sock=ours))
+    connection = workers.Connection(StoppedWorker(role, pid), *await asyncio.open_connection(sock=ours))
     reader, writer = await asyncio.open_connection(sock=theirs)
     try:
         yield connection, reader, writer
@@ -51,7 +52,7 @@ def test_answer_ends_a_silence_and_silent_worker_is_asked_once():
 class TwoWorkers(RunningWorkers):
     """A deployment whose expert worker does not start again."""
 
-    layout = WorkerLayout(timeout=20.0)
+    layout = WorkerLayout(timeout=0.04)
 
     def __init__(self):
         """Start nothing."""
@@ -66,7 +67,7 @@ class TwoWorkers(RunningWorkers):
 async def with_clients(watch):
     """Return what is seen of workers that do not answer."""
     async with connected("attention", 11) as (attention, *_), connected("experts", 12) as (experts, *_):
-        server = clients.WorkerClients(TwoWorkers(), [attention], [experts])
+        server = workers.WorkerClients(TwoWorkers(), [attention], [experts])
         try:
             return await watch(server)
         finally:
@@ -75,7 +76,8 @@ async def with_clients(watch):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(clients, "HEALTH_SECONDS", 0.002)  # between two checks; each still counts as a second
+    for name, seconds in (("HEALTH_SECONDS", 0.002), ("SHOWN_SECONDS", 0.006), ("LEAST_PATIENCE", 0.04)):
+        monkeypatch.setattr(workers, name, seconds)
 
 
 def test_silent_workers_are_shown_and_then_given_up(quick):
@@ -94,7 +96,7 @@ def test_silent_workers_are_shown_and_then_given_up(quick):
     assert "experts worker 0" in said[0]
     assert "attention worker 0" in said[1]
     assert failure == said[1]
-    assert {one.worker for one in lost} == {"experts worker 0", "attention worker 0"}
+    assert {worker for worker, _ in lost} == {"experts worker 0", "attention worker 0"}
 
 
 def test_stopped_process_is_told_from_a_busy_one():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from relibra.serving.messages import Progress
+from relibra.serving.channel import Progress
 from relibra.serving.server.bodies import ChatBody, CompletionBody
 from relibra.serving.server.forked import run_forked
 from relibra.serving.server.text import TextCodec

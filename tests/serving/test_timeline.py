@@ -24,20 +24,18 @@ def overlap(some, others):
 
 def test_attention_and_experts_of_two_micro_batches_overlap(tmp_path):
     write_model("Qwen3MoeForCausalLM", tmp_path / "model")
-    file = tmp_path / "timeline.json"
-    with (
-        relibra_serve(tmp_path / "model", "--experts", "2", "--micro-batches", "2", "--timeline", str(file)) as (
-            url,
-            _,
-        ),
-        ThreadPoolExecutor(8) as pool,
-    ):
+    file, keys = tmp_path / "timeline.json", tmp_path / "keys"
+    keys.write_text("sk-one\nsk-two\n")
+    options = ("--experts", "2", "--timeline", str(file), "--api-key-from", f"file:{keys}")
+    with relibra_serve(tmp_path / "model", *options) as (url, _), ThreadPoolExecutor(8) as pool:
 
-        def ask(number):
+        def ask(number, key="sk-two"):
             body = {"prompt": list(greedy_request(number, 6, 40).prompt), "max_tokens": 40, "ignore_eos": True}
-            return httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False).status_code
+            headers = {"Authorization": f"Bearer {key}"}
+            return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60).status_code
 
         assert set(pool.map(ask, range(8))) == {200}
+        assert ask(0, "sk-three") == 401
     trace = json.loads(file.read_text())
     assert trace["otherData"]["label"] == "measured"
     spans = {}

@@ -28,7 +28,7 @@ def loads(updates, path):
     """Return whether a folder is accepted, or the sentence that refuses it."""
     call = WorkerCall(method="reload_weights", kwargs=ReloadArguments(weights_path=str(path)))
     with pytest.raises((InterruptedError, HTTPException)) as caught:
-        asyncio.run(ServedWeights(NoLoading(), print, updates).load(call))
+        asyncio.run(ServedWeights(NoLoading(), updates).load(call))
     return isinstance(caught.value, InterruptedError) or f"{caught.value.status_code} {caught.value.detail}"
 
 

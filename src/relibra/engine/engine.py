@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from relibra.engine.forward import Forward
+from relibra.engine.forward import Forward, Prefill, group_prompts, share_prompts
 from relibra.engine.kv_cache import Room, SlottedCache, cache_bytes
-from relibra.engine.prefill import Prefill, group_prompts, share_prompts
 from relibra.engine.sampling import sample_next
 from relibra.engine.sequence import Sequence
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -72,9 +73,10 @@ class Sequence:
     finish: FinishReason | None = None
     error: str = ""
 
-    def __post_init__(self) -> None:
-        """Derive the key of the random numbers, once."""
-        self.key = sampling_key(self.sampling.seed)
+    @cached_property
+    def key(self) -> tuple[int, int]:
+        """Key of its random numbers."""
+        return sampling_key(self.sampling.seed)
 
     @property
     def length(self) -> int:

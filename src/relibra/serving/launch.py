@@ -14,14 +14,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from relibra.environment import worker_environment
 from relibra.errors import EngineError
 from relibra.serving.channel import Channel, worker_address
-from relibra.serving.expert_placement import place_experts
-from relibra.serving.layout import WorkerLayout
+from relibra.serving.layout import WorkerLayout, place_experts
 from relibra.serving.roles.checkpoint import read_structure
 
 FolderStamp = tuple[tuple[str, int, int], ...]
@@ -106,14 +104,6 @@ class RunningWorkers:
         """Workers that requests go to."""
         return self.workers[self.layout.experts :]
 
-    def counters(self) -> dict[str, dict[str, float]]:
-        """Return the counters of each worker by its name; not while an API server reads from them."""
-        found = {}
-        for worker in self.workers:
-            worker.control.send({"counters": True})
-            found[worker.name] = self._answer(worker, "counters", time.monotonic() + self.layout.timeout)
-        return found
-
     def stop(self) -> None:
         """End all workers: their connections close, and those that stay are killed."""
         self._stopping = True  # a worker that is just being started again is not waited for
@@ -131,9 +121,7 @@ class RunningWorkers:
     def __enter__(self) -> RunningWorkers:
         return self
 
-    def __exit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start_from(self, folder: Path, stamp: FolderStamp) -> None:

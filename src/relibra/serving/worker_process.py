@@ -19,19 +19,18 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
 from relibra.engine.sequence import Sequence
 from relibra.environment import keep_hub_offline
-from relibra.errors import RelibraError, in_a_line
-from relibra.serving.channel import Channel, listen
-from relibra.serving.exchange.counters import ExchangeCounters
+from relibra.errors import ConfigError, EngineError, RelibraError, in_a_line
+from relibra.serving.channel import Channel, listen, progress_of
 from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
+from relibra.serving.exchange.messages import ExchangeCounters
 from relibra.serving.layout import WorkerLayout
-from relibra.serving.messages import Generate, progress_of
 from relibra.serving.roles.attention_worker import AttentionWorker
 from relibra.serving.roles.checkpoint import load_attention, load_experts, open_checkpoint, read_structure
 from relibra.serving.roles.expert_worker import ExpertWorker
-from relibra.serving.roles.new_weights import NewWeights
 from relibra.serving.worker_timeline import timeline_frame, worker_recorder
 from relibra.timeline import TimelineRecorder
 
@@ -118,7 +117,7 @@ class ExpertProcess:
     def counters(self) -> dict[str, int | float]:
         """Return the counts of the worker that answers now."""
         worker, _ = self._workers[-1]
-        return {**worker.inbox.counters.as_dict(), "busy_seconds": worker.busy_seconds}
+        return {**vars(worker.inbox.counters), "busy_seconds": worker.busy_seconds}
 
 
 def run_expert_worker(control: Channel, spec: dict[str, Any]) -> None:
@@ -159,7 +158,7 @@ def run_attention_worker(control: Channel, spec: dict[str, Any]) -> None:
         control,
         {
             "connect": connect,
-            "generate": lambda request: worker.submit(msgspec.convert(request, Generate).sequence()),
+            "generate": lambda request: worker.submit(msgspec.convert(request, Sequence)),
             "cancel": worker.cancel,
             "rejoin": lambda place: worker.rejoin(*place),
             "load": lambda _: worker.load(),
@@ -184,6 +183,53 @@ def _answer_frames(control: Channel, actions: dict[str, Callable[[Any], Any]]) -
 
 def _recorder(spec: dict[str, Any], layout: WorkerLayout) -> TimelineRecorder | None:
     return worker_recorder(layout, spec["role"], spec["number"]) if spec["timeline"] else None
+
+
+class NewWeights:
+    """Weights that a worker has read and does not use yet: it has room for both."""
+
+    def __init__(self, present: Several[nn.Module], load: Callable[[Path], Several[nn.Module]]) -> None:
+        """Begin with none.
+
+        present   modules of the worker
+        load      reads the same modules from another folder
+        """
+        self._present, self._load = present, load
+        self._read: Several[nn.Module] = ()
+
+    def change(self, frame: dict[str, Any]) -> dict[str, Any]:
+        """Read the folder of `read`, or use what was read; an empty `use` drops it. Return the answer."""
+        if "use" in frame:
+            if frame["use"]:
+                self._use()
+            self._read = ()
+            return {"used": frame["use"]}
+        try:
+            read = self._load(Path(frame["read"]))
+            check_same_shapes(read, self._present, frame["read"])
+        except Exception as error:  # noqa: BLE001 - a file of others: its error is the answer
+            return {"failed": str(error) if isinstance(error, RelibraError) else in_a_line(error)}
+        self._read = read
+        return {"read": frame["read"]}
+
+    def _use(self) -> None:
+        if len(self._read) != len(self._present):
+            raise EngineError("no weights have been read that could be used")
+        with torch.inference_mode(False):
+            for new, old in zip(self._read, self._present, strict=True):
+                old.load_state_dict(new.state_dict(), assign=True)
+
+
+def check_same_shapes(new: Several[nn.Module], old: Several[nn.Module], folder: str) -> None:
+    """Raise ConfigError where the modules differ in number, or their parameters in names, shapes or types."""
+    if len(new) != len(old):
+        raise ConfigError(f"{folder} holds {len(new)} layers of experts: this server has {len(old)}")
+    for modules in zip(new, old, strict=True):
+        shapes = [{name: (tuple(one.shape), one.dtype) for name, one in of.state_dict().items()} for of in modules]
+        for name in sorted(shapes[0].keys() | shapes[1].keys()):
+            found, known = (of.get(name) for of in shapes)
+            if found != known:
+                raise ConfigError(f"{folder} is of another model: {name} is {found}, here {known}")
 
 
 if __name__ == "__main__":

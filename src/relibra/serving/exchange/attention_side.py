@@ -15,9 +15,17 @@ from torch import Tensor
 
 from relibra.errors import EngineError
 from relibra.serving.channel import UNIX, Channel, connect
-from relibra.serving.exchange.buffers import bytes_of, make_buffers, shared_file
-from relibra.serving.exchange.counters import ExchangeCounters
-from relibra.serving.exchange.messages import ANSWER, MOST_BYTES, Failure, Hello, Rows
+from relibra.serving.exchange.messages import (
+    ANSWER,
+    MOST_BYTES,
+    ExchangeCounters,
+    Failure,
+    Hello,
+    Rows,
+    bytes_of,
+    make_buffers,
+    shared_file,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,19 +100,15 @@ class SlotExchange:
             raise
 
     def rows(self, count: int) -> Float[Tensor, "Y H"]:
-        """Return the place of the next exchange's rows; write them there."""
+        """Return the place of the next exchange's rows, ordered by place: write them there before `dispatch`."""
         return self._rows_XH[:count]
 
-    def dispatch(self, layer: int, rows_YH: Float[Tensor, "Y H"], counts_P: Int64[ndarray, " P"]) -> None:
+    def dispatch(self, layer: int, counts_P: Int64[ndarray, " P"]) -> None:
         """Send each worker its rows, or a notice that there are none. Returns before anyone has computed.
 
-        rows_YH    ordered by place; where they lie in `rows`, they are not copied
         counts_P   rows of each place: the experts of worker 0, then those of worker 1, and so on
         """
         self.counters.calls += 1
-        if len(rows_YH) and rows_YH.data_ptr() != self._rows_XH.data_ptr():
-            self.counters.staging_copies += 1
-            self._rows_XH[: len(rows_YH)].copy_(rows_YH)
         first, place = 0, 0
         counts = np.ascontiguousarray(counts_P, dtype="<u4")
         for worker, experts in enumerate(self.shape.experts_of):
@@ -115,7 +119,7 @@ class SlotExchange:
                 rows = Rows(layer=layer, first_row=first, counts=own.tobytes())
                 with self._noting_loss(worker, layer):
                     self._channels[worker].send(rows, None if self._shared else bytes_of(sent_YH))
-                self.counters.send(count, sent_YH.nbytes)
+                self.counters.rows += count
             first, place = first + count, place + len(experts)
 
     def collect(self, layer: int) -> Float[Tensor, "Y H"]:

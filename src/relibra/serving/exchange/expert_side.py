@@ -20,9 +20,17 @@ from torch import Tensor
 
 from relibra.errors import EngineError
 from relibra.serving.channel import Channel
-from relibra.serving.exchange.buffers import bytes_of, make_buffers
-from relibra.serving.exchange.counters import ExchangeCounters
-from relibra.serving.exchange.messages import HELLO, MOST_BYTES, ROWS, Done, Failure, Hello
+from relibra.serving.exchange.messages import (
+    HELLO,
+    MOST_BYTES,
+    ROWS,
+    Done,
+    ExchangeCounters,
+    Failure,
+    Hello,
+    bytes_of,
+    make_buffers,
+)
 
 GREETING_SECONDS = 5.0
 """How long a connection may take to say who it is."""
@@ -106,13 +114,10 @@ class Message:
         """Who sent it."""
         return f"attention worker {self.slot.hello.attention}, micro-batch {self.micro_batch}"
 
-    def answer(self, result_YH: Float[Tensor, "Y H"], counters: ExchangeCounters) -> None:
-        """Send results; where they lie in `result_YH` of this message, they are not copied."""
+    def answer(self, counters: ExchangeCounters) -> None:
+        """Send what was written into `result_YH`."""
         counters.calls += 1
-        if len(result_YH) and result_YH.data_ptr() != self.result_YH.data_ptr():
-            counters.staging_copies += 1
-            self.result_YH.copy_(result_YH)
-        counters.send(len(result_YH), result_YH.nbytes)
+        counters.rows += len(self.result_YH)
         self._reply(Done(), None if self.slot.hello.shared_rows else bytes_of(self.result_YH))
 
     def fail(self, sentence: str) -> None:

@@ -1,15 +1,20 @@
-"""Messages of the exchange: `Hello` opens a channel, each `Rows` is a layer of a micro-batch; both are answered.
+"""What both sides of the exchange have: its messages, buffers of rows, and counters.
 
-The sizes in a message are compared with those of the channel before rows are read into memory; a message of another
-size ends the channel.
+`Hello` opens a channel, each `Rows` is a layer of a micro-batch; both are answered. The sizes in a message are compared
+with those of the channel before rows are read into memory; a message of another size ends the channel.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
+import torch
 from msgspec import msgpack
+from torch import Tensor
 
 VERSION: Literal[4] = 4
 MOST_BYTES = 1 << 18
@@ -60,3 +65,55 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
 
 HELLO, ROWS, ANSWER = msgpack.Decoder(Hello), msgpack.Decoder(Rows), msgpack.Decoder(Done | Failure)
 """What `Channel.receive` takes."""
+
+
+def shared_file(rows: int, hidden: int, dtype: torch.dtype) -> int:
+    """Return the descriptor of a file in memory for two buffers, which both ends map with `make_buffers`.
+
+    The file has no name, so nothing is left behind by a process that is killed.
+    """
+    file = os.memfd_create("relibra-rows", os.MFD_CLOEXEC)
+    os.ftruncate(file, 2 * rows * hidden * dtype.itemsize)
+    return file
+
+
+def make_buffers(rows: int, hidden: int, dtype: torch.dtype, file: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return the buffers `[X, H]` of rows and of results.
+
+    file     of both, whose descriptor is not needed afterwards; None: memory of this process
+    raises   ValueError when the file has another size
+    """
+    if file is None:
+        both = torch.zeros((2, rows, hidden), dtype=dtype)
+    else:
+        size = 2 * rows * hidden * dtype.itemsize
+        if os.fstat(file).st_size != size:
+            raise ValueError(f"the shared memory has {os.fstat(file).st_size} bytes instead of {size}")
+        both = torch.frombuffer(mmap.mmap(file, size), dtype=dtype).view(2, rows, hidden)
+    return both[0], both[1]
+
+
+def bytes_of(rows_YH: Tensor) -> memoryview:
+    """Return the bytes of rows that lie together, to be sent or filled."""
+    return rows_YH.view(torch.uint8).numpy().data.cast("B") if len(rows_YH) else memoryview(b"")
+
+
+@dataclass
+class ExchangeCounters:
+    """Counts of one side since it started.
+
+    calls             dispatches of a layer of a micro-batch, or answers to one
+    rows              sent
+    buffers           buffers allocated
+    group_creations   sets of peers made for a call: a channel opened, or a buffer allocated, after the first call
+    """
+
+    calls: int = 0
+    rows: int = 0
+    buffers: int = 0
+    group_creations: int = 0
+
+    def open_channel(self, buffers: int = 0) -> None:
+        """Count a channel with its buffers; after the first call it is a set-up that a call has waited for."""
+        self.buffers += buffers
+        self.group_creations += self.calls > 0

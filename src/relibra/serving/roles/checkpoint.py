@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,7 @@ class CheckpointTensor:
         assert index is ..., "only whole tensors are asked for"
         if self.experts is None:
             return self.slice[...]
-        runs = _runs(self.experts)
-        return torch.cat([self.slice[start:end] for start, end in runs])
+        return torch.cat([self.slice[expert : expert + 1] for expert in self.experts])
 
 
 def open_checkpoint(folder: Path) -> dict[str, CheckpointTensor]:
@@ -254,13 +253,3 @@ def _chosen_dtype(config: Any, dtype: str) -> torch.dtype:
     if not isinstance(chosen, torch.dtype):
         raise ConfigError(f"--dtype {dtype!r} is unknown: use auto, float32, bfloat16 or float16")
     return chosen
-
-
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield runs of consecutive numbers as [start, end)."""
-    start = previous = numbers[0]
-    for number in [*numbers[1:], -1]:
-        if number != previous + 1:
-            yield start, previous + 1
-            start = number
-        previous = number

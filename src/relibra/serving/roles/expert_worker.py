@@ -45,7 +45,7 @@ class ExpertWorker:
                 continue
             since, ended = ended, time.perf_counter()
             self.busy_seconds += ended - began
-            message.answer(message.result_YH, self.inbox.counters)
+            message.answer(self.inbox.counters)
             if self._recorder is not None:
                 self._recorder.add("wait", start=since, seconds=began - since)
                 self._recorder.add(

@@ -21,8 +21,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from relibra.errors import EngineError
 from relibra.serving.exchange.attention_side import SlotExchange, WorkerLostError
-from relibra.serving.expert_placement import Placement, PlaceTable, place_table
-from relibra.serving.roles.compute_token import ComputeToken
+from relibra.serving.layout import Placement, PlaceTable, place_table
 from relibra.timeline import TimelineRecorder
 
 NAME = "relibra_remote"
@@ -39,7 +38,6 @@ class RemoteExperts:
     token       held while this micro-batch computes, released while it waits for experts
     load_E      rows of each expert since the start
     recorder    of this worker's timeline; None: nothing is recorded
-    repeated    exchanges that were repeated because a worker was lost
     routes      expert ids of the forward pass under way, one tensor `[T, K]` per layer
     """
 
@@ -47,7 +45,6 @@ class RemoteExperts:
     token: ComputeToken
     recorder: TimelineRecorder | None = None
     load_E: Int64[ndarray, " E"] = field(init=False)
-    repeated: int = 0
     routes: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -90,15 +87,14 @@ class RemoteExperts:
         while True:
             place_Y = self._places().place_rows(expert_Y)
             order_Y = torch.from_numpy(np.argsort(place_Y, kind="stable"))
-            rows_YH = self.exchange.rows(len(place_Y))
-            torch.index_select(hidden_TH, 0, order_Y // top_k, out=rows_YH)
-            self.exchange.dispatch(layer, rows_YH, np.bincount(place_Y, minlength=self._table.num_places))
+            torch.index_select(hidden_TH, 0, order_Y // top_k, out=self.exchange.rows(len(place_Y)))
+            self.exchange.dispatch(layer, np.bincount(place_Y, minlength=self._table.num_places))
             self._give_token(layer)
             try:
                 result_YH = self.exchange.collect(layer)
                 break
             except WorkerLostError:
-                self.repeated += 1  # on the copies that are left; without them, `_places` raises
+                pass  # again, on the copies that are left; without them, `_places` raises
             finally:
                 self._record("await experts", layer)
                 self._take_token()
@@ -169,3 +165,32 @@ def _run_remotely(module: nn.Module, hidden_TH: Tensor, ids_TK: Tensor, weights_
     if experts is None:
         raise EngineError("the experts of this model are on other processes: run it inside RemoteExperts.forward_pass")
     return experts.run_layer(getattr(module, _LAYER), hidden_TH, ids_TK, weights_TK)
+
+
+class ComputeToken:
+    """A lock that is handed to whoever has waited longest, and counts the seconds for which it was held.
+
+    While one micro-batch waits for experts, another computes attention. Answers arrive in the order of the requests, so
+    the order of (layer, micro-batch) stays the same from layer to layer.
+    """
+
+    def __init__(self) -> None:
+        """Begin free."""
+        self._turn = threading.Condition()
+        self._asked = self._served = 0
+        self._since = self.busy_seconds = 0.0
+
+    def acquire(self) -> None:
+        """Wait for the token."""
+        with self._turn:
+            ticket = self._asked
+            self._asked += 1
+            self._turn.wait_for(lambda: self._served == ticket)
+            self._since = time.perf_counter()
+
+    def release(self) -> None:
+        """Hand the token to the one that has waited longest."""
+        with self._turn:
+            self.busy_seconds += time.perf_counter() - self._since
+            self._served += 1
+            self._turn.notify_all()

@@ -11,7 +11,7 @@ from fastapi import HTTPException
 
 from relibra.serving.server.choice import Choice
 from relibra.serving.server.metrics import ServerMetrics
-from relibra.serving.server.workers.clients import WorkerClients
+from relibra.serving.server.workers import WorkerClients
 
 SOON = {"Retry-After": "1"}
 

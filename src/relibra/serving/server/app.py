@@ -7,7 +7,6 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,11 +16,11 @@ from fastapi.responses import JSONResponse
 from relibra.serving.server.admission import Admission
 from relibra.serving.server.bodies import ChatBody, CompletionBody, TokenBody
 from relibra.serving.server.choice import Choice
+from relibra.serving.server.connections import EventStream, unless_left
 from relibra.serving.server.errors import add_error_handlers, error_body
 from relibra.serving.server.forked import run_forked
 from relibra.serving.server.metrics import CONTENT_TYPE, CountAnswers, ServerMetrics
 from relibra.serving.server.reading import BodyReader, check_model
-from relibra.serving.server.streams import EventStream, unless_left
 from relibra.serving.server.text import TextCodec
 from relibra.serving.server.weights import NewVersion, ServedWeights, WorkerCall
 
@@ -31,38 +30,32 @@ MOST_ENTRIES = 2000
 OpenAiBody = CompletionBody | ChatBody
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServedName:
-    """Name and figures of the model.
-
-    name     as clients call it
-    config   as vLLM's /server_info shows it
-    """
-
-    name: str
-    max_length: int
-    config: dict[str, Any]
-
-
 OpenWorkers = Callable[[], AbstractAsyncContextManager[tuple[Admission, ServedWeights]]]
 """Connects to the workers, and ends them; in between there are the queue before them, and their weights."""
 
 
 def make_app(
     open_workers: OpenWorkers,
-    model: ServedName,
+    name: str,
+    config: dict[str, Any],
     codec: TextCodec,
     check_key: Callable[[Request], None],
     metrics: ServerMetrics,
 ) -> FastAPI:
-    """Return the application of a model; `check_key` rejects requests of strangers."""
+    """Return the application of a model.
+
+    name        as clients call it
+    config      as vLLM's /server_info shows it
+    check_key   rejects requests of strangers
+    """
+    max_length = config["model_config"]["max_model_len"]
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with open_workers() as (app.state.admission, app.state.weights):
             yield
 
-    app, bodies = FastAPI(lifespan=lifespan, openapi_url=None), BodyReader(model.name, codec, model.max_length)
+    app, bodies = FastAPI(lifespan=lifespan, openapi_url=None), BodyReader(name, codec, max_length)
     app.add_middleware(CountAnswers, metrics=metrics)
     add_error_handlers(app)
     anybody, clients = APIRouter(), APIRouter(dependencies=[Depends(check_key)])
@@ -84,13 +77,13 @@ def make_app(
 
     @clients.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [await show_model(model.name)]}
+        return {"object": "list", "data": [await show_model(name)]}
 
-    @clients.get("/v1/models/{name:path}")
-    async def show_model(name: str) -> dict[str, Any]:
-        check_model(name, model.name)
-        shown = {"id": model.name, "object": "model", "created": started, "owned_by": "relibra"}
-        return {**shown, "max_model_len": model.max_length}
+    @clients.get("/v1/models/{asked:path}")
+    async def show_model(asked: str) -> dict[str, Any]:
+        check_model(asked, name)
+        shown = {"id": name, "object": "model", "created": started, "owned_by": "relibra"}
+        return {**shown, "max_model_len": max_length}
 
     @clients.post("/v1/completions")
     async def complete(request: Request) -> Response:
@@ -101,8 +94,7 @@ def make_app(
         return await answer_openai(request, *await bodies.read(request, ChatBody))
 
     async def answer_openai(request: Request, body: OpenAiBody, prompts: list[list[int]]) -> Response:
-        choices = body.choices(codec, model.max_length, prompts)
-        answer = _OpenAiAnswer(app.state.admission, codec, body, choices, model.name)
+        answer = _OpenAiAnswer(app.state.admission, codec, body, body.choices(codec, max_length, prompts), name)
         if not body.stream:
             return await unless_left(answer.whole(), request.receive)
         events = answer.events()
@@ -113,7 +105,7 @@ def make_app(
         body, prompts = await bodies.read(request, TokenBody)
         if body.stream:
             raise HTTPException(400, "stream is not offered here: leave it out, or use /v1/completions")
-        choices = body.choices(codec, model.max_length, prompts)
+        choices = body.choices(codec, max_length, prompts)
         await unless_left(_run(app.state.admission, choices), request.receive)
         version = app.state.weights.version
         answer = _written(choices, lambda choice: body.part(choice, version), lambda: body.rest(choices[0]))
@@ -121,7 +113,7 @@ def make_app(
 
     @clients.get("/server_info")
     async def show_server() -> dict[str, Any]:
-        return {"vllm_config": model.config}
+        return {"vllm_config": config}
 
     @clients.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> dict[str, Any]:

@@ -113,17 +113,16 @@ class SamplingBody(WholeBody):
         last = choice.tokens[-1] if choice.new else None
         return last if last in (self.stop_token_ids or ()) else None
 
-    def choices_of(
-        self,
-        codec: TextCodec,
-        max_length: int,
-        prompts: list[list[int]],
-        *,
-        limit: int,
-        top_log_probs: int,
-        prompt_log_probs: bool = False,
-    ) -> list[Choice]:
+    def amounts(self, room: int) -> tuple[int, int, bool]:
+        """Return most new tokens, log-probs beside each token's own, and whether the prompt is scored.
+
+        room   tokens that the longest request leaves to the answer
+        """
+        raise NotImplementedError
+
+    def choices(self, codec: TextCodec, max_length: int, prompts: list[list[int]]) -> list[Choice]:
         """Return the choices of prompts; raises HTTPException as `make_choices` does."""
+        limit, top_log_probs, prompt_log_probs = self.amounts(max_length - len(prompts[0]))
         own = () if self.ignore_eos else codec.stop_ids
         temperature = 1.0 if self.temperature is None else self.temperature
         sampling = SamplingParameters(
@@ -189,17 +188,10 @@ class CompletionBody(TextBody):
             codec.encode(prompt, self.add_special_tokens) if isinstance(prompt, str) else prompt for prompt in prompts
         ]
 
-    def choices(self, codec: TextCodec, max_length: int, prompts: list[list[int]]) -> list[Choice]:
-        """Return the choices asked for."""
-        limit = DEFAULT_LIMIT if self.max_tokens is None else self.max_tokens
-        return self.choices_of(
-            codec,
-            max_length,
-            prompts,
-            limit=max(1, limit),
-            top_log_probs=self.logprobs or 0,
-            prompt_log_probs=bool(self.echo and self.logprobs is not None),
-        )
+    def amounts(self, _room: int) -> tuple[int, int, bool]:
+        """Return most new tokens, log-probs beside each token's own, and whether the prompt is scored."""
+        limit = DEFAULT_LIMIT if self.max_tokens is None else max(1, self.max_tokens)
+        return limit, self.logprobs or 0, bool(self.echo and self.logprobs is not None)
 
     def part(self, codec: TextCodec, choice: Choice, _whole: bool) -> dict[str, Any]:
         """Return what is new of a choice, for the answer or for an event."""
@@ -287,10 +279,9 @@ class ChatBody(TextBody):
         )
         return [prompt]
 
-    def choices(self, codec: TextCodec, max_length: int, prompts: list[list[int]]) -> list[Choice]:
-        """Return the choices asked for; without a limit, an answer may take what the prompt leaves of `max_length`."""
-        limit = self.max_completion_tokens or self.max_tokens or max(1, max_length - len(prompts[0]))
-        return self.choices_of(codec, max_length, prompts, limit=limit, top_log_probs=self.top_logprobs or 0)
+    def amounts(self, room: int) -> tuple[int, int, bool]:
+        """Return the same as for completions; without a limit, an answer may take what the prompt leaves."""
+        return self.max_completion_tokens or self.max_tokens or max(1, room), self.top_logprobs or 0, False
 
     def part(self, codec: TextCodec, choice: Choice, whole: bool) -> dict[str, Any]:
         """Return what is new of a choice, for the answer or for an event."""
@@ -322,6 +313,10 @@ class TokenSampling(SamplingBody):
     logprobs: int | None = Field(None, ge=0, le=20)
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
 
+    def amounts(self, _room: int) -> tuple[int, int, bool]:
+        """Return the same as for completions."""
+        return self.max_tokens or DEFAULT_LIMIT, self.logprobs or 0, self.prompt_logprobs is not None
+
 
 class TokenBody(WholeBody):
     """`/inference/v1/generate`: tokens to tokens, as vLLM's endpoint of that name."""
@@ -342,15 +337,7 @@ class TokenBody(WholeBody):
 
     def choices(self, codec: TextCodec, max_length: int, prompts: list[list[int]]) -> list[Choice]:
         """Return the choices asked for."""
-        asked = self.sampling_params
-        return asked.choices_of(
-            codec,
-            max_length,
-            prompts,
-            limit=asked.max_tokens or DEFAULT_LIMIT,
-            top_log_probs=asked.logprobs or 0,
-            prompt_log_probs=asked.prompt_logprobs is not None,
-        )
+        return self.sampling_params.choices(codec, max_length, prompts)
 
     def part(self, choice: Choice, version: str) -> dict[str, Any]:
         """Return a choice for the answer; `version` is that of the weights that sampled it."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
 
 from fastapi import HTTPException
 
-from relibra.engine.sequence import SamplingParameters
-from relibra.serving.messages import Generate, Progress
+from relibra.engine.sequence import SamplingParameters, Sequence
+from relibra.serving.channel import Progress
 from relibra.serving.server.text import AnswerText, TextCodec
 
 MOST_CHOICES = 256
@@ -60,10 +60,10 @@ class Choice:
         prompt = len(self.prompt) >> (0 if self.sampling.prompt_log_probs else 4) if self.first else 0
         return prompt + len(self.new) * (1 + self.sampling.top_log_probs) + (len(self.routes or b"") >> 11)
 
-    def message(self, number: int) -> Generate:
+    def request(self, number: int) -> Sequence:
         """Return what a worker is asked for."""
         self.number = number
-        return Generate(number=number, tokens=self.prompt, sampling=self.sampling)
+        return Sequence(number=number, prompt=self.prompt, sampling=self.sampling)
 
     def put(self, progress: Progress) -> None:
         """Note progress; what is not read delays nobody else, and is no more than the answer may become."""
@@ -134,10 +134,10 @@ class Choice:
 
 def make_choices(
     codec: TextCodec,
-    prompts: Sequence[Sequence[int]],
+    prompts: Several[Several[int]],
     samples: int,
     sampling: SamplingParameters,
-    stops: Sequence[str],
+    stops: Several[str],
     max_length: int,
     **how: bool,
 ) -> list[Choice]:

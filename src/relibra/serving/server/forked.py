@@ -17,8 +17,7 @@ from fastapi import HTTPException
 
 from relibra.environment import keep_tokenizers_serial
 from relibra.errors import in_a_line
-from relibra.serving.channel import Channel
-from relibra.serving.messages import read_frame
+from relibra.serving.channel import Channel, read_frame
 from relibra.serving.server.admission import SOON
 
 SMALL_BYTES = 16 << 10

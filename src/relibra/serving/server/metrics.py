@@ -6,7 +6,7 @@ import time
 from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,6 +16,8 @@ from relibra.serving.server.errors import answer_failure
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0)
+WorkerCounts = Mapping[tuple[str, int], Mapping[str, int | float]]
+"""Counts by role ("attention" or "experts") and number of the worker."""
 _Histogram = partial(Histogram, buckets=_SECONDS)
 METRICS: dict[str, tuple[Callable[..., Any], str, tuple[str, ...]]] = {
     "requests": (Counter, "Answers over HTTP, by path and status.", ("path", "status")),
@@ -70,17 +72,6 @@ class CountAnswers:
                 await answer(scope, receive, look)
 
 
-class WorkerCounters(NamedTuple):
-    """Counts of a worker since it was started.
-
-    role     "attention" or "experts"
-    """
-
-    role: str
-    number: int
-    counts: Mapping[str, float]
-
-
 class ServerMetrics:
     """The metrics of a server and its workers."""
 
@@ -111,9 +102,10 @@ class ServerMetrics:
             self._metrics["finished"].labels(choice.finish).inc()
             self._metrics["answer_seconds"].observe(elapsed)
 
-    def text(self, workers: Sequence[WorkerCounters], gauges: Mapping[str, int | float]) -> bytes:
+    def text(self, workers: WorkerCounts, gauges: Mapping[str, int | float]) -> bytes:
         """Return all metrics.
 
+        workers  counts of each worker since it was started
         gauges   values of metrics without labels
         """
         for name, value in gauges.items():
@@ -121,13 +113,13 @@ class ServerMetrics:
         self._update(workers, time.monotonic())
         return generate_latest(self._registry)
 
-    def _update(self, workers: Sequence[WorkerCounters], now: float) -> None:
+    def _update(self, workers: WorkerCounts, now: float) -> None:
         """Take over the counters of workers, which begin at 0 again where a worker was started again."""
         caches = [name for name, (_, _, labels) in METRICS.items() if labels == ("worker",)]
         for name in ("busy_share", *caches):
             self._metrics[name].clear()
-        shares: dict[str, list[float]] = {role: [] for role, _, _ in workers}
-        for role, number, counts in workers:
+        shares: dict[str, list[float]] = {role: [] for role, _ in workers}
+        for (role, number), counts in workers.items():
             busy, (then, before) = counts["busy_seconds"], self._busy.get((role, number), (now, 0.0))
             self._busy[role, number] = now, busy
             more = busy - before if busy >= before else busy

@@ -13,9 +13,9 @@ from pydantic import BaseModel, ValidationError
 
 from relibra.serving.server.admission import SOON
 from relibra.serving.server.bodies import ChatBody, CompletionBody, TokenBody
+from relibra.serving.server.connections import unless_left
 from relibra.serving.server.errors import validation_message
 from relibra.serving.server.forked import SMALL_BYTES, run_forked
-from relibra.serving.server.streams import unless_left
 from relibra.serving.server.text import TextCodec
 
 MOST_BODY_BYTES = 8 << 20

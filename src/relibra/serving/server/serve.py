@@ -1,10 +1,12 @@
-"""`serve`: start a layout, answer HTTP until it is stopped, stop the workers."""
+"""Who may ask: API keys."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
+import hashlib
+import hmac
 import ipaddress
 import os
 import signal
@@ -17,22 +19,60 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import uvicorn
+from fastapi import HTTPException, Request
 from pydantic import Field
 
 from relibra.environment import keep_tokenizers_serial
 from relibra.errors import ConfigError
 from relibra.field_checks import check_fields
+from relibra.rl.rollout.served.api_key import is_key, place_of_key, read_key_text
 from relibra.serving.launch import RunningWorkers
 from relibra.serving.layout import WorkerLayout
-from relibra.serving.server.access import key_check, read_api_keys
 from relibra.serving.server.admission import Admission, ServerLimits
-from relibra.serving.server.app import ServedName, make_app
+from relibra.serving.server.app import make_app
 from relibra.serving.server.connections import BoundedConnection, allow_open_files
 from relibra.serving.server.metrics import ServerMetrics
 from relibra.serving.server.text import load_codec
 from relibra.serving.server.weights import ServedWeights
-from relibra.serving.server.workers.clients import WorkerClients
+from relibra.serving.server.workers import WorkerClients
 from relibra.serving.worker_timeline import write_timeline
+
+
+def read_api_keys(source: str) -> tuple[str, ...]:
+    """Return the keys of a server; none: it asks for none.
+
+    source   env:NAME of an environment variable, or file:PATH of a file with one key per line; empty: none
+    raises   ConfigError where there is no key, or one that no header may hold
+    """
+    if not source:
+        return ()
+    text = read_key_text(source, "--api-key-from")
+    keys = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not keys or not all(map(is_key, keys)):
+        state = "holds something that is no key" if keys else "is not set, or empty"
+        raise ConfigError(
+            f"--api-key-from {source}: {place_of_key(source)} {state}: it holds one key per line, of printable ASCII "
+            "characters without spaces"
+        )
+    return keys
+
+
+def key_check(keys: tuple[str, ...]) -> Callable[[Request], None]:
+    """Return what raises HTTPException (401) for a request without one of the keys; without keys everybody may ask."""
+    digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def check(request: Request) -> None:
+        kind, _, key = request.headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
+        found = [known for known in digests if hmac.compare_digest(known, digest)]
+        message = "the key of the header Authorization is none of this server's: ask its operator for one"
+        if kind.lower() != "bearer":
+            message = "this server asks for a key: send the header Authorization: Bearer KEY"
+        if digests and (kind.lower() != "bearer" or not found):
+            raise HTTPException(401, message, {"WWW-Authenticate": "Bearer"})
+
+    return check
+
 
 BACKLOG = 2048
 FAREWELL_SECONDS = 0.5
@@ -134,7 +174,7 @@ def serve(
                 f"{cache}); Ctrl-C stops"
             )
             try:
-                yield admission, ServedWeights(admission, model.start_from, settings.updates)
+                yield admission, ServedWeights(admission, settings.updates)
                 if settings.timeline is not None:
                     frames = await clients.timelines()
                     for line in write_timeline(settings.timeline, layout, frames, clients.lost_records):
@@ -143,9 +183,9 @@ def serve(
             finally:  # after a second Ctrl-C, too
                 model.stop()  # a worker that is just being started again ends too, and with it who waits for it
 
-        about = ServedName(name=settings.name, max_length=layout.max_length, config=_as_vllm(model))
+        codec, check_key = load_codec(folder), key_check(keys)
         config = uvicorn.Config(
-            make_app(open_workers, about, load_codec(folder), key_check(keys), metrics),
+            make_app(open_workers, settings.name, _as_vllm(model), codec, check_key, metrics),
             log_level="error",  # what clients send wrongly are warnings
             access_log=False,
             http=BoundedConnection,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from fastapi import HTTPException
 from pydantic import BaseModel, Field
 
-from relibra.serving.launch import FolderStamp, weights_stamp
 from relibra.serving.server.admission import Admission
 
 FIRST_VERSION = "start"
@@ -41,15 +40,11 @@ class NewVersion(BaseModel):
 class ServedWeights:
     """Weights of all workers."""
 
-    def __init__(
-        self, admission: Admission, start_from: Callable[[Path, FolderStamp], None], updates: Path | None
-    ) -> None:
+    def __init__(self, admission: Admission, updates: Path | None) -> None:
         """Begin with the weights of the start.
 
-        updates      folder below which clients may name others: they then decide what it computes with; None: nowhere
-        start_from   takes the folder of the present weights, which a worker that is started again loads, and its stamp
+        updates   folder below which clients may name others: they then decide what it computes with; None: nowhere
         """
-        self._start_from = start_from
         self.version = FIRST_VERSION
         self._updates = None if updates is None else updates.resolve()
         self._admission, self._one_at_a_time = admission, asyncio.Lock()
@@ -68,21 +63,18 @@ class ServedWeights:
 
         raises   HTTPException: 400 where a worker cannot load it, 503 where one is gone
         """
-        self.check_offered()
         if call.method != "reload_weights":
             raise HTTPException(400, f"method {call.method[:80]!r} is not offered: it is reload_weights")
         folder = self._folder(call.arguments.weights_path)
         clients = self._admission.clients
         async with self._one_at_a_time, clients.changing, self._no_answers():
-            stamp = weights_stamp(folder)
-            failed = await clients.change_weights(str(folder), lambda: self._start_from(folder, stamp))
-            if failed:
+            if failed := await clients.change_weights(folder):
                 raise HTTPException(400, f"the weights stay as they were: {failed[0]}")
             self.version = FIRST_VERSION
 
     def _folder(self, path: str) -> Path:
         """Return the folder that a client names; raises HTTPException (400) alike where it is none, or elsewhere."""
-        assert self._updates is not None, "check_offered was called"
+        assert self._updates is not None, "check_offered was called before"
         with contextlib.suppress(OSError, ValueError):
             folder = Path(path).resolve()
             inside = folder.is_relative_to(self._updates)  # else nothing of it is looked at

@@ -1,12 +1,16 @@
-"""`WorkerClients`: send choices to the workers, hand their progress back, and replace workers that end or hang."""
+"""`WorkerClients`: workers as the API server sees them: what they run, whether they answer, and their replacement."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,19 +19,124 @@ from fastapi import HTTPException
 from numpy import ndarray
 
 from relibra.errors import EngineError
-from relibra.serving.expert_placement import place_experts, worker_imbalance
-from relibra.serving.launch import LOADING_SECONDS, RunningWorkers
-from relibra.serving.messages import Progress
+from relibra.serving.channel import Progress, read_frame, write_frame
+from relibra.serving.launch import LOADING_SECONDS, RunningWorkers, Worker, weights_stamp
+from relibra.serving.layout import place_experts, worker_imbalance
 from relibra.serving.server.choice import Choice
-from relibra.serving.server.metrics import WorkerCounters
-from relibra.serving.server.workers.connection import (
-    HEALTH_SECONDS,
-    LEAST_PATIENCE,
-    Connection,
-    LostRecord,
-    change_weights,
-    connection_to,
-)
+from relibra.serving.server.metrics import WorkerCounts
+
+_log = logging.getLogger(__name__)
+_ANSWERS = ("weights", "hold", "load", "counters", "timeline")
+HEALTH_SECONDS = 1.0
+"""Time after which a worker is asked whether it is there."""
+SHOWN_SECONDS = 3.0
+"""Silence from which on it is shown."""
+LEAST_PATIENCE = 10.0
+"""Least silence from which on a worker hangs: a machine may be busy."""
+
+
+@dataclass(eq=False)
+class Connection:
+    """A worker and the API server's end of its connection.
+
+    lost      why it is gone; empty: it is not
+    for_good  it does not come back
+    running   choices by their numbers
+    answers   to what was asked, by their keys; None: it has ended
+    silence   seconds since it was asked something that it did not answer, as `check_health` counts them; 0: it has
+              answered
+    """
+
+    worker: Worker
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    running: dict[int, Choice] = field(default_factory=dict)
+    answers: defaultdict[str, asyncio.Queue[Any]] = field(default_factory=lambda: defaultdict(asyncio.Queue))
+    lost: str = ""
+    for_good: bool = False
+    silence: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Role and number."""
+        return self.worker.name
+
+    @property
+    def stopped(self) -> bool:
+        """Whether its process is stopped, by SIGSTOP or a debugger."""
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{self.worker.process.pid}/stat").read_text().rpartition(") ")[2][0] in "Tt"
+        return False
+
+    def state(self) -> dict[str, Any]:
+        """Return what `/health` shows of it: who it is, and since when it does not answer.
+
+        "ready"; "silent": it does not answer; "lost": it is gone, and comes back where it can
+        """
+        silence = self.silence if not self.lost and self.silence >= SHOWN_SECONDS else 0.0
+        state = "lost" if self.lost else "silent" if silence else "ready"
+        who = {"role": self.worker.role, "number": self.worker.number, "pid": self.worker.process.pid}
+        return {**who, "state": state, "silent_seconds": silence}
+
+    def send(self, frame: dict[str, Any]) -> None:
+        """Queue a frame to the worker, unless it is gone."""
+        if not self.lost:
+            write_frame(self.writer, frame)
+
+    async def read(self) -> dict[str, Any] | None:
+        """Wait for a frame, which ends a silence, and hand over the answers in it; None: the worker is gone."""
+        frame = await read_frame(self.reader)
+        if frame is not None:
+            self.silence = 0.0
+            for key in frame.keys() & set(_ANSWERS):
+                self.answers[key].put_nowait(frame[key])
+        return frame
+
+    def check_health(self) -> None:
+        """Ask whether it is there, once per silence; call it every HEALTH_SECONDS.
+
+        Calls are counted instead of time, so that a server that was stopped itself blames no worker.
+        """
+        if not self.silence:
+            self.send({"health": True})
+        self.silence += HEALTH_SECONDS
+
+    async def ask(self, what: str, seconds: float, value: Any = True) -> Any:
+        """Return the worker's answer; None: it is gone, or does not answer in time."""
+        answers = self.answers[what]
+        while not answers.empty():
+            answers.get_nowait()  # of a question that was given up
+        if self.lost:
+            return None
+        self.send({what: value})
+        try:
+            return await asyncio.wait_for(answers.get(), seconds)
+        except TimeoutError:
+            return None
+
+    async def command(self, what: str, value: Any, seconds: float = LOADING_SECONDS) -> Any:
+        """Return the answer to a command that may take long; a worker that hangs is given up. None: it ends."""
+        answer = await self.ask(what, seconds, value)
+        if answer is None and not self.lost:
+            self.writer.transport.abort()  # who reads from it takes the worker for ended
+        return answer
+
+    def end(self, why: str) -> None:
+        """Note that the worker is gone; whoever waits for an answer gets None."""
+        self.lost = why
+        for key in _ANSWERS:
+            self.answers[key].put_nowait(None)
+
+    def give_up(self, why: str) -> None:
+        """Note that the worker does not come back, and log why."""
+        self.lost, self.for_good = f"{self.name} {why}; stop this server and start it again", True
+        _log.error("%s", self.lost)
+
+
+async def connection_to(worker: Worker) -> Connection:
+    """Take over the connection of a worker."""
+    return Connection(worker, *await asyncio.open_connection(sock=worker.control.take_socket()))
+
 
 _log = logging.getLogger(__name__)
 WORTH_A_CHANGE = 1.05
@@ -49,7 +158,7 @@ class WorkerClients:
     rebalanced     times that copies of experts were placed anew
     changing       the right to change what workers hold
     on_free        is called when a choice has ended
-    lost_records   processes of workers that have ended, and took what they had recorded with them
+    lost_records   workers whose processes have ended, and took what they had recorded with them; Unix times
     """
 
     def __init__(self, model: RunningWorkers, attention: list[Connection], experts: list[Connection]) -> None:
@@ -57,7 +166,7 @@ class WorkerClients:
         self.rebalanced = 0
         self.changing, self._counting = asyncio.Lock(), asyncio.Lock()
         self.on_free: Callable[[], None] = lambda: None
-        self.lost_records: list[LostRecord] = []
+        self.lost_records: list[tuple[str, float]] = []
         self._model, self._patience = model, max(LEAST_PATIENCE, model.layout.timeout)
         self._attention, self._experts, self._numbers = attention, experts, itertools.count()
         workers = [(connections, number) for connections in (attention, experts) for number in range(len(connections))]
@@ -123,7 +232,7 @@ class WorkerClients:
 
         worker, number = min(alive, key=order), next(self._numbers)
         worker.running[number] = choice
-        worker.send({"generate": choice.message(number)})
+        worker.send({"generate": choice.request(number)})
 
     def cancel(self, choice: Choice) -> None:
         """End a choice; one that has ended, or has not begun, is ignored."""
@@ -140,25 +249,28 @@ class WorkerClients:
                 worker.send({"cancel": number})
                 self._hand_over(worker, Progress(number=number, finish="lost", error=why))
 
-    async def change_weights(self, folder: str, start_from: Callable[[], None]) -> list[str]:
+    async def change_weights(self, folder: Path) -> list[str]:
         """Let all workers read weights, and use them if all could; return the sentences of those that could not.
 
         Whoever calls holds `changing`.
 
-        start_from   is called just before they are used: a worker that ends from then on comes back with them
         raises       HTTPException (503) where a worker is gone before
         """
-        everyone = [*self._experts, *self._attention]
-        read = [] if any(worker.lost for worker in everyone) else await change_weights(everyone, {"read": folder})
+        everyone, stamp = [*self._experts, *self._attention], weights_stamp(folder)
+
+        async def tell(command: dict[str, str]) -> list[dict[str, Any] | None]:
+            return await asyncio.gather(*(worker.command("weights", command) for worker in everyone))
+
+        read = [] if any(worker.lost for worker in everyone) else await tell({"read": str(folder)})
         failed = [str(answer["failed"]) for answer in read if answer is not None and "failed" in answer]
         lost = next((worker.lost for worker in everyone if worker.lost), "")
         if failed or lost:
-            await change_weights([worker for worker in everyone if not worker.lost], {"use": ""})
+            await tell({"use": ""})
             if lost:
                 raise HTTPException(503, lost)
             return failed
-        start_from()
-        await change_weights(everyone, {"use": folder})
+        self._model.start_from(folder, stamp)  # a worker that ends from now on comes back with them
+        await tell({"use": str(folder)})
         return []
 
     async def rebalance(self, load_E: ndarray) -> bool:
@@ -176,8 +288,7 @@ class WorkerClients:
             worker = self._experts[number]
             if experts == current[number] or worker.lost:
                 continue
-            worker.send({"hold": [experts, model.new_address(number)]})
-            address = await asyncio.wait_for(worker.answers["hold"].get(), LOADING_SECONDS)
+            address = await worker.command("hold", [experts, model.new_address(number)])
             if address is None:
                 return False  # it has failed, and is started again with what it held
             model.experts[number] = address, experts
@@ -203,20 +314,20 @@ class WorkerClients:
         found = [np.asarray(row) for row in rows if row is not None]
         return np.sum(found, axis=0) if found else np.zeros(0, dtype=np.int64)
 
-    async def counters(self) -> list[WorkerCounters]:
-        """Return the counts of each worker that is there and answers soon."""
+    async def counters(self) -> WorkerCounts:
+        """Return the counts of each worker that is there and answers soon, by role and number."""
         async with self._counting:
             everyone = self._everyone
             counts = await asyncio.gather(*(worker.ask("counters", COUNTING_SECONDS) for worker in everyone))
-        found = zip(everyone, counts, strict=True)
-        return [WorkerCounters(worker.role, worker.number, count) for worker, count in found if count is not None]
+        workers = [(one.worker.role, one.worker.number) for one in everyone]
+        return {worker: count for worker, count in zip(workers, counts, strict=True) if count is not None}
 
     async def timelines(self) -> list[dict[str, Any]]:
         """Return what each worker has recorded, of those that are there and answer; others are then lost records."""
         everyone = self._everyone
         frames = await asyncio.gather(*(worker.ask("timeline", TIMELINE_SECONDS) for worker in everyone))
         silent = [worker for worker, frame in zip(everyone, frames, strict=True) if frame is None and not worker.lost]
-        self.lost_records += [LostRecord(worker.name, time.time()) for worker in silent]
+        self.lost_records += [(worker.name, time.time()) for worker in silent]
         return [frame for frame in frames if frame is not None]
 
     async def _check_health(self) -> None:
@@ -258,7 +369,7 @@ class WorkerClients:
             for running in list(connection.running):
                 self._hand_over(connection, Progress(number=running, finish="lost", error=connection.lost))
             connection.writer.close()
-            self.lost_records.append(LostRecord(connection.name, time.time()))
+            self.lost_records.append((connection.name, time.time()))
             self.on_free()
             why = f"ended {RESTARTS + 1} times: look at what it printed"
             if restarts == RESTARTS:
