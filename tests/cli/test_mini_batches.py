@@ -46,10 +46,15 @@ def _trained(routes, monkeypatch, **update):
     monkeypatch.setattr(step_plan.dist, "get_world_size", lambda: RANKS)
     order = np.argsort(routes.sample_ids)
     table = step_plan.ResponseTable(
-        sample_id_S=routes.sample_ids[order], group_id_S=routes.group_ids[order], tokens_S=routes.rows_per_sample[order]
+        sample_id_S=routes.sample_ids[order],
+        group_id_S=routes.group_ids[order],
+        tokens_S=routes.rows_per_sample[order],
+        prompt_S=routes.prompt_lengths[order],
+        version_S=routes.weight_versions[order],
     )
     settings = UpdateSettings(**{**CONFIG["update"], **update})
-    made = step_plan.make_step_schedule(table, settings, by_group=True, seed=SEED)
+    shares = settings.shared_prompts if "shared_prompts" in update else False
+    made = step_plan.make_step_schedule(table, settings, by_group=True, seed=SEED, shares_prompts=shares)
     back = np.argsort(order)
     return made.mini_batch_M.tolist(), made.micro_batch_S[back].tolist(), made.rank_S[back].tolist()
 
@@ -75,6 +80,22 @@ def test_the_step_of_a_run_is_scheduled_as_training_does(run, folder, routes, tm
     assert demand.group_M.tolist() == mini_batch_M
     assert demand.micro_batch_S.tolist() == micro_batch_S
     assert cut["mini_batches"] == 2
+
+
+def test_shared_prompts_are_scheduled_as_in_training(run, folder, routes, tmp_path, monkeypatch):
+    prompts = np.minimum(routes.rows_per_sample, 2 + routes.group_ids % 3)
+    routes = replace(routes, prompt_lengths=prompts)
+    write_trace(routes, folder / "traces" / "step-00004")
+    update = CONFIG["update"] | {"shared_prompts": True}
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "update": update}))
+    mini_batch_M, micro_batch_S, rank_S = _trained(routes, monkeypatch, shared_prompts=True)
+    demand, _ = _planned(run, tmp_path, folder / "traces" / "step-00004")
+    assert (demand.group_M.tolist(), demand.rank_S.tolist()) == (mini_batch_M, rank_S)
+    assert demand.micro_batch_S.tolist() == micro_batch_S
+    left_S = routes.rows_per_sample - demand.length_S
+    assert set(left_S.tolist()) <= {0, 2, 3, 4}
+    assert left_S.any()
+    assert (demand.attention_S == routes.rows_per_sample**2 - left_S**2).all()
 
 
 def test_groups_that_the_run_may_not_have_trained_are_named(run, folder, tmp_path):

@@ -14,7 +14,15 @@ from relibra.rl.model.packed_sequences import (
 )
 from tests.replay.tiny_models import random_tokens, tiny_model
 from tests.rl.joined import alone
-from tests.rl.model.test_attention_sinks import NAMES, eager, flash, made_up, positions_of, with_gradients
+from tests.rl.model.test_attention_sinks import (
+    NAMES,
+    eager,
+    flash,
+    made_up,
+    positions_of,
+    segments_and_rows,
+    with_gradients,
+)
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
@@ -66,12 +74,10 @@ def test_memory_grows_with_tokens_and_not_with_their_square(window):
 @pytest.mark.parametrize("window", [None, 128])
 def test_the_host_does_not_wait(window):
     query, key, value, sinks = made_up(LENGTHS, **GPT_OSS, dtype=torch.bfloat16, device="cuda")
-    offsets = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32, device="cuda")
+    where = segments_and_rows(LENGTHS, "cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        output = attend_with_sinks(
-            query[0], key[0], value[0], sinks, lengths=LENGTHS, offsets=offsets, window=window, scale=0.125
-        )
+        output = attend_with_sinks(query[0], key[0], value[0], sinks, **where, window=window, scale=0.125)
         output.backward(torch.ones_like(output))
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -123,11 +123,10 @@ def _check_rank_limit(plan: StepPlan, demand: Demand, power: int, what: str, mos
     if most is None:
         return
     total, samples = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
-    for m, rank, length in zip(
-        plan.micro_batch_S.tolist(), plan.rank_S.tolist(), demand.length_S.tolist(), strict=True
-    ):
+    cost_S = demand.length_S if power == 1 else demand.attention_S
+    for m, rank, cost in zip(plan.micro_batch_S.tolist(), plan.rank_S.tolist(), cost_S.tolist(), strict=True):
         if m >= 0:
-            total[m, rank] += length**power
+            total[m, rank] += cost
             samples[m, rank] += 1
     for (m, rank), amount in sorted(total.items()):
         if amount > most and samples[m, rank] > 1:

@@ -104,10 +104,12 @@ class BatchRoutes:
         layer_ids: Sequence[int],
         sample_ids: Sequence[int],
         weight_versions: Sequence[int],
+        first_rows: Sequence[int] | None = None,
     ) -> BatchRoutes:
         """Return the rows of several samples end to end, all of them to be replayed; copies the routes once.
 
         experts_S   ids `[m, L, K]` of each sample, one row per fed token, checked before (`RoutingTrace.validate`)
+        first_rows  row of each sample that its ids begin with, for messages; None: 0
         raises      TraceError for ids of a type that may not fit, such as int64 for up to 256 experts
         """
         dtype = np.dtype(np.uint8 if num_experts <= 256 else np.int32)
@@ -120,13 +122,14 @@ class BatchRoutes:
                 f"{dtype}: convert them with astype"
             ) from error
         rows = [len(experts_mLK) for experts_mLK in experts_S]
+        first_rows = [0] * len(rows) if first_rows is None else first_rows
         return cls(
             experts_TLK=torch.from_numpy(experts_TLK),
             valid_T=torch.ones(len(experts_TLK), dtype=torch.bool),
             layer_ids=tuple(layer_ids),
             num_experts=num_experts,
             sample_T=torch.from_numpy(np.repeat(np.arange(len(rows)), rows)),
-            row_T=torch.from_numpy(np.concatenate([np.arange(count) for count in rows])),
+            row_T=torch.from_numpy(np.concatenate(list(map(np.arange, first_rows, np.add(first_rows, rows))))),
             sample_ids=tuple(sample_ids),
             weight_versions=tuple(weight_versions),
             fallback_samples=(),

@@ -216,6 +216,7 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
         **value_metrics,
         **mismatch,
         **step_metrics.balance_metrics(batch, recomputed, update, learner.policy.shape, clock.skews),
+        **step_metrics.prompt_metrics(batch),
         "canary": canary and asdict(canary),
         "bytes": step_metrics.route_bytes(batch, routed=routed, traced=traces.written_bytes),
         "seconds": {name: round(seconds, 4) for name, seconds in clock.seconds.items()},
@@ -376,7 +377,10 @@ def _run_value_model(
         nothing: dict[str, float | None] = dict.fromkeys(("explained_variance", "cut_auroc", "value_loss"))
         return replace(progress, live=(), for_values=()), None, {**nothing, "skipped_value_updates": 0}
     with clock.balanced_stage("values", critic.model, config.plan, learner.cluster):
-        values = compute_values(critic.model, responses, config.update.micro_batch_tokens)
+        shares_prompts = learner.policy.shares_prompts
+        values = compute_values(
+            critic.model, responses, config.update.micro_batch_tokens, shares_prompts=shares_prompts
+        )
         explained = variance_explained(responses, values)
         explained = progress.explained_variance if explained is None else explained
         gate = config.critic.explained_variance_gate
@@ -404,6 +408,7 @@ def _run_value_model(
                 responses_per_step=config.rollout.responses_per_step,
                 count=count,
                 num_ranks=dist.get_world_size(),
+                shares_prompts=shares_prompts,
             )
         for_values = []
     found_auroc = auroc_at_cuts(

@@ -225,6 +225,7 @@ def _build_task_and_policy(
         decodes=config.rollout.engine in ("embedded", "serve"),
         samples=config.rollout.engine == "embedded",
         lora=config.lora,
+        shared_prompts=config.update.shared_prompts,
     )
     save_activations(policy.trained, config.update.activations)
     if config.model.path and dist.get_rank() == 0:

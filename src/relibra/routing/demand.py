@@ -31,6 +31,8 @@ class Demand:
     pairs_LEE    tokens of all samples that pick two experts together (`statistics.co_activation`), for send-once
                  volumes; None: not counted
     top_k        K, choices per token; None: not known
+    attended_S   attention of each sample in squared tokens, for samples that also see tokens of others (a prompt that
+                 several responses share); None: the square of its own tokens
     """
 
     counts_SLE: Int32[ndarray, "S L E"]
@@ -38,6 +40,7 @@ class Demand:
     sample_ids: Int[ndarray, " S"]
     pairs_LEE: Int64[ndarray, "L E E"] | None = None
     top_k: int | None = None
+    attended_S: Int64[ndarray, " S"] | None = None
 
     @staticmethod
     def from_trace(trace: RoutingTrace) -> Demand:
@@ -77,6 +80,11 @@ class Demand:
         length_S: ndarray = self.counts_SLE[:, :1].sum(axis=(1, 2), dtype=np.int64) // (self.top_k or 1)
         length_S.flags.writeable = False  # the array is shared by all callers
         return length_S
+
+    @property
+    def attention_S(self) -> Int64[ndarray, " S"]:
+        """Attention of each sample, in squared tokens."""
+        return self.length_S**2 if self.attended_S is None else self.attended_S
 
     def with_schedule(
         self,
@@ -219,6 +227,26 @@ class ScheduledDemand(Demand):
         load_MLE: ndarray = self.tokens_MLRE.sum(axis=2, dtype=np.int64)
         load_MLE.flags.writeable = False  # the array is shared by all callers
         return load_MLE
+
+    def merged(self, first_S: Int[ndarray, " S"]) -> tuple[ScheduledDemand, Int64[ndarray, " S"]]:
+        """Return the demand whose samples are those of this one that stay together, and the one of each sample.
+
+        first_S   first of those that a sample stays with, all in one micro-batch on one rank
+        """
+        leads, merged_S = np.unique(first_S, return_inverse=True)
+        counts_PLE = np.zeros((len(leads), *self.counts_SLE.shape[1:]), dtype=np.int32)
+        attended_P = np.zeros(len(leads), dtype=np.int64)
+        np.add.at(counts_PLE, merged_S, self.counts_SLE)
+        np.add.at(attended_P, merged_S, self.attention_S)
+        merged = replace(
+            self,
+            counts_SLE=counts_PLE,
+            sample_ids=self.sample_ids[leads],
+            micro_batch_S=self.micro_batch_S[leads],
+            rank_S=self.rank_S[leads],
+            attended_S=attended_P,
+        )
+        return merged, merged_S
 
     def sum_per_rank(self, value_S: Shaped[ndarray, " S"]) -> Float64[ndarray, "M R"]:
         """Return the sum of a value over the samples of each micro-batch and source rank."""

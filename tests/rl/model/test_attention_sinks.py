@@ -20,6 +20,8 @@ from relibra.rl.model.packed_sequences import (
     attend_packed_with_sinks,
     can_attend_packed,
     mixes_sequences,
+    segment_rows,
+    segments_of,
     use_explicit_masks,
     use_packed_attention,
 )
@@ -40,6 +42,12 @@ def made_up(lengths, heads=(4, 2), size=8, dtype=torch.float32, device="cpu", se
 
 def positions_of(lengths, device="cpu"):
     return torch.cat([torch.arange(length) for length in lengths])[None].to(device)
+
+
+def segments_and_rows(lengths, device="cpu"):
+    """Return where sequences of these lengths are, for `attend_with_sinks`."""
+    positions = positions_of(lengths, device)
+    return {"segments": segments_of(positions), "rows": segment_rows(positions)}
 
 
 def eager(inputs, lengths, window):
@@ -118,9 +126,7 @@ def test_nothing_as_large_as_the_scores_is_kept(window):
 def test_a_sinks_gradient_is_minus_its_share_of_the_output():
     """With one key, y = v p: dy/ds = -p (1 - p) v."""
     query, key, value, sinks = made_up([1], (1, 1))
-    output = attend_with_sinks(
-        query[0], key[0], value[0], sinks, lengths=[1], offsets=torch.tensor([0, 1]), window=None, scale=SCALE
-    )
+    output = attend_with_sinks(query[0], key[0], value[0], sinks, **segments_and_rows([1]), window=None, scale=SCALE)
     output.sum().backward()
     share = torch.sigmoid((query * key).sum() * SCALE - sinks)
     torch.testing.assert_close(output[0, 0], value[0, 0, 0] * share)

@@ -15,7 +15,6 @@ from relibra.rl.model.packed_sequences import (
     can_attend_packed,
     mixes_sequences,
     packed_mask,
-    sequence_lengths,
     use_packed_attention,
 )
 from tests.replay.tiny_models import CONFIGS, random_tokens, tiny_model
@@ -150,8 +149,3 @@ def test_layers_with_a_window_keep_their_mask():
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert packed_mask(1, 24, 24, local_size=4) is not None
     assert packed_mask(1, 24, 24) is None
-
-
-def test_lengths_follow_from_positions():
-    assert sequence_lengths(_positions([3, 1, 4])) == [3, 1, 4]
-    assert sequence_lengths(_positions([2])) == [2]

@@ -43,6 +43,11 @@ class RecordedStep:
         return self._setting("algorithm", "advantage") == "group"
 
     @property
+    def shares_prompts(self) -> bool:
+        """Whether responses of the run that are trained together feed their prompt once."""
+        return self._setting("update", "shared_prompts") is True
+
+    @property
     def filters_groups(self) -> bool:
         """Whether the run may leave recorded responses out of its update, by their rewards."""
         return self._setting("algorithm", "group_filter") not in (None, "off")

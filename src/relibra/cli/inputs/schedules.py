@@ -119,7 +119,7 @@ def _schedule_mini_batches(
     """
     import numpy as np
 
-    from relibra.rl.batch.schedule import make_schedule
+    from relibra.rl.batch.schedule import make_schedule, prompts_of
     from relibra.routing.demand import Demand
     from relibra.routing.statistics import co_activation
 
@@ -127,13 +127,23 @@ def _schedule_mini_batches(
         raise TraceError("the trace has no samples: there is no step to plan")
     demand = replace(Demand.from_trace(routes), pairs_LEE=co_activation(routes))
     by_id = np.argsort(routes.sample_ids, kind="stable")  # the trainer's order, by which equal lengths are taken
+    shares = recording.shares_prompts and request.micro_batches is None
+    prompts = prompts_of(routes.group_ids, routes.weight_versions, routes.prompt_lengths) if shares else None
     made = make_schedule(
         demand.length_S[by_id],
         _order_of_units(routes, recording, request)[by_id],
         mini_batches=mini_batches,
         micro_batch_tokens=tokens,
         num_ranks=request.ranks,
+        prompts=prompts and prompts.of(by_id),
     )
+    if prompts is not None:  # counted with the first response behind it
+        shared_S, position_T = np.zeros(routes.num_samples, dtype=np.int64), np.arange(routes.num_rows)
+        shared_S[by_id] = np.where(made.leads_S, 0, prompts.tokens_S[by_id])
+        position_T -= np.repeat(routes.offsets[:-1], routes.rows_per_sample)
+        fed = replace(routes, valid_T=routes.valid_T & (position_T >= np.repeat(shared_S, routes.rows_per_sample)))
+        attended_S = demand.length_S**2 - shared_S**2
+        demand = replace(Demand.from_trace(fed), pairs_LEE=co_activation(fed), attended_S=attended_S)
     micro_batch_S, rank_S = np.empty((2, routes.num_samples), dtype=np.int32)
     micro_batch_S[by_id], rank_S[by_id] = made.micro_batch_S, made.rank_S
     scheduled = demand.with_schedule(micro_batch_S, rank_S, request.ranks, made.num_micro_batches)

@@ -37,7 +37,8 @@ def sample_attention_seconds(demand: ScheduledDemand, cluster: Cluster, expert: 
     if not demand.top_k:
         return np.zeros(len(demand.counts_SLE))
     length_S = demand.length_S.astype(np.float64)
-    return dense_seconds(cluster, length_S, 4 * expert.hidden**2, 2.0 * expert.hidden * length_S * (length_S + 1))
+    score_flops = 2.0 * expert.hidden * (demand.attention_S + length_S)
+    return dense_seconds(cluster, length_S, 4 * expert.hidden**2, score_flops)
 
 
 def busiest_attention_M(demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape) -> Float64[ndarray, " M"]:

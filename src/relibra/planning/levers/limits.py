@@ -33,7 +33,7 @@ class ScheduleLimits:
         Tokens are those of `Demand.length_S`.
         """
         tokens_MR = demand.sum_per_rank(demand.length_S)
-        attention_MR = demand.sum_per_rank(demand.length_S**2)
+        attention_MR = demand.sum_per_rank(demand.attention_S)
         most = int(tokens_MR.max(initial=0)) if rank_tokens is None else rank_tokens
         return cls(
             rank_tokens=most,

@@ -64,6 +64,7 @@ def pack_groups(
             cluster.num_ranks,
             group_M == group,
             limits=limits,
+            squares_S=demand.attention_S[samples],
             attention_S=attention_S[samples],
             proposals=max(_LEAST_PACKING_PROPOSALS, _PACKING_PROPOSALS * len(samples) // in_groups),
             seed=0,
@@ -122,6 +123,7 @@ def pack_samples(
     keep_ranks: bool = False,
     keep_counts: bool = False,
     far_swaps: bool = False,
+    squares_S: Int64[ndarray, " S"] | None = None,
 ) -> tuple[Int32[ndarray, " S"], Int32[ndarray, " S"]]:
     """Return micro-batch and rank of each sample, improved from a given schedule; micro-batch -1 is kept.
 
@@ -134,6 +136,7 @@ def pack_samples(
     keep_counts   samples are swapped, never moved: every rank keeps the number of its samples in each micro-batch
     far_swaps     one swap in four reaches beyond the neighbours in length: where the neighbours of a sample are all of
                   one task, or long samples are few
+    squares_S     squared length of each sample, for the limit of attention; None: that of `length_S`
     returns       micro-batch and rank of each sample; swapped samples also swap ranks, a moved one goes to the rank
                   with the fewest tokens. No rank with samples loses its last one
     """
@@ -142,7 +145,8 @@ def pack_samples(
     num_micro_batches = len(open_M)
     if num_micro_batches < 2 or share_SLN.shape[2] < 2 or len(kept) < 2:
         return micro_batch_S, rank_S
-    cost_SY = np.stack([length_S, length_S.astype(np.float64) ** 2, attention_S], axis=1)
+    squares_S = length_S**2 if squares_S is None else squares_S
+    cost_SY = np.stack([length_S, squares_S, attention_S], axis=1).astype(np.float64)
     cost_MRY = np.zeros((num_micro_batches, num_ranks, 3))
     np.add.at(cost_MRY, (micro_batch_S[kept], rank_S[kept]), cost_SY[kept])
     count_MR = np.zeros((num_micro_batches, num_ranks), dtype=np.int64)

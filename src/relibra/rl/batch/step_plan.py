@@ -25,7 +25,7 @@ from relibra.planning.plan import StepPlan
 from relibra.planning.plan_files import plan_from_tensors, plan_to_tensors
 from relibra.planning.planner import choose_residents, plan_step
 from relibra.rl.batch.plan_budget import plan_budget
-from relibra.rl.batch.schedule import Schedule, draw_unit_order, make_schedule
+from relibra.rl.batch.schedule import Schedule, draw_unit_order, make_schedule, prompts_of
 from relibra.rl.config.settings import PlanSettings, UpdateSettings
 from relibra.rl.rollout.response import Response
 from relibra.rl.run.ranks import broadcast_bytes, broadcast_json, gather_arrays, gather_several, sum_over_ranks
@@ -42,12 +42,16 @@ _PAIR_TOKENS = 1 << 14
 class ResponseTable:
     """Responses of all ranks in a step, by sample id; the same on all ranks.
 
-    tokens_S   tokens fed in training: all but the last
+    tokens_S    tokens fed in training: all but the last
+    prompt_S    tokens of its prompt
+    version_S   of the weights that sampled its last token, and recorded its routes
     """
 
     sample_id_S: Int64[ndarray, " S"]
     group_id_S: Int64[ndarray, " S"]
     tokens_S: Int64[ndarray, " S"]
+    prompt_S: Int64[ndarray, " S"]
+    version_S: Int64[ndarray, " S"]
 
     def index_of(self, sample_ids: Sequence[int]) -> Int64[ndarray, " s"]:
         """Return the rows of samples."""
@@ -56,18 +60,24 @@ class ResponseTable:
 
 def gather_table(responses: Sequence[Response]) -> ResponseTable:
     """Return the table of the responses of all ranks; collective."""
-    own = [(response.sample_id, response.group_id, len(response.tokens_n) - 1) for response in responses]
-    rows = np.concatenate(gather_arrays(np.array(own, dtype=np.int64).reshape(-1, 3)))
-    order = np.argsort(rows[:, 0], kind="stable")
-    return ResponseTable(sample_id_S=rows[order, 0], group_id_S=rows[order, 1], tokens_S=rows[order, 2])
+    own = [
+        (one.sample_id, one.group_id, len(one.tokens_n) - 1, one.prompt_length, one.versions_r[-1]) for one in responses
+    ]
+    rows = np.concatenate(gather_arrays(np.array(own, dtype=np.int64).reshape(-1, 5)))
+    columns = rows[np.argsort(rows[:, 0], kind="stable")].T
+    names = ("sample_id_S", "group_id_S", "tokens_S", "prompt_S", "version_S")
+    return ResponseTable(**dict(zip(names, columns, strict=True)))
 
 
-def make_step_schedule(table: ResponseTable, update: UpdateSettings, *, by_group: bool, seed: int) -> Schedule:
+def make_step_schedule(
+    table: ResponseTable, update: UpdateSettings, *, by_group: bool, seed: int, shares_prompts: bool = False
+) -> Schedule:
     """Assign the responses of a step to mini-batches at random, and inside them by length; the same on all ranks.
 
     In the order of samples, unfinished responses of earlier steps would always be in the first mini-batches (T-PPO).
 
-    by_group   keep groups together in a mini-batch
+    by_group         keep groups together in a mini-batch
+    shares_prompts   responses of a group that are trained together feed their prompt once
     """
     return make_schedule(
         table.tokens_S,
@@ -75,6 +85,7 @@ def make_step_schedule(table: ResponseTable, update: UpdateSettings, *, by_group
         mini_batches=update.mini_batches,
         micro_batch_tokens=update.micro_batch_tokens,
         num_ranks=dist.get_world_size(),
+        prompts=prompts_of(table.group_id_S, table.version_S, table.prompt_S) if shares_prompts else None,
     )
 
 
@@ -105,23 +116,26 @@ def count_demand(
 ) -> ScheduledDemand:
     """Count the routes of the responses of all ranks, and apply the schedule; collective.
 
+    A prompt that responses share is counted with the first of them.
+
     responses   of this rank, with validated routes
     """
-    counts_sLE = np.zeros((len(responses), len(layer_ids), num_experts), dtype=np.int32)
-    for s, response in enumerate(responses):
-        assert response.experts_mLK is not None, f"sample {response.sample_id} has no routes"
-        rows = len(response.experts_mLK)
-        [counts_sLE[s]] = count_token_slots(
-            response.experts_mLK, np.ones(rows, dtype=bool), np.array([0, rows]), num_experts
-        )
+    shared_S = np.where(schedule.leads_S, 0, table.prompt_S)
     own_ids = np.array([response.sample_id for response in responses], dtype=np.int64)
+    own_shared = shared_S[table.index_of(own_ids.tolist())].tolist()
+    fed = [routes_of(one)[first:] for one, first in zip(responses, own_shared, strict=True)]
+    counts_sLE = np.zeros((len(responses), len(layer_ids), num_experts), dtype=np.int32)
+    for s, experts_mLK in enumerate(fed):
+        rows = len(experts_mLK)
+        [counts_sLE[s]] = count_token_slots(experts_mLK, np.ones(rows, dtype=bool), np.array([0, rows]), num_experts)
     counts_SLE, ids_S = (np.concatenate(pieces) for pieces in zip(*gather_several([counts_sLE, own_ids]), strict=True))
     demand = Demand(
         counts_SLE=counts_SLE[np.argsort(ids_S, kind="stable")],
         layer_ids=np.array(layer_ids, dtype=np.int32),
         sample_ids=table.sample_id_S,
-        pairs_LEE=_count_pairs(responses, num_experts, len(layer_ids)),
+        pairs_LEE=_count_pairs(fed, num_experts, len(layer_ids)),
         top_k=top_k,
+        attended_S=table.tokens_S**2 - shared_S**2 if shared_S.any() else None,
     )
     scheduled = demand.with_schedule(
         schedule.micro_batch_S, schedule.rank_S, dist.get_world_size(), schedule.num_micro_batches
@@ -129,17 +143,24 @@ def count_demand(
     return replace(scheduled, group_M=schedule.mini_batch_M)
 
 
-def _count_pairs(responses: Sequence[Response], num_experts: int, num_layers: int) -> Int64[ndarray, "L E E"]:
+def routes_of(response: Response) -> ndarray:
+    """Return the routes `[m, L, K]` of a response that has some."""
+    assert response.experts_mLK is not None, f"sample {response.sample_id} has no routes"
+    return response.experts_mLK
+
+
+def _count_pairs(fed: Sequence[ndarray], num_experts: int, num_layers: int) -> Int64[ndarray, "L E E"]:
     """Estimate how many tokens of the step pick two experts together (`statistics.count_pairs`); collective.
 
     Every rank counts evenly spaced tokens of its responses, at most `_PAIR_TOKENS`, and scales the counts up: the pairs
     only say how often two choices of a token go to the same rank.
+
+    fed   routes `[m, L, K]` of responses
     """
     pairs_LEE = np.zeros((num_layers, num_experts, num_experts), dtype=np.int64)
-    stride = max(1, -(-sum(len(response.tokens_n) - 1 for response in responses) // _PAIR_TOKENS))
-    for response in responses:
-        assert response.experts_mLK is not None, f"sample {response.sample_id} has no routes"
-        counted = response.experts_mLK[::stride]
+    stride = max(1, -(-sum(map(len, fed)) // _PAIR_TOKENS))
+    for experts_mLK in fed:
+        counted = experts_mLK[::stride]
         pairs_LEE += stride * count_pairs(counted, np.ones(len(counted), dtype=bool), num_experts)
     return sum_over_ranks(torch.from_numpy(pairs_LEE)).numpy()
 
@@ -167,6 +188,7 @@ def plan_together(
     *,
     memory_gib: float,
     rank_tokens: int | None = None,
+    piece_S: Int64[ndarray, " S"] | None = None,
 ) -> PlannedStep:
     """Return the plan of a step, the same on all ranks: rank 0 plans, and the others get its arrays. Collective.
 
@@ -174,10 +196,14 @@ def plan_together(
     previous      where the experts are now, and replicas that last, if any were chosen; None: in the static layout
     memory_gib    for slots where the settings set no limit
     rank_tokens   most tokens of a rank in a micro-batch, which packing keeps; None: as many as the schedule has
+    piece_S       of `Schedule`: samples that packing keeps together
     """
     plan, static_seconds, lasting = None, 0.0, None
     if dist.get_rank() == 0:
         budget = replace(plan_budget(settings, memory_gib), rank_tokens=rank_tokens)
+        whole, place_S = demand, np.arange(len(demand.sample_ids))
+        if piece_S is not None and demand.attended_S is not None:
+            demand, place_S = demand.merged(piece_S)
         residents = previous if isinstance(previous, Residents) and settings.lasting else None
         plan = plan_step(
             demand, cluster, budget, settings.balancer, expert=expert, previous=previous, residents=residents
@@ -186,6 +212,9 @@ def plan_together(
             lasting = _in_thread(partial(choose_residents, plan, demand, cluster, budget, expert=expert))
         static = StepPlan.static(demand, cluster.topology, dispatch=cluster.dispatch)
         static_seconds = predict(static, demand, cluster, expert).total
+        if demand is not whole:
+            micro_batch_S, rank_S = plan.micro_batch_S[place_S], plan.rank_S[place_S]
+            plan = replace(plan, micro_batch_S=micro_batch_S, rank_S=rank_S, demand_digest=whole.digest())
     arrays, facts = ({}, {}) if plan is None else plan_to_tensors(plan)
     packed = broadcast_bytes(save(arrays))
     static_seconds, facts = broadcast_json([static_seconds, facts])

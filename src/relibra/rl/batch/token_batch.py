@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int64
 from numpy import ndarray
 from torch import Tensor
 
 from relibra.replay import BatchRoutes
 from relibra.rl.batch.device_copies import upload
-from relibra.rl.model.packed_sequences import keep_lengths
+from relibra.rl.model.packed_sequences import find_segments, keep_segments
 from relibra.rl.rollout.response import Response
 
 
@@ -23,15 +22,17 @@ from relibra.rl.rollout.response import Response
 class TokenBatch:
     """`B` responses laid end to end, without padding: `T` tokens that are fed, `X` response tokens.
 
-    The model separates responses by positions that begin again at 0. Stages fill the fields that are None at first and
-    return a new batch (`dataclasses.replace`).
+    The model separates responses by positions that begin again at 0. Responses of one prompt may follow it once, each
+    of them from the position after it (`find_segments`). Stages fill the fields that are None at first and return a new
+    batch (`dataclasses.replace`).
 
     samples_B             index of each response among those of the rank. B = 0 is a filler micro-batch: it keeps
                           collectives aligned on ranks without responses
     tokens_1T             tokens that are fed: without the last token of a response, whose output is not needed; the
                           value model is fed that one too
     position_1T           position of each token in its response
-    last_row_B            row of the last token of each response
+    shared_B              first tokens of each that are not fed: the rows of a prompt that stands before it
+    last_row_B            row of the last token of each response that is fed
     row_X                 row whose output predicts the response token: that of the token before it
     target_X              the response tokens
     response_X            response of each, 0 .. B - 1
@@ -54,6 +55,7 @@ class TokenBatch:
     samples_B: Int[Tensor, " B"]
     tokens_1T: Int[Tensor, "1 T"]
     position_1T: Int[Tensor, "1 T"]
+    shared_B: Int[Tensor, " B"]
     last_row_B: Int[Tensor, " B"]
     row_X: Int[Tensor, " X"]
     target_X: Int[Tensor, " X"]
@@ -87,8 +89,7 @@ class TokenBatch:
         """Return the batch of the host with its tensors on a device, without a wait; routes stay where they are."""
         named = self._tensors()
         moved: dict[str, Any] = dict(zip(named, upload(list(named.values()), device), strict=True))
-        ends_B = self.last_row_B.tolist() or [0]  # a filler feeds one token
-        keep_lengths(moved["position_1T"], [end - start for start, end in pairwise([-1, *ends_B])])
+        keep_segments(moved["position_1T"], find_segments(self.position_1T[0].numpy()))
         return replace(self, **moved)
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -96,27 +97,47 @@ class TokenBatch:
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def make_token_batch(responses: Sequence[Response], chosen: Sequence[int], *, feed_last: bool = False) -> TokenBatch:
+def make_token_batch(
+    responses: Sequence[Response],
+    chosen: Sequence[int],
+    *,
+    feed_last: bool = False,
+    piece_s: Int[ndarray, " s"] | None = None,
+) -> TokenBatch:
     """Return the chosen responses of a rank as one batch; without any, a filler batch of one token.
 
     feed_last   feed last tokens too, for the value after them
+    piece_s     of each response of the rank: those with an equal number share the rows of their prompt, and follow each
+                other among the chosen; None: each has its own
     """
     lengths_S = np.array([response.length for response in responses], dtype=np.int64)
     first_token_S = np.cumsum(lengths_S) - lengths_S
     picked = [responses[s] for s in chosen]
-    fed_B = np.array([len(response.tokens_n) - (not feed_last) for response in picked], dtype=np.int64)
-    start_B = np.cumsum(fed_B) - fed_B
+    prompt_B = np.array([response.prompt_length for response in picked], dtype=np.int64)
+    piece_B = np.arange(len(picked)) if piece_s is None else piece_s[np.asarray(chosen, dtype=np.int64)]
+    leads_B = np.diff(piece_B, prepend=-1) != 0
+    lead_B = np.maximum.accumulate(np.where(leads_B, np.arange(len(picked)), 0))  # whose prompt each one follows
+    _check_prompts(picked, lead_B)
+    shared_B = np.where(leads_B, 0, prompt_B)
+    ends_B = np.array([len(response.tokens_n) - (not feed_last) for response in picked], dtype=np.int64)
+    start_B = np.cumsum(ends_B - shared_B) - (ends_B - shared_B)
+    after_prompt_B = start_B[lead_B] + prompt_B - 1  # the row that predicts the first token of a response
     rows = [
-        range(start + one.prompt_length - 1, start + one.prompt_length - 1 + one.length)
-        for start, one in zip(start_B.tolist(), picked, strict=True)
+        [first, *range(start + prompt - shared, start + prompt - shared + one.length - 1)]
+        for one, first, start, prompt, shared in zip(
+            picked, after_prompt_B.tolist(), start_B.tolist(), prompt_B.tolist(), shared_B.tolist(), strict=True
+        )
+        if one.length
     ]
+    fed = [slice(start, end) for start, end in zip(shared_B, ends_B, strict=True)]
     none_1 = np.zeros(0 if picked else 1, dtype=np.int64)  # a filler feeds one token
     return TokenBatch(
         samples_B=torch.tensor(list(chosen), dtype=torch.int64),
-        tokens_1T=_join([none_1, *(one.tokens_n[:n] for one, n in zip(picked, fed_B, strict=True))], np.int64)[None],
-        position_1T=_join([none_1, *map(np.arange, fed_B)], np.int64)[None],
-        last_row_B=torch.from_numpy(start_B + fed_B - 1),
-        row_X=_join(rows, np.int64),
+        tokens_1T=_join([none_1, *(one.tokens_n[rows] for one, rows in zip(picked, fed, strict=True))], np.int64)[None],
+        position_1T=_join([none_1, *(np.arange(rows.start, rows.stop) for rows in fed)], np.int64)[None],
+        shared_B=torch.from_numpy(shared_B),
+        last_row_B=torch.from_numpy(np.where(ends_B > shared_B, start_B + ends_B - shared_B - 1, after_prompt_B)),
+        row_X=_join([np.array(one) for one in rows], np.int64),
         target_X=_join([one.tokens_n[one.prompt_length :] for one in picked], np.int64),
         response_X=torch.from_numpy(np.repeat(np.arange(len(picked)), [one.length for one in picked])),
         token_X=_join([first_token_S[s] + np.arange(lengths_S[s]) for s in chosen], np.int64),
@@ -124,6 +145,13 @@ def make_token_batch(responses: Sequence[Response], chosen: Sequence[int], *, fe
         versions_X=_join([one.versions_r for one in picked], np.int32),
         sampled_log_probs_X=_join([one.log_probs_r for one in picked], np.float32),
     )
+
+
+def _check_prompts(picked: Sequence[Response], lead_B: Int[ndarray, " B"]) -> None:
+    """Assert that responses follow a prompt that is their own."""
+    for one, lead in zip(picked, lead_B.tolist(), strict=True):
+        ours, theirs = (other.tokens_n[: other.prompt_length] for other in (one, picked[lead]))
+        assert np.array_equal(ours, theirs), f"sample {one.sample_id}: another prompt than its group"
 
 
 def with_routes(
@@ -134,8 +162,10 @@ def with_routes(
     num_experts: int,
     layer_ids: Sequence[int],
 ) -> TokenBatch:
-    """Return the batch with routes `[m, L, K]` per response, one row per fed token; filler is unchanged.
+    """Return the batch with routes, one row per fed token; filler is unchanged.
 
+    experts_B   routes `[m, L, K]` of each response, its prompt included. Of those that share one, the rows of the first
+                stand for all
     responses   of the rank, for ids and weight versions
     """
     if not batch.num_responses:
@@ -144,14 +174,34 @@ def with_routes(
     for one, experts_mLK in zip(picked, experts_B, strict=True):
         rows, fed = len(experts_mLK), len(one.tokens_n) - 1
         assert rows == fed, f"sample {one.sample_id}: {rows} rows of routes, {fed} fed tokens"
+    shared = batch.shared_B.tolist()
     routes = BatchRoutes.of_rows(
-        experts_B,
+        [experts_mLK[first:] for experts_mLK, first in zip(experts_B, shared, strict=True)],
+        first_rows=shared,
         num_experts=num_experts,
         layer_ids=layer_ids,
         sample_ids=[one.sample_id for one in picked],
         weight_versions=[int(one.versions_r[-1]) for one in picked],
     )
     return replace(batch, routes=routes)
+
+
+def compare_prompts(batch: TokenBatch, experts_B: Sequence[ndarray]) -> Int64[ndarray, " 2"]:
+    """Return how many recordings of (token, layer) of shared prompts there are, and how many name other experts.
+
+    experts_B   as of `with_routes`. Each is compared with that of the first response behind the prompt
+    """
+    found_2, first_mLK = np.zeros(2, dtype=np.int64), None
+    for shared, experts_mLK in zip(batch.shared_B.tolist(), experts_B, strict=True):
+        if not shared:
+            first_mLK = experts_mLK
+            continue
+        assert first_mLK is not None, "the first response feeds its prompt"
+        ours, theirs = experts_mLK[:shared], first_mLK[:shared]
+        unlike = (ours != theirs).any(-1)  # only these are sorted: the order of choices does not matter
+        differing = (np.sort(ours[unlike], -1) != np.sort(theirs[unlike], -1)).any(-1).sum()
+        found_2 += [unlike.size, differing]
+    return found_2
 
 
 def _join(pieces: Sequence[ndarray | range], dtype: type[np.generic]) -> Tensor:

@@ -28,7 +28,7 @@ from relibra.rl.batch.step_plan import (
     make_step_schedule,
     plan_together,
 )
-from relibra.rl.batch.token_batch import TokenBatch, make_token_batch, with_routes
+from relibra.rl.batch.token_batch import TokenBatch, compare_prompts, make_token_batch, with_routes
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.config.settings import PlanSettings
 from relibra.rl.model.policy import Policy
@@ -53,6 +53,8 @@ class TrainingBatch:
     static_seconds  modelled seconds of the step without the plan; None without one
     lasting         replicas of the next step (`PlannedStep.lasting`)
     sent_bytes      of responses and routes that went from this rank to others
+    prompt_pairs    recordings of (token, layer) of prompts that a response shares with one before it; how many of them
+                    name other experts than that one's, which are replayed
     """
 
     responses: list[Response]
@@ -63,6 +65,7 @@ class TrainingBatch:
     static_seconds: float | None = None
     lasting: Future[Residents | None] | None = None
     sent_bytes: int = 0
+    prompt_pairs: tuple[int, int] = (0, 0)
 
     def of_mini_batch(self, number: int) -> list[tuple[int, TokenBatch]]:
         """Return the micro-batches of a mini-batch, with their numbers in the step."""
@@ -97,7 +100,9 @@ def build_batch(
     """
     table = gather_table(responses)
     by_group = config.algorithm.advantage == "group"
-    schedule = make_step_schedule(table, config.update, by_group=by_group, seed=config.run.seed)
+    schedule = make_step_schedule(
+        table, config.update, by_group=by_group, seed=config.run.seed, shares_prompts=policy.shares_prompts
+    )
     demand, planned = None, None
     if config.algorithm.replay == "R3" and len(table.sample_id_S):
         demand = count_demand(responses, table, schedule, **_sizes(policy))
@@ -110,15 +115,20 @@ def build_batch(
                 previous,
                 memory_gib=slot_memory(config, demand, cluster, policy.model_shape),
                 rank_tokens=config.update.micro_batch_tokens,
+                piece_S=schedule.piece_S,
             )
             schedule = replace(schedule, micro_batch_S=planned.plan.micro_batch_S, rank_S=planned.plan.rank_S)
     targets = schedule.rank_S[table.index_of([response.sample_id for response in responses])].tolist()
     sent_bytes = bytes_to_others(responses, targets)
     own = exchange_responses(responses, targets)
     routes = _take_routes(own)
-    micro_batch_s = schedule.micro_batch_S[table.index_of([response.sample_id for response in own])]
+    places = table.index_of([response.sample_id for response in own])
+    assert schedule.piece_S is not None, "the schedule is new"
+    micro_batch_s, piece_s = schedule.micro_batch_S[places], schedule.piece_S[places]
+    order = np.argsort(piece_s, kind="stable")
     micro_batches = [
-        make_token_batch(own, np.flatnonzero(micro_batch_s == m).tolist()) for m in range(schedule.num_micro_batches)
+        make_token_batch(own, order[micro_batch_s[order] == m].tolist(), piece_s=piece_s)
+        for m in range(schedule.num_micro_batches)
     ]
     batch = TrainingBatch(
         responses=own,
@@ -146,10 +156,12 @@ def plan_recorded_routes(
     """
     responses = list(batch.responses)
     for micro_batch, experts_TLK in zip(batch.micro_batches, recorded, strict=True):
-        rows = [len(responses[s].tokens_n) - 1 for s in micro_batch.samples_B.tolist()]
-        pieces = experts_TLK[: sum(rows)].numpy()
-        for s, experts_mLK in zip(micro_batch.samples_B.tolist(), np.split(pieces, np.cumsum(rows)[:-1]), strict=False):
-            responses[s] = replace(responses[s], experts_mLK=experts_mLK)
+        start, prompt = 0, experts_TLK.numpy()[:0]
+        for s, shared in zip(micro_batch.samples_B.tolist(), micro_batch.shared_B.tolist(), strict=True):
+            end = start + len(responses[s].tokens_n) - 1 - shared
+            own, start = experts_TLK[start:end].numpy(), end
+            prompt = prompt if shared else own[: responses[s].prompt_length]
+            responses[s] = replace(responses[s], experts_mLK=np.concatenate([prompt, own]) if shared else own)
     table, planned = gather_table(responses), None
     if not len(table.sample_id_S):
         return batch
@@ -177,17 +189,14 @@ def _replaying_routes(batch: TrainingBatch, routes: dict[int, ndarray], policy: 
 
     routes   of the responses, by position; those of a micro-batch leave memory once it has its copy
     """
-    micro_batches = [
-        with_routes(
-            micro_batch,
-            [routes.pop(s) for s in micro_batch.samples_B.tolist()],
-            batch.responses,
-            num_experts=policy.num_experts,
-            layer_ids=policy.layer_ids,
-        )
-        for micro_batch in batch.micro_batches
-    ]
-    return replace(batch, micro_batches=micro_batches)
+    micro_batches, pairs_2 = list[TokenBatch](), np.zeros(2, dtype=np.int64)
+    for micro_batch in batch.micro_batches:
+        experts_B = [routes.pop(s) for s in micro_batch.samples_B.tolist()]
+        pairs_2 += compare_prompts(micro_batch, experts_B)
+        sizes: dict[str, Any] = {"num_experts": policy.num_experts, "layer_ids": policy.layer_ids}
+        micro_batches.append(with_routes(micro_batch, experts_B, batch.responses, **sizes))
+    pairs, differing = pairs_2.tolist()
+    return replace(batch, micro_batches=micro_batches, prompt_pairs=(pairs, differing))
 
 
 def current_homes(policy: Policy, topology: Topology) -> Homes | None:

@@ -187,6 +187,9 @@ class UpdateSettings(Section):
     activations: Literal["recompute", "host", "keep"] = "recompute"
     """Of the forward pass, for the backward pass: "recompute" saves only the input of each layer, "host" keeps these
     inputs in host memory, "keep" saves all: more memory, less time. They change no bit."""
+    shared_prompts: bool = True
+    """A micro-batch holds the prompt of a group once, and each response sees it and itself. Off, with a warning, where
+    the attention of the model does not allow it. The same up to the order of sums."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """AdamW with moments in float32, or in 8 bits (torchao), which take a quarter of the memory and round."""
     offload: Literal["off", "moments", "all"] = "off"

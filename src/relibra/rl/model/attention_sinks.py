@@ -9,7 +9,8 @@ No scores are kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -21,45 +22,94 @@ BLOCK = 512
 _aten = torch.ops.aten
 
 
+class Segment(NamedTuple):
+    """Rows of a packed row that follow each other: a sequence, or a response behind a shared prompt.
+
+    length   rows
+    source   number of the segment whose first rows are the prompt; its own number: it begins a sequence
+    prompt   these rows; 0: it begins a sequence
+    """
+
+    length: int
+    source: int
+    prompt: int
+
+
+class SegmentRows(NamedTuple):
+    """Where segments are, on the device.
+
+    offsets        int32 `[segments + 1]`: where each begins, and T
+    key_offsets    the same of the keys that each sees, its prompt and its own
+    key_rows       int64, row of each such key; None: every segment sees its own rows alone
+    """
+
+    offsets: Tensor
+    key_offsets: Tensor
+    key_rows: Tensor | None
+
+    @classmethod
+    def of_segments(cls, segments: Sequence[Segment], put: Callable[[Tensor], Tensor]) -> SegmentRows:
+        """Return the rows of segments.
+
+        put   copies a tensor to the device
+        """
+        starts = [0, *accumulate(segment.length for segment in segments)]
+        offsets = put(torch.tensor(starts, dtype=torch.int32))
+        if not any(segment.prompt for segment in segments):
+            return cls(offsets, offsets, None)
+        rows = [
+            torch.cat([torch.arange(one.prompt) + starts[one.source], torch.arange(one.length) + start])
+            for one, start in zip(segments, starts, strict=False)
+        ]
+        ends = torch.tensor([0, *accumulate(map(len, rows))], dtype=torch.int32)
+        return cls(offsets, put(ends), put(torch.cat(rows)))
+
+
 def attend_with_sinks(
     query_HTD: Tensor,
     key_GTD: Tensor,
     value_GTD: Tensor,
     sink_H: Tensor,
     *,
-    lengths: Sequence[int],
-    offsets: Tensor,
+    segments: Sequence[Segment],
+    rows: SegmentRows,
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """Return causal attention `[H, T, D]` within each packed sequence; each head of keys is for H / G heads of queries.
+    """Return causal attention `[H, T, D]` within each segment; each head of keys is for H / G heads of queries.
 
     On a GPU in half precision, with D = 8, 16, ... 256.
 
-    lengths   of the sequences, T together
-    offsets   int32 `[sequences + 1]`, on the device: where each begins, and T
-    window    tokens that a query sees, its own included; None: all up to its own
+    segments   T rows together
+    rows       of the segments; read on a GPU only
+    window     tokens that a query sees, its own included; None: all up to its own
     """
-    longest = max(lengths)
+    lengths = [segment.length for segment in segments]
+    longest = max(segment.prompt + segment.length for segment in segments)
     window = longest if window is None else min(window, longest)
     if query_HTD.device.type != "cpu":
         kernel = _GpuKernel(
-            sequences=(offsets, offsets, longest, longest, 0.0, window == longest),
+            sequences=(rows.offsets, rows.key_offsets, max(lengths), longest, 0.0, window == longest),
             settings={
                 "scale": scale,
                 "window_size_left": -1 if window == longest else window - 1,
                 "window_size_right": 0,
             },
         )
+        if rows.key_rows is not None:
+            key_GTD, value_GTD = key_GTD[:, rows.key_rows], value_GTD[:, rows.key_rows]
         return _SinkAttention.apply(query_HTD, key_GTD, value_GTD, sink_H, kernel)
     groups, parts = query_HTD.shape[0] // key_GTD.shape[0], list[Tensor]()
     all_HTD = (query_HTD, *(one.repeat_interleave(groups, 0) for one in (key_GTD, value_GTD)))
-    for rows in zip(*(one.split(list(lengths), 1) for one in all_HTD), strict=True):
-        length = rows[0].shape[1]
-        block = length if length <= window else min(window, BLOCK)
-        blocks, before = list(zip(*(one.split(block, 1) for one in rows), strict=True)), -(-(window - 1) // block)
-        for i, (query_HnD, _, _) in enumerate(blocks):  # with the blocks of keys that it sees
-            key_HnD, value_HnD = (torch.cat([one[j] for one in blocks[max(0, i - before) : i + 1]], 1) for j in (1, 2))
+    apart = list(zip(*(one.split(lengths, 1) for one in all_HTD), strict=True))
+    for own, (length, source, prompt) in zip(apart, segments, strict=True):
+        block = length if length <= window and not prompt else min(window, BLOCK)
+        blocks, before = list(zip(*(one.split(block, 1) for one in own), strict=True)), -(-(window - 1) // block)
+        shown = list(zip(*(one[:, :prompt].split(block, 1) for one in apart[source]), strict=True)) if prompt else []
+        before += prompt % block > 0  # the last block of the prompt may be smaller
+        for i, (query_HnD, _, _) in enumerate(blocks, start=len(shown)):  # with the blocks of keys that it sees
+            seen = [*shown, *blocks][max(0, i - before) : i + 1]
+            key_HnD, value_HnD = (torch.cat([one[j] for one in seen], 1) for j in (1, 2))
             mask = _window_mask(query_HnD.shape[1], key_HnD.shape[1], window, query_HnD.dtype) if i else None
             parts.append(_SinkAttention.apply(query_HnD, key_HnD, value_HnD, sink_H, _CpuKernel(mask, scale)))
     return torch.cat(parts, dim=1)

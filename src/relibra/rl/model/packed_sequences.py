@@ -1,5 +1,8 @@
 """Sequences packed end to end in one row: test whether a model separates them; attention one by one, or masks.
 
+Responses may share their prompt: where positions fall back to p > 0, a response begins that sees the first p tokens of
+the sequence before it, and no other response. Positions alone say so (`find_segments`).
+
 Most decoders of transformers 5.23 detect sequence borders from positions that restart at 0. Some do not pass positions
 to their masks (gpt-oss, AFMoE): their tokens silently attend to the sequences before their own, so they get explicit
 masks (`use_explicit_masks`).
@@ -12,15 +15,16 @@ model allows it, sequences attend one by one instead (`use_packed_attention`). F
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -28,16 +32,16 @@ from transformers.masking_utils import create_masks_for_generate, eager_mask, sd
 
 from relibra.replay.forward_cache import CACHE_NAME
 from relibra.replay.upload import upload
-from relibra.rl.model.attention_sinks import attend_with_sinks
+from relibra.rl.model.attention_sinks import BLOCK, Segment, SegmentRows, attend_with_sinks
 from relibra.rl.run.ranks import gather_json
 
 PACKED, PACKED_SINKS = "relibra_packed", "relibra_packed_sinks"
 """Names among the attention implementations of transformers."""
 
-_lengths_of = WeakTensorKeyDictionary()
-"""Cache of sequence lengths by position tensor: all layers share the tensor, and reading it synchronizes the GPU."""
-_offsets_of = WeakTensorKeyDictionary()
-"""Cache of where sequences begin, on the device, by position tensor."""
+_segments_of = WeakTensorKeyDictionary()
+"""Cache of segments by position tensor: all layers share the tensor, and reading it synchronizes the GPU."""
+_rows_of = WeakTensorKeyDictionary()
+"""Cache of where segments begin, and of the keys that they see, on the device, by position tensor."""
 LENGTH = 6
 """Tokens of a sequence to probe a model with."""
 NOISE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
@@ -58,30 +62,54 @@ def attend_packed(
 
     query, key, value   `[1, heads, tokens, head size]`; keys and values may have fewer heads
     attention_mask      None if `packed_mask` omitted it
-    position_ids        `[1, tokens]`, restart at 0 with each sequence
+    position_ids        `[1, tokens]`, restart at 0 with each sequence, and fall back to p > 0 with each response behind
+                        a shared prompt of p tokens
     returns             `[1, tokens, heads, head size]`, and no attention weights
     """
     special = settings.get("position_bias") is not None or settings.get("is_causal") is False
     one_row = query.shape[0] == 1 and query.shape[2] == key.shape[2]  # and no cache
     if attention_mask is not None or special or position_ids is None or not one_row:
         return sdpa_attention_forward(module, query, key, value, attention_mask, position_ids=position_ids, **settings)
-    lengths = sequence_lengths(position_ids)
+    segments = segments_of(position_ids)
     groups = query.shape[1] // key.shape[1]
     # Of the kernels of a GPU only flash attention shares keys and values, for narrow types and heads up to 256.
     shared = query.is_cpu or (query.itemsize == 2 and query.shape[-1] <= 256)
     if not shared:
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    pieces = [
-        nn.functional.scaled_dot_product_attention(
-            *one,
-            is_causal=True,
-            dropout_p=settings.get("dropout", 0.0),
-            scale=settings.get("scaling"),
-            enable_gqa=shared and groups > 1,
-        )
-        for one in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    ]
+    attend = partial(
+        nn.functional.scaled_dot_product_attention,
+        dropout_p=settings.get("dropout", 0.0),
+        scale=settings.get("scaling"),
+        enable_gqa=shared and groups > 1,
+    )
+    lengths = [segment.length for segment in segments]
+    own = list(zip(*(one.split(lengths, 2) for one in (query, key, value)), strict=True))
+    prompts: dict[tuple[int, int], list[Tensor]] = {}
+    pieces = list[Tensor]()
+    for rows, (_, source, prompt) in zip(own, segments, strict=True):
+        if not prompt:
+            pieces.append(attend(*rows, is_causal=True))
+            continue
+        if (source, prompt) not in prompts:
+            prompts[source, prompt] = [one[:, :, :prompt] for one in own[source][1:]]
+        keys, values = (torch.cat(both, dim=2) for both in zip(prompts[source, prompt], rows[1:], strict=True))
+        pieces += _attend_behind(rows[0], keys, values, attend)
     return torch.cat(pieces, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _attend_behind(query: Tensor, key: Tensor, value: Tensor, attend: Callable[..., Tensor]) -> Iterator[Tensor]:
+    """Yield causal attention of queries that stand at the last keys, in blocks.
+
+    `is_causal` would let the first query see the first key alone.
+    """
+    length, before = query.shape[2], key.shape[2] - query.shape[2]
+    if not query.is_cpu:
+        yield attend(query, key, value, attn_mask=causal_lower_right(length, before + length))
+        return
+    for start in range(0, length, BLOCK):  # a mask costs as much for keys that it hides
+        end = min(start + BLOCK, length)
+        mask = torch.ones(end - start, before + end, dtype=torch.bool).tril(before + start)
+        yield attend(query[:, :, start:end], *(one[:, :, : before + end] for one in (key, value)), attn_mask=mask)
 
 
 def attend_packed_with_sinks(
@@ -112,8 +140,8 @@ def attend_packed_with_sinks(
             key[0],
             value[0],
             s_aux,
-            lengths=sequence_lengths(position_ids),
-            offsets=sequence_offsets(position_ids),
+            segments=segments_of(position_ids),
+            rows=segment_rows(position_ids),
             window=sliding_window,
             scale=scaling,
         )
@@ -159,42 +187,79 @@ def packed_mask(
     )
 
 
-def sequence_lengths(position_ids_1T: Tensor) -> list[int]:
-    """Return the lengths of packed sequences, whose positions restart at 0."""
-    lengths = _lengths_of.get(position_ids_1T)
-    if lengths is None:
-        starts = (position_ids_1T[0] == 0).nonzero().flatten().tolist()
-        ends = [*starts[1:], position_ids_1T.shape[1]]
-        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
-        keep_lengths(position_ids_1T, lengths)
-    return lengths
+def find_segments(position_T: Sequence[int] | np.ndarray) -> list[Segment]:
+    """Cut a row into sequences, and responses behind the first tokens of one.
+
+    >>> find_segments([0, 1, 2, 3, 2, 3, 4])  # a prompt of two tokens and a response, and a response behind it
+    [Segment(length=4, source=0, prompt=0), Segment(length=3, source=0, prompt=2)]
+    """
+    position_T = np.asarray(position_T)
+    starts = [0, *(np.flatnonzero(np.diff(position_T) <= 0) + 1).tolist()]
+    segments, source = list[Segment](), 0
+    for number, (start, end) in enumerate(pairwise([*starts, len(position_T)])):
+        prompt = int(position_T[start]) if number else 0
+        source = source if prompt else number
+        segments.append(Segment(end - start, source, prompt))
+    return segments
 
 
-def sequence_offsets(position_ids_1T: Tensor) -> Tensor:
-    """Return where each packed sequence begins, and the end of the last: int32, on the device of the positions."""
-    offsets = _offsets_of.get(position_ids_1T)
-    if offsets is None:
-        ends = torch.tensor([0, *accumulate(sequence_lengths(position_ids_1T))], dtype=torch.int32)
-        offsets = _offsets_of[position_ids_1T] = upload(ends, position_ids_1T.device)
-    return offsets
+def segments_of(position_ids_1T: Tensor) -> list[Segment]:
+    """Return the segments of a row; they are read from the device unless the host has them (`keep_segments`)."""
+    segments = _segments_of.get(position_ids_1T)
+    if segments is None:
+        segments = find_segments(position_ids_1T[0].tolist())
+        keep_segments(position_ids_1T, segments)
+    return segments
 
 
-def keep_lengths(position_ids_1T: Tensor, lengths: list[int]) -> None:
-    """Remember the lengths of packed sequences that the host knows, so that no pass reads them from the device."""
-    _lengths_of[position_ids_1T] = lengths
+def segment_rows(position_ids_1T: Tensor) -> SegmentRows:
+    """Return where the segments of a row and the keys that they see begin, on the device of the positions."""
+    rows = _rows_of.get(position_ids_1T)
+    if rows is None:
+        rows = SegmentRows.of_segments(segments_of(position_ids_1T), partial(upload, device=position_ids_1T.device))
+        _rows_of[position_ids_1T] = rows
+    return rows
+
+
+def keep_segments(position_ids_1T: Tensor, segments: list[Segment]) -> None:
+    """Remember the segments of a row that the host knows, so that no pass reads them from the device."""
+    _segments_of[position_ids_1T] = segments
 
 
 def sequence_of_each_token(position_ids: Tensor) -> Tensor | None:
     """Return a number for each token, equal within a sequence, for masks; None: the row is one sequence.
 
-    transformers reads from the device which it is, once per pass; here nothing is read where the lengths are known.
+    transformers reads from the device which it is, once per pass; here nothing is read where the segments are known.
+    With shared prompts: `[1, T, 3]`, of each token its segment, and the first and the end of the prompt rows it sees.
     """
-    lengths = _lengths_of.get(position_ids)
-    if lengths is None:
+    segments = _segments_of.get(position_ids)
+    if segments is None:
         return _sequence_read(position_ids)
-    return (position_ids == 0).cumsum(-1) if len(lengths) > 1 else None
+    if any(segment.prompt for segment in segments):
+        first = np.cumsum([0, *(segment.length for segment in segments)])
+        facts = [(n, first[one.source], first[one.source] + one.prompt) for n, one in enumerate(segments)]
+        facts_T3 = np.repeat(np.array(facts), [segment.length for segment in segments], axis=0)
+        return upload(torch.from_numpy(facts_T3), position_ids.device)[None]
+    return (position_ids == 0).cumsum(-1) if len(segments) > 1 else None
 
 
+def sees_sequence(sequence: Tensor) -> Any:
+    """Return the mask function that shows a token its own sequence, and the prompt that it shares.
+
+    sequence   by `sequence_of_each_token`. transformers' own function would cut responses off their prompt in silence
+    """
+    if sequence.ndim == 2:
+        return _sees_own_sequence(sequence)
+    segment_T, first_T, end_T = sequence[0].unbind(1)
+
+    def sees(_batch: Any, _head: Any, query: Tensor, key: Tensor) -> Tensor:
+        own = segment_T[query] == segment_T[key]
+        return own | ((first_T[query] <= key) & (key < end_T[query]))
+
+    return sees
+
+
+_sees_own_sequence = masking_utils.packed_sequence_mask_function
 _sequence_read = masking_utils.find_packed_sequence_indices
 
 
@@ -235,6 +300,17 @@ def packed_implementation(model: PreTrainedModel) -> str:
     return PACKED_SINKS if model._supports_flash_attn and not model._supports_sdpa else PACKED
 
 
+def can_share_prompts(model: nn.Module) -> bool:
+    """Return whether a response has the same logits behind a prompt that others share as behind its own; collective.
+
+    Not so where rows see each other by their place: state, convolutions, biases, masks of a family's own.
+    """
+    prompt, positions = (0, range(LENGTH)), range(LENGTH, 2 * LENGTH)
+    apart = last_logits(model, prompt, (2, positions))
+    beside = [last_logits(model, prompt, (other, positions), (2, positions)) for other in (1, 3)]
+    return all(same_logits(model, apart, one) for one in beside)
+
+
 def mixes_sequences(model: nn.Module) -> bool:
     """Return whether a sequence changes the logits of the next one in its row; collective."""
     one, other = (last_logits(model, (first, range(LENGTH)), (2, range(LENGTH))) for first in (0, 1))
@@ -248,8 +324,10 @@ def last_logits(model: nn.Module, *sequences: tuple[int, Sequence[int]]) -> Tens
     sequences   number and positions of each
     """
     tokens_1T = probe_tokens(model, [number for number, _ in sequences])
-    position_1T = torch.tensor([[position for _, positions in sequences for position in positions]])
-    output = model(input_ids=tokens_1T, position_ids=position_1T.to(tokens_1T.device), use_cache=False)
+    positions = [position for _, positions in sequences for position in positions]
+    position_1T = torch.tensor([positions], device=tokens_1T.device)
+    keep_segments(position_1T, find_segments(positions))
+    output = model(input_ids=tokens_1T, position_ids=position_1T, use_cache=False)
     return output.logits[0, -LENGTH:].float()
 
 
@@ -301,6 +379,7 @@ def use_explicit_masks(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 masking_utils.find_packed_sequence_indices = sequence_of_each_token
+masking_utils.packed_sequence_mask_function = sees_sequence
 AttentionInterface.register(PACKED, attend_packed)
 AttentionMaskInterface.register(PACKED, packed_mask)
 AttentionInterface.register(PACKED_SINKS, attend_packed_with_sinks)

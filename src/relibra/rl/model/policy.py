@@ -26,6 +26,7 @@ from relibra.rl.config.settings import NO_EXPERTS, LoraSettings, ModelSettings
 from relibra.rl.model.lora import gather_adapter
 from relibra.rl.model.packed_sequences import (
     can_attend_packed,
+    can_share_prompts,
     compute_dtype,
     mixes_sequences,
     use_explicit_masks,
@@ -83,6 +84,7 @@ class Policy(ModelStructure):
     balanced      `trained` has experts and can execute plans
     packed        the model supports attention within each packed sequence (`packed_sequences.py`)
     explicit_masks   the model needs explicit masks to keep packed sequences independent
+    shares_prompts   responses of a micro-batch feed the prompt of their group once
     """
 
     trained: nn.Module
@@ -91,6 +93,7 @@ class Policy(ModelStructure):
     balanced: bool
     packed: bool = False
     explicit_masks: bool = False
+    shares_prompts: bool = False
 
     @property
     def model_shape(self) -> ModelShape:
@@ -130,6 +133,7 @@ def build_policy(
     decodes: bool = True,
     samples: bool = True,
     lora: LoraSettings | None = None,
+    shared_prompts: bool = True,
 ) -> Policy:
     """Initialize the built-in model from the seed, or load the one at `model.path`; collective.
 
@@ -142,6 +146,7 @@ def build_policy(
     decodes         it is sampled by our own engine
     samples         it is sampled in these processes, and not in a server
     lora            with a rank above 0 adapters are trained, and merged weights float32: bfloat16 loses small changes
+    shared_prompts  update.shared_prompts: off where the model does not allow it, which a warning says
     raises          ConfigError, the same on all ranks, if there is no such model, or it does not fit the run
     """
     model_config = on_all_ranks(lambda: read_model_config(settings, vocab_size, least_head_dim))
@@ -204,6 +209,15 @@ def build_policy(
     policy.sync()
     if packed:
         use_packed_attention(trained)
+    if shared_prompts:
+        with evaluation_mode(trained):
+            policy = replace(policy, shares_prompts=can_share_prompts(trained))
+        if not policy.shares_prompts and dist.get_rank() == 0:
+            _log.warning(
+                "update.shared_prompts is off: %s computes otherwise for a response behind a prompt that others share "
+                "than behind its own, so each response feeds its own",
+                _name(settings),
+            )
     if explicit_masks and policy.copy is not None:
         use_explicit_masks(policy.copy, meta.dtype)
     learn_logits(trained)

@@ -100,6 +100,18 @@ def update_metrics(update: PolicyUpdate, names: Sequence[str]) -> dict[str, Any]
     }
 
 
+def prompt_metrics(batch: TrainingBatch) -> dict[str, Any]:
+    """Return the tokens that a pass over the step feeds, and what is known of the prompts that are shared; collective.
+
+    fed_tokens                a prompt that responses share counts once
+    prompt_routes_differing   share of (token, layer) of such prompts that a response recorded otherwise than the first
+                              one, whose experts are replayed; None: nothing is shared, or no routes are replayed
+    """
+    fed = sum(one.tokens_1T.numel() for one in batch.micro_batches if one.num_responses)
+    fed, pairs, differing = sum_over_ranks(torch.tensor([fed, *batch.prompt_pairs])).tolist()
+    return {"fed_tokens": fed, "prompt_routes_differing": differing / pairs if pairs else None}
+
+
 def route_bytes(batch: TrainingBatch, *, routed: int, traced: int) -> dict[str, int]:
     """Return the bytes that routes take on their way through a step, all ranks together; collective.
 

@@ -121,12 +121,14 @@ def broadcast_advantages(responses: Sequence[Response], advantage_of: Mapping[in
 
 
 @torch.no_grad()
-def compute_values(critic: nn.Module, responses: Sequence[Response], micro_batch_tokens: int) -> ResponseValues:
+def compute_values(
+    critic: nn.Module, responses: Sequence[Response], micro_batch_tokens: int, *, shares_prompts: bool = False
+) -> ResponseValues:
     """Return the values of all tokens of this rank's responses; collective."""
     before_X = torch.zeros(sum(response.length for response in responses))
     after_S = torch.zeros(len(responses))
     device, found = next(critic.parameters()).device, list[Tensor]()
-    batches = make_value_batches(responses, range(len(responses)), micro_batch_tokens)
+    batches = make_value_batches(responses, range(len(responses)), micro_batch_tokens, shares_prompts=shares_prompts)
     for batch in batches:
         there = batch.to(device)
         found.append(download(token_values(critic, there.tokens_1T, there.position_1T)))
@@ -147,12 +149,21 @@ def record_values(responses: Sequence[Response], computed: ResponseValues) -> li
 
 
 def make_value_batches(
-    responses: Sequence[Response], chosen: Sequence[int], micro_batch_tokens: int
+    responses: Sequence[Response], chosen: Sequence[int], micro_batch_tokens: int, *, shares_prompts: bool = False
 ) -> list[TokenBatch]:
-    """Cut this rank's responses into micro-batches for the value model, as many as every other rank has; collective."""
-    runs = cut_into_runs([len(responses[s].tokens_n) for s in chosen], micro_batch_tokens)
+    """Cut this rank's responses into micro-batches for the value model, as many as every other rank has; collective.
+
+    shares_prompts   responses of a group that stand in the same one feed their prompt once
+    """
+    group_s = np.array([one.group_id for one in responses], dtype=np.int64) if shares_prompts else None
+    shared = None
+    if group_s is not None:
+        chosen = sorted(chosen, key=lambda s: (group_s[s], s))
+        again = np.diff(group_s[chosen], prepend=-1) == 0
+        shared = [responses[s].prompt_length if once else 0 for s, once in zip(chosen, again.tolist(), strict=True)]
+    runs = cut_into_runs([len(responses[s].tokens_n) for s in chosen], micro_batch_tokens, shared)
     runs += [[]] * (largest_over_ranks(len(runs)) - len(runs))
-    return [make_token_batch(responses, [chosen[i] for i in run], feed_last=True) for run in runs]
+    return [make_token_batch(responses, [chosen[i] for i in run], feed_last=True, piece_s=group_s) for run in runs]
 
 
 def compute_gae(

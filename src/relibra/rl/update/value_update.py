@@ -38,6 +38,7 @@ def update_values(
     responses_per_step: int,
     count: StepCount,
     num_ranks: int,
+    shares_prompts: bool = False,
 ) -> tuple[float, StepCount, int]:
     """Train the value model on finished responses, all their windows; collective.
 
@@ -47,6 +48,7 @@ def update_values(
     finished         of this rank, with reward and recorded values
     by_group, seed   as of `own_mini_batches`
     count            optimizer steps made before
+    shares_prompts   of `make_value_batches`
     returns          mean loss over mini-batches on all ranks, optimizer steps after it, and how many were skipped
     """
     parts = own_mini_batches(finished, update.mini_batches, by_group=by_group, seed=seed)
@@ -57,7 +59,7 @@ def update_values(
     for part, total in list(zip(parts, totals, strict=True)) * update.epochs:
         if not total:
             continue
-        batches = make_value_batches(finished, part.tolist(), update.micro_batch_tokens)
+        batches = make_value_batches(finished, part.tolist(), update.micro_batch_tokens, shares_prompts=shares_prompts)
         found = list[Tensor]()
         for i, batch in enumerate(batches):
             if isinstance(critic, FSDPModule):

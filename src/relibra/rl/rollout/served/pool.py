@@ -23,6 +23,8 @@ SETTLE_SECONDS = 5.0
 """Longest time that servers which answer wait for the others before the first request."""
 SEEN_SECONDS = 5.0
 """After an answer a server is trusted to be the same for so long; to start one takes longer."""
+TOGETHER = 8
+"""Requests by which servers may differ before the less busy one is taken: a group stays together until then."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -92,7 +94,7 @@ class ServerPool:
     async def request(self, send: Callable[[PooledServer], Awaitable[R]], *, preferred: int) -> R:
         """Return the answer to a request that any of the servers may get.
 
-        preferred   number, modulo servers, of the one that gets it where several are equally busy
+        preferred   number, modulo servers, of the one that gets it where several are about equally busy
         raises      EngineError where no server is left, or the request failed too often
         """
         attempts, lost_by = Attempts(self.retry_seconds), set[PooledServer]()
@@ -142,7 +144,7 @@ class ServerPool:
         number = len(self.servers)
         return min(
             up,
-            key=lambda one: (one in lost_by, one.under_way, (self.servers.index(one) - preferred) % number),
+            key=lambda one: (one in lost_by, one.under_way // TOGETHER, (self.servers.index(one) - preferred) % number),
         )
 
     def _lose(self, server: PooledServer, losses: int, lost: ServerLost) -> None:
