@@ -14,7 +14,7 @@ from relibra.cli.inputs import options
 from relibra.cli.inputs.models import choose_model, open_model
 from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.requests import takes, within
-from relibra.cli.inputs.workload import check_num_experts, open_cluster
+from relibra.cli.inputs.workload import open_cluster
 from relibra.cli.outputs.files import check_outputs, find_demand, named
 from relibra.cli.outputs.plan_page import check_page
 from relibra.cli.outputs.terminal import progress
@@ -84,7 +84,6 @@ def _report_recording(request: ReportRequest) -> Path:
     from relibra.reporting import write_report
 
     timelines = request.timelines()
-    check_num_experts(request.path, request.num_experts)
     with progress(f"reading {request.path}, planning its last step and drawing"):
         return write_report(
             request.path,
@@ -120,8 +119,6 @@ def _report_plans(request: ReportRequest) -> Path:
     else:
         plans = first, _read_plan(other, request.demand, _short_name(other, path))
     plan = plans[1].plan
-    if trace is not None:
-        check_num_experts(trace, request.num_experts)
     with progress("simulating and drawing"):
         cluster = open_cluster(request.cluster).with_ranks(plan.num_ranks, plan.ranks_per_node)
         routes = None if trace is None else open_trace(trace, request.num_experts)

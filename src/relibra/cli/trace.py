@@ -14,7 +14,7 @@ import typer
 from relibra.cli.inputs import options
 from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.inputs.requests import documented, within
-from relibra.cli.inputs.workload import are_experts_assumed, check_num_experts
+from relibra.cli.inputs.workload import are_experts_assumed
 from relibra.cli.outputs.terminal import print_note, print_result, progress
 from relibra.errors import RelibraError, TraceError
 from relibra.number_ranges import format_ranges
@@ -43,7 +43,7 @@ def inspect(path: TracePath, num_experts: options.NumExperts = None, as_json: op
     """
     import numpy as np
 
-    from relibra.routing.readers import open_trace
+    from relibra.routing.readers import check_num_experts, open_trace
     from relibra.routing.trace_files import TraceIndex, read_index
 
     found: TraceIndex | RoutingTrace
@@ -220,7 +220,6 @@ def _pieces(path: Path, num_experts: int | None, group: str | None = None) -> It
     """Yield the routes of a path in pieces, only the samples of a group where one is named."""
     from relibra.routing.readers import iterate_routes
 
-    check_num_experts(path, num_experts)
     for piece in iterate_routes(path, num_experts):
         if group is None:
             yield piece

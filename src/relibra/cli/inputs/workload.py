@@ -15,7 +15,7 @@ from relibra.cli.inputs.requests import SimulationRequest, WorkloadRequest
 from relibra.cli.inputs.schedules import Cut, mini_batches_for, read_given_schedule, schedule_step
 from relibra.cli.outputs.files import NamedPath, check_outputs, input_files
 from relibra.cli.outputs.terminal import print_note, progress
-from relibra.errors import ConfigError, TraceError
+from relibra.errors import ConfigError
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -62,7 +62,10 @@ class Workload:
 
     def open_routes(self) -> RoutingTrace:
         """Read the trace again, with the samples that were drawn again."""
-        return _open_routes(self.recording.trace, self.request, self.rank_tokens)
+        from relibra.routing.readers import open_trace
+
+        routes = open_trace(self.recording.trace, self.request.num_experts)
+        return _draw_again(routes, self.request, self.rank_tokens)
 
     @cached_property
     def _choices(self) -> tuple[ndarray, ndarray]:
@@ -144,11 +147,11 @@ def open_workload(recording: RecordedStep, request: WorkloadRequest) -> Workload
 
     trace, model = recording.trace, choose_model(request.model, recording.trace)
     cluster = open_cluster(request.cluster, None if request.dispatch is None else request.dispatch.value)
-    check_num_experts(trace, request.num_experts)
+    routes = open_trace(trace, request.num_experts)
     given, tokens = read_given_schedule(recording, request), request.micro_batch_tokens
     if given is None and tokens is None:
-        tokens = _default_tokens(open_trace(trace, request.num_experts), recording, request)
-    routes = _open_routes(trace, request, tokens)
+        tokens = _default_tokens(routes, recording, request)
+    routes = _draw_again(routes, request, tokens)
     machine = fit_cluster(cluster, routes.num_experts, request.ranks, request.ranks_per_node)
     demand, cut = schedule_step(routes, recording, request, given, tokens)
     of_trainer = given is not None or (demand.group_M is not None and demand.group_M.max(initial=0) > 0)
@@ -207,17 +210,6 @@ def fit_cluster(cluster: Cluster, num_experts: int, ranks: int, ranks_per_node: 
     return cluster.with_ranks(ranks, ranks_per_node)
 
 
-def check_num_experts(path: Path, num_experts: int | None) -> None:
-    """Raise a TraceError when --num-experts contradicts the number in a trace folder."""
-    from relibra.routing.trace_files import read_index
-
-    if num_experts is None or not path.is_dir():
-        return
-    recorded = read_index(path).num_experts
-    if recorded != num_experts:
-        raise TraceError(f"{path} was recorded with {recorded} experts: leave out --num-experts {num_experts}")
-
-
 def are_experts_assumed(path: Path, num_experts: int | None) -> bool:
     """Return whether the number of experts is a multiple of 8 above the largest id: nothing else gives it."""
     return num_experts is None and not path.is_dir()
@@ -243,14 +235,12 @@ def budget_for(request: WorkloadRequest, workload: Workload) -> Budget:
     )
 
 
-def _open_routes(trace: Path, request: WorkloadRequest, tokens: int | None) -> RoutingTrace:
-    """Return the trace, or samples of it drawn again until they fill the requested micro-batches."""
+def _draw_again(routes: RoutingTrace, request: WorkloadRequest, tokens: int | None) -> RoutingTrace:
+    """Return the samples, drawn again until they fill the requested micro-batches if a number of these is given."""
     import numpy as np
 
     from relibra.routing.micro_batches import draw_samples
-    from relibra.routing.readers import open_trace
 
-    routes = open_trace(trace, request.num_experts)
     if request.micro_batches is None or tokens is None:
         return routes
     rows = request.micro_batches * tokens * request.ranks

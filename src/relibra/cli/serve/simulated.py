@@ -124,12 +124,11 @@ def _routes(model: ServedModel, trace: Path | None) -> RoutePool:
     import numpy as np
 
     from relibra.routing.readers import open_trace
-    from relibra.routing.trace_files import read_trace
     from relibra.simulation.serving.routes import drawn_routes, recorded_routes
 
     if trace is None:
         return drawn_routes(np.ones(model.experts), model.layers, model.top_k, np.random.default_rng(SEED))
-    found = read_trace(trace) if trace.is_dir() else open_trace(trace, model.experts)
+    found = open_trace(trace, None if trace.is_dir() else model.experts)
     if (found.num_experts, found.top_k) != (model.experts, model.top_k):
         raise ConfigError(
             f"--trace {trace} has {found.top_k} of {found.num_experts} experts per token, {model.name} picks "

@@ -76,7 +76,7 @@ def open_recording(path: Path | str, num_experts: int | None = None) -> Recordin
     """Find the traces of a run folder, or take the path as a single trace.
 
     num_experts   experts per layer, for an `.npz` or `.npy` of choices, which does not say; None: see the reader
-    raises    TraceError when there is neither a finished trace nor a finished step, or the path is neither
+    raises        TraceError when there is neither a finished trace nor a finished step, or the path is neither
     """
     path = Path(path)
     if not path.is_dir() or (path / INDEX).is_file():
@@ -104,6 +104,7 @@ def open_recording(path: Path | str, num_experts: int | None = None) -> Recordin
         unfinished=len(folders) - len(finished),
         config=_read_config(path / "config.json"),
         metrics=metrics,
+        num_experts=num_experts,
     )
 
 
