@@ -131,11 +131,11 @@ def test_impossible_links_are_refused(changes):
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        ("num_nodes = 1", "num_nodes = 1\nnodes = 2", "top level has unknown entry 'nodes': did you mean 'num_nodes'"),
-        ("efficiency", "efficency", "top level has unknown entry 'efficency': did you mean 'efficiency'"),
-        ("num_nodes = 1", "", "top level has no entry 'num_nodes'"),
-        ("[host]", "[host]\nspeed = 1", r"\[host\] has unknown entry 'speed': allowed are latency_seconds"),
-        ("[host]\nlatency_seconds = 1e-05", "[host]\nlatency_seconds = -1", r"\[host\]: latency_seconds is -1: "),
+        ("num_nodes = 1", "num_nodes = 1\nnodes = 2", "c.toml has unknown entry 'nodes': did you mean 'num_nodes'"),
+        ("efficiency", "efficency", "c.toml has unknown entry 'efficency': did you mean 'efficiency'"),
+        ("num_nodes = 1", "", "c.toml has no entry 'num_nodes'"),
+        ("[host]", "[host]\nspeed = 1", "host has unknown entry 'speed': allowed are latency_seconds"),
+        ("[host]\nlatency_seconds = 1e-05", "[host]\nlatency_seconds = -1", "host: latency_seconds is -1: "),
         ("gemm_table = []", "gemm_table = [[1, 2, 3]]", "gemm_table"),
         ("gemm_table = []", "gemm_table = 7", "gemm_table is 7: "),
         ("efficiency = 0.5", "efficiency = nan", "efficiency is nan"),
@@ -155,15 +155,15 @@ def test_bad_files_get_a_sentence(tmp_path, old, new, sentence):
 
 
 def test_missing_and_foreign_files(tmp_path):
-    with pytest.raises(ClusterError, match="cannot be read: No such file"):
+    with pytest.raises(ClusterError, match=r"cannot be read \(No such file"):
         read_cluster(tmp_path / "none.toml")
-    with pytest.raises(ClusterError, match="cannot be read: Is a directory"):
+    with pytest.raises(ClusterError, match=r"cannot be read \(Is a directory"):
         read_cluster(tmp_path)
     (tmp_path / "b.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ClusterError, match="not valid TOML"):
         read_cluster(tmp_path / "b.toml")
     (tmp_path / "big.toml").write_text("#" * (2 << 20))
-    with pytest.raises(ClusterError, match="not a cluster file"):
+    with pytest.raises(ClusterError, match="name a cluster file"):
         read_cluster(tmp_path / "big.toml")
 
 
@@ -173,7 +173,7 @@ def test_a_link_written_as_a_number_is_refused(tmp_path):
     path = tmp_path / "c.toml"
     write_cluster(path, cluster_preset("laptop"))
     path.write_text("host = 3\n" + path.read_text().split("[host]")[0])
-    with pytest.raises(ClusterError, match=r"\[host\]: it is 3: "):
+    with pytest.raises(ClusterError, match="host: it is 3: "):
         read_cluster(path)
 
 

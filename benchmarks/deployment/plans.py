@@ -86,11 +86,10 @@ def _of(plans: list[DeploymentPlan], gpu: str) -> DeploymentPlan:
 
 
 def _plan_row(name: str, rank: int, plan: DeploymentPlan) -> dict:
-    gpu, ways, nodes = plan.attention
-    expert_gpu, expert_ways, expert_nodes = plan.experts
+    one, other = plan.attention, plan.experts
     return row(
-        "pairs", f"{name}, {gpu.name} + {expert_gpu.name}", value(plan, "price"), label="model",
-        unit="tokens/s per price, L20 = 1", rank=rank, nodes=f"{nodes}x{ways} + {expert_nodes}x{expert_ways}",
+        "pairs", f"{name}, {one.accelerator.name} + {other.accelerator.name}", value(plan, "price"), label="model",
+        unit="tokens/s per price, L20 = 1", rank=rank, nodes=f"{one.nodes}x{one.ways} + {other.nodes}x{other.ways}",
         micro_batches=plan.micro_batches, rows=plan.rows, expert_rows=plan.expert_rows,
         attention_us=1e6 * plan.stage[0], expert_us=1e6 * plan.stage[1], hop_us=1e6 * plan.stage[2],
         ms=1e3 * plan.iteration_seconds, gpus=plan.gpus,
@@ -131,7 +130,7 @@ def simulated_nodes(quick: bool) -> Iterator[dict]:
             found = {}
             most = 2 * plan.attention.nodes + 1
             for nodes in range(max(1, plan.attention.nodes // 2), most + 1):
-                tried = _filled(replace(plan, attention=plan.attention._replace(nodes=nodes)))
+                tried = _filled(replace(plan, attention=replace(plan.attention, nodes=nodes)))
                 if tried is not None:
                     found[nodes] = simulate_serving(
                         tried, Scenario(steps=6, warm_up=2, routes=routes)

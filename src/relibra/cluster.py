@@ -7,8 +7,6 @@ measures a machine.
 
 from __future__ import annotations
 
-import json
-import tomllib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -19,8 +17,8 @@ from numpy import ndarray
 from pydantic import Field
 
 from relibra.errors import ClusterError
-from relibra.field_checks import check_fields
-from relibra.files import write_text
+from relibra.field_checks import build, check_fields
+from relibra.files import read_toml, toml_value, write_text
 
 Label = Literal["cited", "measured", "model"]
 Dispatch = Literal["flat", "hierarchical"]
@@ -28,7 +26,6 @@ Dispatch = Literal["flat", "hierarchical"]
 Amount = TypeVar("Amount", float, ndarray)
 
 MAX_RANKS = 1 << 16
-_MAX_FILE_BYTES = 1 << 20
 _LARGEST = 10**24
 """Upper limit of byte counts, rates and times; keeps sums finite."""
 Whole = Annotated[int, Field(ge=1, le=_LARGEST)]
@@ -202,9 +199,9 @@ def write_cluster(path: Path | str, cluster: Cluster) -> None:
     """Write a cluster as TOML; `read_cluster` returns an equal value."""
     values = asdict(cluster)
     links = {key: value for key, value in values.items() if isinstance(value, dict)}
-    lines = [f"{key} = {_format_toml(value)}" for key, value in values.items() if key not in links]
+    lines = [f"{key} = {toml_value(value)}" for key, value in values.items() if key not in links]
     for key, link in links.items():
-        lines += ["", f"[{key}]", *(f"{name} = {_format_toml(value)}" for name, value in link.items())]
+        lines += ["", f"[{key}]", *(f"{name} = {toml_value(value)}" for name, value in link.items())]
     write_text(Path(path), "\n".join(lines) + "\n")
 
 
@@ -213,44 +210,8 @@ def read_cluster(path: Path | str) -> Cluster:
 
     raises    ClusterError when the file is missing, not TOML, or has unknown, missing or invalid entries
     """
-    path = Path(path)
-    try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise ClusterError(f"{path} has more than {_MAX_FILE_BYTES} bytes: it is not a cluster file")
-        body = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ClusterError(f"cluster file {path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, ClusterError):
-            raise
-        raise ClusterError(f"cluster file {path} is not valid TOML: {error}") from error
-    try:
-        body |= {key: _link(body[key], f"[{key}]") for key in _LINKS if key in body}
-        if isinstance(table := body.get("gemm_table"), list):
-            body["gemm_table"] = tuple(tuple(row) if isinstance(row, list) else row for row in table)
-        check_fields(Cluster, body, "top level", ClusterError)
-        return Cluster(**body)
-    except ClusterError as error:
-        raise ClusterError(f"cluster file {path}: {error}") from error
-
-
-_LINKS = ("intra", "inter_send", "inter_receive", "host")
-
-
-def _link(table: Any, where: str) -> Link:
-    check_fields(Link, table, where, ClusterError)
-    return Link(**table)
-
-
-def _format_toml(value: Any) -> str:
-    """Return a value as TOML; Python's shortest float text reads back as the same float."""
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)  # printable text needs only \" and \\
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_format_toml, value))}]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return repr(float(value) if isinstance(value, float) else int(value))
+    body = read_toml(Path(path), ClusterError, "a cluster file")
+    return build(Cluster, body, f"cluster file {path}", ClusterError)
 
 
 def _node(

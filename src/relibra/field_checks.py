@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from relibra.errors import RelibraError
 from relibra.printable import excerpt
+
+Kind = TypeVar("Kind")
 
 
 def check_fields(kind: Any, values: Any, where: str, error: type[RelibraError]) -> None:
@@ -41,6 +44,27 @@ def check_fields(kind: Any, values: Any, where: str, error: type[RelibraError]) 
             raise error(f"{where} has no entry {name!r}: its entries are {', '.join(fields)}") from failure
         message = first["msg"][0].lower() + first["msg"][1:]
         raise error(f"{where}: {name} is {excerpt(first['input'])}: {message}") from failure
+
+
+def build(kind: type[Kind], values: Any, where: str, error: type[RelibraError]) -> Kind:
+    """Return a dataclass from what a file holds for it: dataclasses among its fields too, and tuples for lists.
+
+    raises   as `check_fields`; `error` also where the kind itself refuses its values
+    """
+    if isinstance(values, Mapping):
+        kinds = get_type_hints(kind)
+        values = {name: _part(kinds.get(name), value, f"{where}: {name}", error) for name, value in values.items()}
+    check_fields(kind, values, where, error)
+    try:
+        return kind(**values)
+    except RelibraError as failure:
+        raise error(f"{where}: {failure}") from failure
+
+
+def _part(kind: Any, value: Any, where: str, error: type[RelibraError]) -> Any:
+    if is_dataclass(kind):
+        return build(kind, value, where, error)
+    return tuple(_part(None, entry, where, error) for entry in value) if isinstance(value, list) else value
 
 
 @cache

@@ -1,14 +1,19 @@
-"""Files that are either whole or absent: write under a temporary name, fsync, rename; and reads of bounded size."""
+"""Files that are either whole or absent: write under a temporary name, fsync, rename; reads of bounded size; TOML."""
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from relibra.errors import RelibraError
+
+MAX_TOML_BYTES = 1 << 20
 
 
 @contextmanager
@@ -53,6 +58,30 @@ def read_bounded(path: Path, most_bytes: int, error: type[RelibraError], what: s
     if len(data) > most_bytes:
         raise error(f"{path} is larger than {most_bytes:,} bytes: name {what}")
     return data
+
+
+def read_toml(path: Path, error: type[RelibraError], what: str) -> dict[str, Any]:
+    """Return the content of a TOML file; raises `error` as `read_bounded`, and for anything that is no TOML."""
+    data = read_bounded(path, MAX_TOML_BYTES, error, what)
+    try:
+        return tomllib.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as failure:  # also bad UTF-8, numbers of thousands of digits, deep nesting
+        raise error(f"{path} is not valid TOML: {failure}") from failure
+
+
+def toml_value(value: Any) -> str:
+    """Return a value as TOML, which has no null; floats read back as the same floats.
+
+    >>> toml_value({"a": [1, 2.5, True], "b": "ü"})
+    '{"a" = [1, 2.5, true], "b" = "ü"}'
+    """
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{json.dumps(name)} = {toml_value(part)}' for name, part in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, bool | str):
+        return json.dumps(value, ensure_ascii=False)
+    return repr(float(value) if isinstance(value, float) else int(value))
 
 
 def sync_folder(folder: Path) -> None:

@@ -27,7 +27,7 @@ def refused(done):
         ("update.lr=1", "update.lr is not a setting"),
         ("parallel.ranks=3", "does not divide model.num_experts 4"),
         ("model.path=nowhere", "model.path, got 'nowhere': no folder"),
-        ("plan.cluster=missing.toml", "plan.cluster: cluster file missing.toml cannot be read"),
+        ("plan.cluster=missing.toml", "plan.cluster: missing.toml cannot be read"),
     ],
 )
 def test_impossible_settings_are_refused_before_anything_is_made(override, said, tmp_path):

@@ -35,7 +35,7 @@ def test_a_plan_is_read_as_it_was_written(plan, tmp_path):
         (lambda body: body | {"format": "x"}, "is no deployment plan"),
         (lambda body: body | {"version": 9}, "has version 9"),
         (lambda body: body | {"rows": 5}, "is damaged"),
-        (lambda body: body | {"more": 5}, "were expected"),
+        (lambda body: body | {"more": 5}, "is damaged"),
         (lambda body: [body], "holds no JSON object"),
     ],
 )
@@ -101,7 +101,7 @@ def test_accelerators_of_a_file(tmp_path):
         (TABLE.replace("price = 2", "pryce = 2"), r"\[Mine\] has (no|unknown) entry 'pr"),
         ("Mine = 1", r"\[Mine\]: it is 1"),
         (TABLE.replace("price = 2", "price = -1"), "price is -1"),
-        ("= 3", "is not TOML"),
+        ("= 3", "is not valid TOML"),
     ],
 )
 def test_files_without_accelerators_are_refused(text, words, tmp_path):

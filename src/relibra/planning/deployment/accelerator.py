@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from relibra.errors import ConfigError
-from relibra.field_checks import check_fields
-from relibra.files import read_bounded
+from relibra.field_checks import build, check_fields
+from relibra.files import read_toml
 
-_MAX_FILE_BYTES = 1 << 20
 _LONGEST_NAME = 64
 """Characters of an unknown name that are compared with known ones."""
 NODE_SIZES = (1, 2, 4, 8)
@@ -104,23 +102,13 @@ def accelerator(name: str, more: Mapping[str, Accelerator] | None = None) -> Acc
     return known[name.lower()]
 
 
-def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """Return the content of a file; raises ConfigError when it cannot be read, naming `what` it should be."""
-    text = read_bounded(path, _MAX_FILE_BYTES, ConfigError, what)
-    try:
-        return tomllib.loads(text.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
-
-
 def read_accelerators(path: Path | str) -> dict[str, Accelerator]:
     """Return the accelerators of a TOML file: a table per accelerator, whose keys are the fields of `Accelerator`.
 
     raises    ConfigError when the file cannot be read, or a table is not an accelerator
     """
     found = {}
-    for name, table in read_toml(Path(path), "a TOML file of accelerators").items():
+    for name, table in read_toml(Path(path), ConfigError, "a TOML file of accelerators").items():
         given = {"name": name.lower(), **table} if isinstance(table, dict) else table
-        check_fields(Accelerator, given, f"{path}: [{name}]", ConfigError)
-        found[name.lower()] = Accelerator(**given)
+        found[name.lower()] = build(Accelerator, given, f"{path}: [{name}]", ConfigError)
     return found

@@ -189,7 +189,7 @@ def _exchange_seconds(plan: ColocatedPlan, received_rows: float) -> float:
 
     received_rows    of the busiest group
     """
-    model, (gpu, ways, groups) = plan.model, plan.pool
+    model, gpu, ways, groups = plan.model, plan.pool.accelerator, plan.pool.ways, plan.pool.nodes
     inside = max(1, gpu.node_size // ways)
     inside = min(groups, inside) if groups % inside == 0 or groups < inside else 1
     sent = BYTES * plan.rows * model.top_k * model.hidden / ways

@@ -8,20 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from relibra.errors import ConfigError, PlanError
-from relibra.field_checks import check_fields
+from relibra.errors import PlanError
+from relibra.field_checks import build
 from relibra.files import read_bounded, write_text
-from relibra.planning.deployment.accelerator import Accelerator
-from relibra.planning.deployment.deployment_plan import DeploymentPlan, Pool
-from relibra.planning.deployment.performance import Efficiency
-from relibra.planning.deployment.served_model import ServedModel
-from relibra.planning.deployment.service_level import ServiceLevel
+from relibra.planning.deployment.deployment_plan import DeploymentPlan
 
 FORMAT, VERSION = "relibra deployment plan", 1
 MAX_BYTES = 1 << 20
-_NUMBERS = ("experts_per_node", "micro_batches", "rows")
-_VALUES: dict[str, type[Any]] = {"model": ServedModel, "level": ServiceLevel, "efficiency": Efficiency}
-_POOLS = ("attention", "experts")
 
 
 def write_deployment(path: Path | str, plan: DeploymentPlan) -> None:
@@ -30,15 +23,7 @@ def write_deployment(path: Path | str, plan: DeploymentPlan) -> None:
     raises    PlanError for a plan that breaks a rule
     """
     plan.validate()
-    pools = {name: getattr(plan, name) for name in _POOLS}
-    body = {
-        "format": FORMAT,
-        "version": VERSION,
-        **{name: asdict(getattr(plan, name)) for name in _VALUES},
-        **{name: pool._asdict() | {"accelerator": asdict(pool.accelerator)} for name, pool in pools.items()},
-        **{name: getattr(plan, name) for name in _NUMBERS},
-        "predicted": predicted(plan),
-    }
+    body = {"format": FORMAT, "version": VERSION, **asdict(plan), "predicted": predicted(plan)}
     write_text(Path(path), json.dumps({**body, "sha256": _digest(body)}, indent=1, allow_nan=False) + "\n")
 
 
@@ -56,19 +41,10 @@ def read_deployment(path: Path | str) -> DeploymentPlan:
             f"{path} has version {body.get('version')!r}, this relibra reads {VERSION}: use the relibra that wrote it"
         )
     digest = body.pop("sha256", None)
-    expected = {"format", "version", "predicted", *_VALUES, *_POOLS, *_NUMBERS}
-    if body.keys() != expected:
-        raise PlanError(f"{path} has {sorted(body)}, where {sorted(expected)} were expected: write it again")
     if digest != _digest(body):
         raise PlanError(f"{path} is damaged: its SHA-256 does not match its content; write it again")
-    try:
-        values = {name: _value(kind, body[name], f"{path}: {name}") for name, kind in _VALUES.items()}
-        values |= {name: _pool(body[name], f"{path}: {name}") for name in _POOLS}
-        values |= {name: body[name] for name in _NUMBERS}
-        check_fields(DeploymentPlan, values, str(path), PlanError)
-        plan = DeploymentPlan(**values)
-    except ConfigError as error:
-        raise PlanError(f"{path}: {error}") from error
+    fields = {name: value for name, value in body.items() if name not in ("format", "version", "predicted")}
+    plan = build(DeploymentPlan, fields, str(path), PlanError)
     plan.validate()
     return plan
 
@@ -103,15 +79,3 @@ def _object(path: Path) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise PlanError(f"{path} holds no JSON object: name a deployment plan")
     return body
-
-
-def _value(kind: type[Any], body: Any, where: str) -> Any:
-    check_fields(kind, body, where, PlanError)
-    return kind(**body)
-
-
-def _pool(body: Any, where: str) -> Pool:
-    gpu = body.get("accelerator") if isinstance(body, dict) else None
-    body = body if gpu is None else {**body, "accelerator": _value(Accelerator, gpu, f"{where}: accelerator")}
-    check_fields(Pool, body, where, PlanError)
-    return Pool(**body)

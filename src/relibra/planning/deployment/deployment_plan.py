@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from relibra.errors import PlanError
 from relibra.planning.deployment.accelerator import Accelerator
@@ -22,7 +22,8 @@ Objective = Literal["price", "watts", "gpus"]
 """What tokens per second are divided by."""
 
 
-class Pool(NamedTuple):
+@dataclass(frozen=True)
+class Pool:
     """Equal nodes of one accelerator: `ways` GPUs of a node share each layer by tensor parallelism."""
 
     accelerator: Accelerator

@@ -8,7 +8,7 @@ lines that start at or above zero, so the largest one that memory and latency al
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -134,7 +134,7 @@ def _best_filled(
     if not rows_X[best]:
         return None
     return DeploymentPlan(
-        model=model, level=level, efficiency=efficiency, attention=node._replace(nodes=int(nodes_X[best])),
+        model=model, level=level, efficiency=efficiency, attention=replace(node, nodes=int(nodes_X[best])),
         experts=experts, experts_per_node=per_node, micro_batches=int(micro_X[best]), rows=int(rows_X[best]),
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from relibra.errors import LONGEST_VALUE, ConfigError
+from relibra.files import read_toml, toml_value
 from relibra.printable import excerpt
 from relibra.rl.algorithms import tppo
 from relibra.rl.config.defaults import BUILT_IN_MODEL, PRESETS
@@ -26,7 +27,7 @@ from relibra.rl.config.settings import UpdateSettings
 USUAL_RATE = UpdateSettings().learning_rate
 HIGH = 20
 """Learning rate above which RL post-training destroys a model in a few steps."""
-MAX_FILE_BYTES = 1 << 20
+A_FILE = "a TOML file of settings, or section.key=value overrides"
 MAX_DEPTH = 8
 """Parts of an override's key; settings have two."""
 
@@ -39,7 +40,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), *, base: dict[
     """
     elsewhere = str(path) if path else "the defaults" if base is None else "the run that is resumed"
     try:
-        settings = _read_toml(path) if path else copy.deepcopy(base or {})
+        settings = read_toml(path, ConfigError, A_FILE) if path else copy.deepcopy(base or {})
         places = dict.fromkeys(_names(settings), elsewhere)
         for override in overrides:
             key, value = _parse_override(override)
@@ -261,18 +262,9 @@ def as_toml(config: RunConfig) -> str:
                 )
             if value is None and key == "explained_variance_gate":
                 value = "off"  # else its preset's value is read
-            setting = f"# {key} =" if value is None else f"{key} = {_toml(value)}"  # TOML has no null
+            setting = f"# {key} =" if value is None else f"{key} = {toml_value(value)}"  # TOML has no null
             lines += [f"# {description}", setting]
     return "\n".join(lines[1:])
-
-
-def _toml(value: Any) -> str:
-    """Write a value of a setting, which is no null, as TOML."""
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{json.dumps(name)} = {_toml(part)}' for name, part in value.items())}}}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
-    return json.dumps(value)
 
 
 def with_ranks(config: RunConfig, ranks: int) -> RunConfig:
@@ -285,21 +277,6 @@ def with_ranks(config: RunConfig, ranks: int) -> RunConfig:
     launched = resolve(settings, Sources({}, launcher))
     launched._sources = {**config.sources, "parallel.ranks": launcher}
     return launched
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} has more than {MAX_FILE_BYTES:,} bytes: it is no configuration")
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the configuration {path}: {error.strerror}; pass a TOML file, or section.key=value overrides"
-        ) from error
-    except (ValueError, RecursionError) as error:  # also bad UTF-8, numbers of thousands of digits, deep nesting
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
 def _parse_override(override: str) -> tuple[tuple[str, ...], Any]:

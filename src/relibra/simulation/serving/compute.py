@@ -12,8 +12,8 @@ from numpy import ndarray
 from pydantic import Field
 
 from relibra.errors import ConfigError
-from relibra.field_checks import check_fields
-from relibra.planning.deployment.accelerator import read_toml
+from relibra.field_checks import build, check_fields
+from relibra.files import read_toml
 from relibra.planning.deployment.performance import Node
 
 _Number = Annotated[int | float, Field(ge=0, le=1e9)]
@@ -89,17 +89,13 @@ def read_measured(path: Path) -> MeasuredCompute:
 
     raises    ConfigError when the file cannot be read, or its tables are none
     """
-    found = read_toml(path, "a TOML file of measured seconds")
+    found = read_toml(path, ConfigError, "a TOML file of measured seconds")
     if found.keys() != {"attention", "expert"} or not all(isinstance(pairs, list) for pairs in found.values()):
         raise ConfigError(
             f"{path} must have two lists of [rows, seconds]: attention, a layer of a node, and expert, one expert"
         )
-    tables = {
-        f"{name}_table": tuple(tuple(pair) if isinstance(pair, list) else pair for pair in pairs)
-        for name, pairs in found.items()
-    }
-    check_fields(MeasuredCompute, tables, str(path), ConfigError)
-    return MeasuredCompute(**tables)
+    tables = {f"{name}_table": pairs for name, pairs in found.items()}
+    return build(MeasuredCompute, tables, str(path), ConfigError)
 
 
 def _between(table: Table, rows: Float64[ndarray, "*X"]) -> Float64[ndarray, "*X"]:
