@@ -80,11 +80,11 @@ def test_a_server_takes_its_workers_from_a_plan_of_its_config(run, tmp_path):
         (["64x64"], "only the sizes of one expert"),
         (
             ["dbrx", "--gpus", "l40s", "--tpot", "1us"],
-            "answers within 1e-06 s per token with a context of 650: allow more time per",
+            "answers within 1e-06 s per token with a context of 650; allow more time per",
         ),
         (["dbrx", "--gpus", "l40s", "--tpot", "0.00001s"], "answers within 1e-05 s per token"),
         (["dbrx", "--tpot", "0.1us"], "--tpot '0.1us' is out of range: it must be from 1us to 10000s"),
-        (["dbrx", "--gpus", "l40s", "--max-gpus", "1"], "no deployment of at most 1 GPU of 'dbrx' on l40s"),
+        (["dbrx", "--gpus", "l40s", "--max-gpus", "1"], "with a context of 650 on at most 1 GPUs"),
     ],
 )
 def test_wrong_requests_end_in_one_sentence(run, arguments, words):

@@ -12,7 +12,7 @@ import typer
 
 from relibra.cli.inputs import options
 from relibra.cli.inputs.models import open_model
-from relibra.cli.inputs.requests import takes
+from relibra.cli.inputs.requests import takes, within
 from relibra.cli.outputs.files import check_outputs, named, writing
 from relibra.cli.outputs.terminal import print_note, print_result, progress
 from relibra.cli.serve.simulated import RUN_COLUMNS, Arrivals, simulate_decision
@@ -48,63 +48,42 @@ class Objective(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ServePlanRequest:
-    """A model, GPUs to choose from, and the service that is asked for."""
+    """A model, GPUs to choose from, and the service that is asked for.
 
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="mixtral-8x22b, dbrx, scaled-moe, a name of --model elsewhere, or a config.json."
-        ),
-    ]
-    gpus: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,...",
-            help="GPUs to choose from: h20, l40s, l20, a800, h800, or of a file. Default: h20,l40s and all of a file.",
-        ),
-    ] = None
-    accelerators: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="TOML with a table per GPU of yours: price, memory, speeds (docs/serving.md)."
-        ),
-    ] = None
-    tpot: Annotated[str, typer.Option(metavar="TIME", help="Most time per output token, such as 150ms or 0.15s.")] = (
-        "150ms"
-    )
-    context: Annotated[
-        float, typer.Option(min=1, metavar="TOKENS", help="Mean tokens of a request while it decodes, prompt included.")
-    ] = 650.0
-    skew: Annotated[
-        float, typer.Option(min=1, max=1e6, metavar="RATIO", help="Rows of the busiest expert node / mean.")
-    ] = 1.0
-    objective: Annotated[Objective, typer.Option(help="What tokens per second are divided by.")] = Objective.PRICE
-    max_gpus: Annotated[int, typer.Option(min=0, metavar="N", help="Most GPUs of one instance; 0: any number.")] = 0
-    simulate: Annotated[bool, typer.Option("--simulate", help="Also simulate decode steps of the best plans.")] = False
-    trace: Annotated[
-        Path | None,
-        typer.Option(metavar="TRACE", help="With --simulate: recorded routes of this model; default: uniform ones."),
-    ] = None
-    copies: Annotated[
-        int, typer.Option(min=0, max=64, metavar="N", help="With --simulate: spare expert slots of a node, for copies.")
-    ] = 0
-    measured: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="With --simulate: TOML with measured seconds of nodes (docs/serving.md)."),
-    ] = None
-    rate: Annotated[
-        float | None,
-        typer.Option(min=1e-6, max=1e9, metavar="R", help="With --simulate: also R requests per second, at random."),
-    ] = None
-    lengths: Annotated[
-        str, typer.Option(metavar="PROMPT,RESPONSE", help="With --rate: median tokens of prompts and of responses.")
-    ] = "571,159"
-    timeline: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --simulate: write a trace of four layers for Perfetto.")
-    ] = None
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the best plan, JSON.")
-    ] = None
+    model MODEL  mixtral-8x22b, dbrx, scaled-moe, a name of --model elsewhere, or a config.json.
+    gpus NAME,...  GPUs to choose from: h20, l40s, l20, a800, h800, or of a file. Default: h20,l40s and all of a file.
+    accelerators FILE  TOML with a table per GPU of yours: price, memory, speeds (docs/serving.md).
+    tpot TIME  Most time per output token, such as 150ms or 0.15s.
+    context TOKENS  Mean tokens of a request while it decodes, prompt included.
+    skew RATIO  Rows of the busiest expert node / mean.
+    objective  What tokens per second are divided by.
+    max_gpus N  Most GPUs of one instance; 0: any number.
+    simulate  Also simulate decode steps of the best plans.
+    trace TRACE  With --simulate: recorded routes of this model; default: uniform ones.
+    copies N  With --simulate: spare expert slots of a node, for copies.
+    measured FILE  With --simulate: TOML with measured seconds of nodes (docs/serving.md).
+    rate R  With --simulate: also R requests per second, at random.
+    lengths PROMPT,RESPONSE  With --rate: median tokens of prompts and of responses.
+    timeline FILE  With --simulate: write a trace of four layers for Perfetto.
+    output FILE  Write the best plan, JSON.
+    """
+
+    model: Annotated[str, typer.Argument()]
+    gpus: str | None = None
+    accelerators: Path | None = None
+    tpot: str = "150ms"
+    context: Annotated[float, within(1)] = 650.0
+    skew: Annotated[float, within(1, 1e6)] = 1.0
+    objective: Objective = Objective.PRICE
+    max_gpus: Annotated[int, within(0)] = 0
+    simulate: Annotated[bool, typer.Option("--simulate")] = False
+    trace: Path | None = None
+    copies: Annotated[int, within(0, 64)] = 0
+    measured: Path | None = None
+    rate: Annotated[float | None, within(1e-6, 1e9)] = None
+    lengths: str = "571,159"
+    timeline: Path | None = None
+    output: Annotated[Path | None, typer.Option("--output", "-o")] = None
     as_json: options.Json = False
 
     def choices(self) -> list[Accelerator]:

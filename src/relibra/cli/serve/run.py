@@ -9,7 +9,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from relibra.cli.inputs.requests import takes
+from relibra.cli.inputs.requests import takes, within
 from relibra.cli.outputs.files import check_outputs, named
 from relibra.cli.outputs.terminal import print_note
 from relibra.cli.serve.plan import open_served_model
@@ -53,64 +53,58 @@ def planned_workers(path: Path | None, model: Path) -> Workers:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeRequest:
-    """A model, its workers, and the server before them."""
+    """A model, its workers, and the server before them.
 
-    model: Annotated[Path, typer.Argument(help="Folder of a transformers MoE model, written by save_pretrained.")]
-    plan: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Plan of relibra serve plan --output: a worker for each node, its micro-batches."
-        ),
-    ] = None
-    attention: Annotated[
-        int | None, typer.Option(min=1, help="Attention workers; default: those of --plan, else 1.")
-    ] = None
-    experts: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Expert workers; each holds some experts of every layer. Default: those of --plan, else 1."
-        ),
-    ] = None
-    spare_experts: Annotated[
-        int, typer.Option(help="Experts that a worker holds beyond its share: copies, which answer where one is lost.")
-    ] = 0
-    rebalance_seconds: Annotated[
-        float, typer.Option(help="Time after which copies go to the experts with the most rows since; 0: never.")
-    ] = 0.0
-    micro_batches: Annotated[
-        int | None,
-        typer.Option(min=1, help="Micro-batches of each attention worker, 1 to 4; default: those of --plan, else 2."),
-    ] = None
-    transport: Annotated[str, typer.Option(help="Rows between workers: shared (memory that both map) or tcp.")] = (
-        "shared"
-    )
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free.")] = 8100
-    name: Annotated[str, typer.Option(help="Name of the model for clients; default: that of its folder.")] = ""
-    dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")] = "auto"
-    max_batch: Annotated[int, typer.Option(help="Requests that an attention worker decodes at once.")] = 64
-    max_length: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Most tokens of a request, prompt and answer; default: 4096, or the positions of the model."
-        ),
-    ] = None
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of one forward pass.")] = 512
-    kv_tokens: Annotated[int, typer.Option(help="Tokens of the KV cache of an attention worker.")] = 65536
-    threads: Annotated[int, typer.Option(min=0, help="Threads of torch per worker; 0: cores / workers.")] = 0
-    timeout: Annotated[float, typer.Option(help="Seconds that attention and experts wait for one another.")] = 60.0
-    api_key_from: Annotated[
-        str, typer.Option(help="Where keys of clients are: env:NAME, or file:PATH with one per line.")
-    ] = ""
-    max_waiting: Annotated[int, typer.Option(help="Most answers in the queue; more get status 429.")] = 1024
-    deadline: Annotated[float, typer.Option(help="Seconds that a request may take, waiting included.")] = 600.0
-    updates: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Let clients load other weights below it, as vLLM's do.")
-    ] = None
-    timeline: Annotated[
-        Path | None, typer.Option(help="Write what each worker did, and when, for Perfetto in the end.")
-    ] = None
-    until_eof: Annotated[bool, typer.Option("--until-eof", help="Stop when the standard input ends.")] = False
+    model  Folder of a transformers MoE model, written by save_pretrained.
+    plan FILE  Plan of relibra serve plan --output: a worker for each node, its micro-batches.
+    attention  Attention workers; default: those of --plan, else 1.
+    experts  Expert workers; each holds some experts of every layer. Default: those of --plan, else 1.
+    spare_experts  Experts that a worker holds beyond its share: copies, which answer where one is lost.
+    rebalance_seconds  Time after which copies go to the experts with the most rows since; 0: never.
+    micro_batches  Micro-batches of each attention worker, 1 to 4; default: those of --plan, else 2.
+    transport  Rows between workers: shared (memory that both map) or tcp.
+    host  Address to listen at.
+    port  Port to listen at; 0: any that is free.
+    name  Name of the model for clients; default: that of its folder.
+    dtype  Of the weights: auto, float32, bfloat16, float16.
+    max_batch  Requests that an attention worker decodes at once.
+    max_length  Most tokens of a request, prompt and answer; default: 4096, or the positions of the model.
+    max_tokens  Most tokens of one forward pass.
+    kv_tokens  Tokens of the KV cache of an attention worker.
+    threads  Threads of torch per worker; 0: cores / workers.
+    timeout  Seconds that attention and experts wait for one another.
+    api_key_from  Where keys of clients are: env:NAME, or file:PATH with one per line.
+    max_waiting  Most answers in the queue; more get status 429.
+    deadline  Seconds that a request may take, waiting included.
+    updates FOLDER  Let clients load other weights below it, as vLLM's do.
+    timeline  Write what each worker did, and when, for Perfetto in the end.
+    until_eof  Stop when the standard input ends.
+    """
+
+    model: Annotated[Path, typer.Argument()]
+    plan: Path | None = None
+    attention: Annotated[int | None, within(1)] = None
+    experts: Annotated[int | None, within(1)] = None
+    spare_experts: int = 0
+    rebalance_seconds: float = 0.0
+    micro_batches: Annotated[int | None, within(1)] = None
+    transport: str = "shared"
+    host: str = "127.0.0.1"
+    port: Annotated[int, within(0, 65535)] = 8100
+    name: str = ""
+    dtype: str = "auto"
+    max_batch: int = 64
+    max_length: Annotated[int | None, within(1)] = None
+    max_tokens: int = 512
+    kv_tokens: int = 65536
+    threads: Annotated[int, within(0)] = 0
+    timeout: float = 60.0
+    api_key_from: str = ""
+    max_waiting: int = 1024
+    deadline: float = 600.0
+    updates: Path | None = None
+    timeline: Path | None = None
+    until_eof: Annotated[bool, typer.Option("--until-eof")] = False
 
 
 @takes(ServeRequest)
