@@ -15,15 +15,10 @@ from numpy import ndarray
 from numpy.random import Generator
 
 from relibra.errors import ConfigError
-from relibra.routing.demand import ScheduledDemand, count_token_slots
+from relibra.routing.demand import ScheduledDemand
 from relibra.routing.micro_batches import schedule_samples
-from relibra.routing.statistics import contiguous_homes, rank_skew
 from relibra.routing.trace import RoutingTrace, expert_dtype
 
-SKEW_TOLERANCE = 0.03
-"""Largest relative difference between requested and generated rank skew, mean over layers."""
-
-_FIT_ROWS = 4096
 _CHUNK_ENTRIES = 1 << 24
 
 
@@ -49,44 +44,6 @@ class TraceShape:
     def num_rows(self) -> int:
         """Return the token rows of all samples."""
         return int(sum(self.rows_per_sample))
-
-
-def zipf_trace(shape: TraceShape, rng: Generator, *, rank_skew: float, num_ranks: int) -> RoutingTrace:
-    """Generate routes with a given *rank* skew under the static layout, mean over layers.
-
-    Expert weight = (1 + rank)^-a (1 + place in rank)^-1 after shuffling ranks and places in every layer; `a` is
-    bisected per layer. (As UltraEP's load generator, with a smaller slope inside a rank.)
-
-    rank_skew   max / mean over ranks of the whole trace, > 1
-    num_ranks   divides the experts
-    raises      ConfigError when the skew is out of reach: above min(R, E / K), or below the skew of random draws; the
-                finished trace is checked within SKEW_TOLERANCE
-    """
-    home_E = contiguous_homes(shape.num_experts, num_ranks)
-    ceiling = min(num_ranks, shape.num_experts / shape.top_k)
-    if not 1 < rank_skew < ceiling:
-        raise ConfigError(
-            f"rank skew {rank_skew} is out of reach: with {num_ranks} ranks, {shape.num_experts} experts and "
-            f"{shape.top_k} choices it is between 1 and {ceiling:g}; for 1 use balanced_trace"
-        )
-    experts_LTK = []
-    for _ in range(shape.num_layers):
-        rank_place_E = rng.permutation(num_ranks)[home_E]
-        local_place_E = np.concatenate([rng.permutation(shape.num_experts // num_ranks) for _ in range(num_ranks)])
-        noise_TE = rng.gumbel(size=(min(_FIT_ROWS, shape.num_rows), shape.num_experts))
-        slope = _fit_slope(rank_place_E, local_place_E, noise_TE, shape.top_k, rank_skew, num_ranks)
-        log_weight_E = -slope * np.log1p(rank_place_E) - np.log1p(local_place_E)
-        experts_LTK.append(
-            _draw_experts(np.broadcast_to(log_weight_E, (shape.num_rows, shape.num_experts)), shape.top_k, rng)
-        )
-    trace = _build_trace(shape, experts_LTK, f"synthetic zipf, rank skew {rank_skew:g} on {num_ranks} ranks")
-    delivered = _measure_rank_skew(trace, num_ranks)
-    if abs(delivered - rank_skew) > SKEW_TOLERANCE * rank_skew:
-        raise ConfigError(
-            f"rank skew {rank_skew} is not reached, {shape.num_rows} tokens gave {delivered:.3f}: use more tokens or a "
-            "larger skew"
-        )
-    return trace
 
 
 def domain_trace(
@@ -151,21 +108,6 @@ def balanced_trace(shape: TraceShape) -> RoutingTrace:
     return _build_trace(shape, experts_LTK, "synthetic, forced balance")
 
 
-def _fit_slope(
-    rank_place_E: ndarray, local_place_E: ndarray, noise_TE: ndarray, top_k: int, target: float, num_ranks: int
-) -> float:
-    """Bisect the slope over ranks; fixed noise makes the skew a smooth function of it."""
-    low, high = 0.0, 32.0
-    bounds, valid_T = np.array([0, len(noise_TE)]), np.ones(len(noise_TE), dtype=bool)
-    for _ in range(24):
-        slope = (low + high) / 2
-        score_TE = noise_TE - slope * np.log1p(rank_place_E) - np.log1p(local_place_E)
-        picked_TLK = np.argpartition(-score_TE, top_k - 1, axis=1)[:, None, :top_k]
-        load_E = count_token_slots(picked_TLK, valid_T, bounds, len(rank_place_E))[0, 0]
-        low, high = (slope, high) if rank_skew(load_E, num_ranks) < target else (low, slope)
-    return (low + high) / 2
-
-
 def _draw_experts(log_weight_TE: Float64[ndarray, "T E"], top_k: int, rng: Generator) -> Int64[ndarray, "T K"]:
     """Return K different experts per token, most likely first, a bounded number of rows at a time."""
     T, E = log_weight_TE.shape
@@ -175,11 +117,6 @@ def _draw_experts(log_weight_TE: Float64[ndarray, "T E"], top_k: int, rng: Gener
         score_TE = log_weight_TE[start : start + step] + rng.gumbel(size=(min(step, T - start), E))
         picked_TK[start : start + step] = np.argpartition(-score_TE, top_k - 1, axis=1)[:, :top_k]
     return picked_TK
-
-
-def _measure_rank_skew(trace: RoutingTrace, num_ranks: int) -> float:
-    load_1LE = count_token_slots(trace.experts_TLK, trace.valid_T, np.array([0, trace.num_rows]), trace.num_experts)
-    return float(rank_skew(load_1LE, num_ranks).mean())
 
 
 def _build_trace(
