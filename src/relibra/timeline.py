@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,8 +31,7 @@ FORMAT, VERSION = "relibra timeline", 3
 LABELS = ("measured", "model", "simulated", "cited")
 """Where times come from, as in result rows: this is `Timeline.label`; `Event.label` is another thing."""
 MAX_EVENTS, MAX_RANKS, MAX_LINE_BYTES = 1 << 24, 1 << 15, 1 << 13
-_TRACE_EVENTS = re.compile(rb'\s*\{.*?"traceEvents"\s*:', re.DOTALL)
-"""Beginning of a Chrome trace, which Perfetto shows; the colon distinguishes the key "traceEvents" from a value."""
+NO_TIMELINE = "name a file of write_timeline; a trace for Perfetto opens at ui.perfetto.dev"
 _ARGS = ("layer", "micro_batch", "bytes", "bytes_between_nodes", "label")  # of a slice of a Chrome trace
 _LARGEST = 1 << 53  # largest whole number that every JSON reader keeps; nanoseconds are left in a float of it
 Place = Annotated[int, Field(ge=-1, le=_LARGEST)]
@@ -264,16 +262,13 @@ def _digest_of(header: Mapping[str, Any]) -> Any:
 def read_timeline(path: Path | str) -> Timeline:
     """Return the timeline in a file of `write_timeline`.
 
-    raises   TraceError, with the line number, for a file that is missing, damaged, of another version or of another
-             format, such as a trace of `save_perfetto`
+    raises   TraceError, with the line number, for a file that is missing, damaged, of another version or format
     """
     path = Path(path)
     events: list[Event] = []
     try:
         with path.open("rb") as file:
-            first = file.readline(MAX_LINE_BYTES + 1)
-            _refuse_perfetto(first if first.strip(b"{ \t\r\n") else first + file.read(MAX_LINE_BYTES), path)
-            header = _header(_object(first, path, 1), path)
+            header = _header(_object(file.readline(MAX_LINE_BYTES + 1), path, 1), path)
             digest = _digest_of(header)
             for number in range(2, header["events"] + 2):
                 line = file.readline(MAX_LINE_BYTES + 1)
@@ -285,20 +280,10 @@ def read_timeline(path: Path | str) -> Timeline:
             if digest.hexdigest() != header["sha256"]:
                 raise TraceError(f"{path} is damaged: its SHA-256 does not match its content; write it again")
     except OSError as error:
-        raise TraceError(f"{path} cannot be read ({error.strerror}): name a file of write_timeline") from error
+        raise TraceError(f"{path} cannot be read ({error.strerror}): {NO_TIMELINE}") from error
     return Timeline(
         events=tuple(events), num_ranks=header["ranks"], label=header["label"], origin=float(header["origin"])
     )
-
-
-def _refuse_perfetto(start: bytes, path: Path) -> None:
-    """Raise TraceError for the beginning of a Chrome trace, such as `relibra simulate --timeline` writes."""
-    if _TRACE_EVENTS.match(start):
-        raise TraceError(
-            f"{path} is a trace for Perfetto (JSON with traceEvents, as relibra simulate --timeline writes it), where "
-            "a timeline file of relibra.timeline.write_timeline was expected, such as that of "
-            "PlanExecution.timeline(): open the trace at ui.perfetto.dev"
-        )
 
 
 def _object(line: bytes, path: Path, number: int) -> dict[str, Any]:
@@ -306,13 +291,13 @@ def _object(line: bytes, path: Path, number: int) -> dict[str, Any]:
     where = f"{path}:{number}"
     if not line.endswith(b"\n"):
         what = f"is longer than {MAX_LINE_BYTES} bytes" if len(line) > MAX_LINE_BYTES else "is missing or cut off"
-        raise TraceError(f"{where}: the line {what}: the file is no timeline, or only part of one; write it again")
+        raise TraceError(f"{where}: the line {what}: {NO_TIMELINE}")
     try:
         value = json.loads(line, object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, too deep nesting, a repeated key
-        raise TraceError(f"{where}: the line is no JSON ({error}): the file is damaged; write it again") from error
+        raise TraceError(f"{where}: the line is no JSON ({error}): {NO_TIMELINE}") from error
     if not isinstance(value, dict):
-        raise TraceError(f"{where}: the line holds no JSON object: the file is no timeline")
+        raise TraceError(f"{where}: the line holds no JSON object: {NO_TIMELINE}")
     return value
 
 
@@ -325,7 +310,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _header(fields: dict[str, Any], path: Path) -> dict[str, Any]:
     if fields.get("format") != FORMAT or type(fields.get("version")) is not int:
-        raise TraceError(f"{path}:1: this is no header of a timeline: name a file of write_timeline")
+        raise TraceError(f"{path}:1: this is no header of a timeline: {NO_TIMELINE}")
     if fields["version"] != VERSION:
         raise TraceError(
             f"{path}:1: the timeline has version {fields['version']}, this relibra reads {VERSION}: use the relibra "

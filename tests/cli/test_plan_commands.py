@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from relibra.planning.costs.copies import memory_of_slots
 from relibra.planning.costs.expert_shape import expert_shape
 from relibra.planning.exports import read_vllm_json
 from relibra.planning.plan_files import read_plan
-from relibra.planning.registry import BALANCERS
 from relibra.planning.validation import validate_plan
 from relibra.routing.demand_files import read_demand
 from relibra.routing.micro_batches import schedule_samples, select_micro_batches
@@ -122,7 +120,8 @@ def test_the_schedule_of_a_trainer_is_planned_and_comes_back(run, trace, tmp_pat
     micro_batch_S, rank_S = np.arange(160) // 40, np.arange(160) % 4
     micro_batch_S[7] = -1
     np.savez(given, micro_batch_S=micro_batch_S, rank_S=rank_S, mini_batch_M=[0, 0, 1, 1])
-    words = ("--ranks", "4", "--no-pack", "-o", tmp_path / "p.safetensors", f"--export=trainer={out}")
+    words = ("--ranks", "4", "--balancer", "eplb", "--no-pack", "-o", tmp_path / "p.safetensors")
+    words = (*words, f"--export=trainer={out}")
     facts = json.loads(run("plan", trace, *words, "--schedule", given, "--json")[1])
     cut = {"schedule": str(given), "mini_batches": 2, "micro_batches": 4, "fullest_tokens": 50, "samples_left_out": 1}
     assert facts["cut"].items() >= (cut | {"tokens_left_out": 5}).items()
@@ -149,14 +148,6 @@ def test_the_schedule_of_a_trainer_is_planned_and_comes_back(run, trace, tmp_pat
         assert code == 1
         assert message in err
     assert "--output" in run("plan", trace, "--ranks", "4", "-o", given, "--schedule", given)[2]
-
-
-def test_a_cluster_comes_from_a_file(run, trace, tmp_path):
-    write_cluster(tmp_path / "mine.toml", replace(cluster_preset("h20x8"), name="my rack"))
-    words = ("--balancer", "static", "--cluster", tmp_path / "mine.toml", "-o", tmp_path / "p.safetensors")
-    code, out, _ = run("plan", trace, *CUT, *words)
-    assert code == 0
-    assert "my rack" in out
 
 
 def test_no_output_destroys_an_input_or_another_output(run, trace, plan, tmp_path):
@@ -208,39 +199,6 @@ def test_a_full_disk_is_told_by_the_name_that_was_given(run, trace, tmp_path, mo
     assert f"error: {tmp_path / 'p.safetensors'} cannot be written: No space left on device" in err
 
 
-def test_plan_says_how_the_trace_was_cut(run, tmp_path, routes):
-    shape = TraceShape(rows_per_sample=[5] * 160, num_layers=2, num_experts=8, top_k=2)
-    one = domain_trace(shape, np.random.default_rng(0), num_domains=1)
-    group_ids = np.arange(160, dtype=one.group_ids.dtype) % 2
-    for name, groups, number in (
-        ("turns", group_ids, 2),
-        ("small", np.where(np.arange(160) < 2, 1, 0), 1),
-        ("none", np.where(np.arange(160) < 2, -1, group_ids), 1),
-    ):
-        changed = replace(one, group_ids=groups.astype(one.group_ids.dtype), group_names=("a", "b"))
-        write_trace(changed, tmp_path / name)
-        words = ("plan", tmp_path / name, *CUT, "--balancer", "static", "-o", tmp_path / "p.safetensors", "--json")
-        cut = json.loads(run(*words)[1])["cut"]
-        assert (cut["named_groups"], cut["mean_tokens"], cut["order"]) == (number, 25.0, "recorded")
-    cut = json.loads(run(*words, "--order", "shuffled", "--seed", "3")[1])["cut"]
-    assert (cut["order"], cut["seed"], cut["tokens_per_rank"]) == ("shuffled", 3, 25)
-
-
-def test_kernels_are_compiled_before_the_clock_starts(run, trace, tmp_path, monkeypatch):
-    from relibra.reporting.data import comparison
-
-    planned = []
-
-    def slow(demand, *_, **__):
-        planned.append(demand.counts_SLE.shape[1])
-        return 12.3
-
-    monkeypatch.setattr(comparison, "compile_kernels", slow)
-    _, _, err = run("plan", trace, *CUT, "-o", tmp_path / "p.safetensors")
-    assert planned == [2]
-    assert "kernels compiled in 12 s" in err
-
-
 def test_plans_for_other_ranks_have_no_difference(run, trace, plan, tmp_path):
     other = tmp_path / "two.safetensors"
     assert run("plan", trace, "--ranks", "2", "--micro-batch-tokens", "50", "-o", other)[0] == 0
@@ -254,14 +212,11 @@ def test_plans_for_other_ranks_have_no_difference(run, trace, plan, tmp_path):
 
 
 def test_compare_prints_the_keys_that_were_promised(run, trace):
-    code, out, err = run("compare", trace, *CUT, "--json", "--seed", "0")
-    rows = {row["balancer"]: row for row in json.loads(out)}
+    code, out, err = run("compare", trace, *CUT, "--json", "--seed", "0", "--balancer", "static,eplb,ultraep")
+    rows = json.loads(out)
     assert code == 0
-    assert list(rows) == list(BALANCERS)
-    assert all(set(row) >= KEYS for row in rows.values())
-    assert all(row["valid"] for row in rows.values()), err
-    assert rows["relibra"]["predicted_seconds"] <= rows["static"]["predicted_seconds"]
-    assert rows["relibra"]["predicted_seconds"] <= 1.01 * min(row["predicted_seconds"] for row in rows.values())
+    assert [row["balancer"] for row in rows] == ["static", "eplb", "ultraep"]
+    assert all(set(row) >= KEYS and row["valid"] for row in rows), err
     assert "history" not in err
 
 
@@ -295,20 +250,6 @@ def test_balancers_are_named_one_by_one_or_in_a_row(run, trace):
     assert "stray" in err
 
 
-def test_plan_without_history_names_the_option_that_gives_it(run, trace, tmp_path):
-    words = ("plan", trace, *CUT, "--balancer", "eplb_history", "-o", tmp_path / "p.safetensors")
-    assert "--take second-half" in " ".join(run(*words)[2].split())
-    assert "second-half" not in run(*words, "--take", "second-half")[2]
-
-
-def test_shuffled_order_depends_on_the_seed_alone(run, trace):
-    def skew(*options):
-        arguments = ("compare", trace, *CUT, "--order", "shuffled", "--balancer", "static", "--json")
-        return json.loads(run(*arguments, *options)[1])[0]["skew"]
-
-    assert skew("--seed", 1) == skew("--seed", 1) != skew("--seed", 2)
-
-
 def test_a_file_gets_every_column_and_whole_sentences(run, trace, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     code, out, _ = run("compare", trace, *CUT, "--balancer", "static,eplb")
@@ -325,15 +266,15 @@ def test_a_file_gets_every_column_and_whole_sentences(run, trace, monkeypatch):
 
 
 def test_plan_prints_bytes_by_kind_and_memory_of_slots(run, tmp_path):
-    shape = TraceShape(rows_per_sample=[200, 600] * 32, num_layers=2, num_experts=32, top_k=4)
+    shape = TraceShape(rows_per_sample=[200, 600] * 16, num_layers=1, num_experts=16, top_k=4)
     write_trace(domain_trace(shape, np.random.default_rng(1), num_domains=2), tmp_path / "t")
     path = tmp_path / "p.safetensors"
-    words = ("plan", tmp_path / "t", "--ranks", "16", "--model", "gpt-oss-20b", "-o", path)
+    words = ("plan", tmp_path / "t", "--ranks", "8", "--model", "gpt-oss-20b", "-o", path)
     out, facts = run(*words)[1], json.loads(run(*words, "--json")[1])
     made = read_plan(path)
     assert made.num_copies > 0
-    layers, gpt_oss = len(made.layer_ids) if made.resident else 1, expert_shape("gpt-oss-20b")
-    assert facts["slot_memory"]["gib"] == memory_of_slots(made.slots, layers, gpt_oss) / 2**30
+    layers, expert = len(made.layer_ids) if made.resident else 1, expert_shape("gpt-oss-20b")
+    assert facts["slot_memory"]["gib"] == memory_of_slots(made.slots, layers, expert) / 2**30
     [chosen] = [choice for choice in made.considered if choice.chosen]
     assert (chosen.slots, chosen.resident, chosen.memory_gib) == (
         made.slots,
@@ -410,7 +351,7 @@ def test_reports_of_plans(run, trace, plan, tmp_path):
     read_timeline(timeline).save_perfetto(shown)
     code, out, err = run("report", plan, "--timeline", shown, "-o", page)
     assert (code, out) == (1, "")
-    assert "is a trace for Perfetto" in " ".join(err.split())
+    assert "a trace for Perfetto opens at" in " ".join(err.split())
 
 
 def test_report_without_a_place_lies_beside_its_plan(run, plan):

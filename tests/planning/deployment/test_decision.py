@@ -40,22 +40,9 @@ def test_colocated_plans_keep_latency_and_memory():
         assert gpu_bytes < 0.9 * 80e9
 
 
-@pytest.mark.parametrize(
-    ("gpu", "level", "space", "advised", "spared"),
-    [
-        ({}, {"seconds_per_token": 1e-5}, {}, ["more time"], ["GPUs", "memory", "less context"]),
-        ({}, {}, {"most_gpus": 2}, ["more GPUs"], ["more time", "memory"]),
-        ({}, {"seconds_per_token": 1e-5}, {"most_gpus": 2}, ["more time", "more GPUs"], ["memory"]),
-        ({}, {"context": 1e9}, {}, ["less context"], ["more time", "more GPUs"]),
-        ({"memory_bytes": 1e8}, {}, {}, ["the model does not fit"], ["more time", "more GPUs", "less context"]),
-    ],
-    ids=["time", "gpus", "time and gpus", "context", "memory"],
-)
-def test_what_fits_nowhere_is_an_error_that_advises_what_helps(gpu, level, space, advised, spared):
-    level, space = replace(LEVEL, **level), SearchSpace(node_counts=(), experts_per_node=(1, 2), **space)
-    with pytest.raises(PlanError) as caught:
-        decide(PAPER_MODELS["dbrx"], level, [replace(accelerator("l40s"), **gpu)], space, Efficiency())
-    said = str(caught.value)
-    assert all(words in said for words in advised), said
-    assert not any(words in said for words in spared), said
-    assert "(s)" not in said
+@pytest.mark.parametrize("level", [{"seconds_per_token": 1e-5}, {"context": 1e9}])
+def test_what_fits_nowhere_is_an_error(level):
+    with pytest.raises(PlanError, match="none answers within"):
+        decided("dbrx", ["l40s"], replace(LEVEL, **level))
+    with pytest.raises(PlanError, match="on at most 2 GPUs"):
+        decided("dbrx", ["l40s"], most_gpus=2)

@@ -145,40 +145,9 @@ def test_a_module_that_fails_to_import_is_quoted(mine):
 
 
 @pytest.mark.parametrize(
-    "body",
-    [
-        "raise SystemExit('ran')\ndef score(response, row): return 0\n",
-        "from math import sqrt as score\n",
-        "from math import *\n",
-        "def __getattr__(name): return lambda response, row: 0\n",
-        "globals()['sc' + 'ore'] = len\n",
-        "def setup():\n    global score\n    score = len\nsetup()\n",
-        "vars().update(score=len)\n",
-        "locals().update(score=len)\n",
-        "import sys\nvars(sys.modules[__name__])['score'] = len\n",
-        "import sys\nsys.modules[__name__].__dict__.update(score=len)\n",
-        "import sys, types\nclass M(types.ModuleType):\n    def score(self, *_): return 1\n"
-        "sys.modules[__name__].__class__ = M\n",
-        "import sys, mine\nmine.install(sys.modules[__name__])\n",
-        "import mine\nmine.install(__name__)\n",
-        "import enum\n@enum.global_enum\nclass K(enum.Enum):\n    score = 1\n    def __call__(self, *_): return 1\n",
-        "any((score := f) for f in [len])\n",
-        "class C:\n    global score\n    score = len\n",
-    ],
-)
-def test_a_reward_is_checked_without_running_its_module(tmp_path, monkeypatch, body):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "a_reward_unrun.py").write_text(body)
-    check_reward("a_reward_unrun:score")
-    assert "a_reward_unrun" not in sys.modules
-
-
-@pytest.mark.parametrize(
     ("name", "body", "said"),
     [
         ("no_such_module_at_all:score", "", "there is no module 'no_such_module_at_all'"),
-        ("a_reward_refused:score", "def points(response, row): return 0\n", "has no such function"),
         ("a_reward_refused:score", "def score(:\n", "SyntaxError"),
         ("a_reward_refused", "", "as 'module:function'"),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from relibra.errors import PlanError
@@ -12,8 +12,7 @@ from relibra.planning.deployment.deployment_plan import DeploymentPlan, Objectiv
 from relibra.planning.deployment.performance import Efficiency
 from relibra.planning.deployment.search import SearchSpace, search_pairs
 from relibra.planning.deployment.served_model import ServedModel
-from relibra.planning.deployment.service_level import MOST_SECONDS, ServiceLevel
-from relibra.printable import plural
+from relibra.planning.deployment.service_level import ServiceLevel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,45 +54,16 @@ def decide(
     model: ServedModel, level: ServiceLevel, gpus: Sequence[Accelerator], space: SearchSpace, efficiency: Efficiency
 ) -> Decision:
     """Search deployments with and without separation under the same formulas; raises PlanError when nothing fits."""
-    decision = _search(model, level, gpus, space, efficiency)
-    if not decision.pairs and not decision.colocated:
-
-        def fits(level: ServiceLevel, space: SearchSpace) -> bool:
-            found = _search(model, level, gpus, space, efficiency)
-            return bool(found.pairs or found.colocated)
-
-        limit = "" if not space.most_gpus else f" of at most {plural(space.most_gpus, 'GPU')}"
-        raise PlanError(
-            f"no deployment{limit} of {model.name!r} on {', '.join(gpu.name for gpu in gpus)} answers within "
-            f"{level.seconds_per_token:g} s per token with a context of {level.context:g}: {remedy(level, space, fits)}"
-        )
-    best = tuple(sorted(decision.colocated, key=lambda plan: (-decision.figure(plan), plan.kind)))
-    return replace(decision, colocated=best)
-
-
-def remedy(level: ServiceLevel, space: SearchSpace, fits: Callable[[ServiceLevel, SearchSpace], bool]) -> str:
-    """Return what to change where nothing fits: the limit without which something would.
-
-    fits   whether there is a deployment within a level and a space
-    """
-    slow, large = replace(level, seconds_per_token=MOST_SECONDS), replace(space, most_gpus=0)
-    wider = fits(level, large) if space.most_gpus else False
-    if fits(slow, space):
-        return "allow more time per token, or more GPUs" if wider else "allow more time per token"
-    if wider:
-        return "allow more GPUs"
-    if space.most_gpus and fits(slow, large):
-        return "allow more time per token, and more GPUs"
-    if fits(replace(slow, context=1.0), large):
-        return "the memory of these accelerators holds no request of this context: ask for less context, or name others"
-    return "the model does not fit their memory: name accelerators with more"
-
-
-def _search(
-    model: ServedModel, level: ServiceLevel, gpus: Sequence[Accelerator], space: SearchSpace, efficiency: Efficiency
-) -> Decision:
     pairs = search_pairs(model, level, gpus, space, efficiency)
     kinds: tuple[Kind, ...] = ("tensor", "expert")
     best = [search_colocated(model, level, gpus, space.objective, efficiency, (one,), space.most_gpus) for one in kinds]
     found = [plan for plan in best if plan is not None]
-    return Decision(pairs=tuple(pairs), colocated=tuple(found), objective=space.objective)
+    decision = Decision(pairs=tuple(pairs), colocated=(), objective=space.objective)
+    if not pairs and not found:
+        raise PlanError(
+            f"no deployment of {model.name!r} on {', '.join(gpu.name for gpu in gpus)}",
+            allowed=f"none answers within {level.seconds_per_token:g} s per token with a context of {level.context:g}"
+            + (f" on at most {space.most_gpus} GPUs" if space.most_gpus else ""),
+            next_step="allow more time per token, more GPUs or less context, or name accelerators with more memory",
+        )
+    return replace(decision, colocated=tuple(sorted(found, key=lambda plan: (-decision.figure(plan), plan.kind))))

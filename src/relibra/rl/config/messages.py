@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,6 +16,8 @@ from relibra.rl.config.settings import RunConfig
 
 MAX_SHOWN = 8
 """Refusals in one message."""
+SAME_NAME = 0.75
+"""How alike two names are of which one is the other misspelt, as difflib counts: grop and grpo, not r4 and r3."""
 
 
 def raise_all(refusals: Sequence[ConfigError]) -> None:
@@ -93,23 +96,7 @@ def _likely_settings(key: tuple[str, ...], known: Mapping[str, Sequence[str]]) -
 
 
 def _nearest(given: object, allowed: Sequence[str]) -> str:
-    """Return the allowed name that a given one is, but for case and one slip of the hand; "": none is."""
-    if not isinstance(given, str):
-        return ""
-    slip = given.lower()[:LONGEST_VALUE]
-    return next((name for name in allowed if _one_slip(slip, name.lower())), "")
-
-
-def _one_slip(given: str, name: str) -> bool:
-    """Return whether one letter is missing, too many, another one, or two neighbours are swapped, at most.
-
-    In a name of up to three letters another letter is another name.
-
-    >>> _one_slip("grop", "grpo"), _one_slip("max_turns", "max_response"), _one_slip("r4", "r3")
-    (True, False, False)
-    """
-    start = next((i for i, (a, b) in enumerate(zip(given, name, strict=False)) if a != b), min(len(given), len(name)))
-    rest, other = given[start:], name[start:]
-    swapped = rest[:2] == other[1::-1] and rest[2:] == other[2:]
-    replaced = len(name) > 3 and rest[1:] == other[1:]
-    return rest == other or rest[1:] == other or rest == other[1:] or swapped or replaced
+    """Return the allowed name that a given one is, but for case and a slip or two of the hand; "": none is."""
+    names, text = {name.lower(): name for name in allowed}, given.lower() if isinstance(given, str) else ""
+    near = get_close_matches(text[:LONGEST_VALUE], names, n=1, cutoff=SAME_NAME)
+    return names[near[0]] if near else ""
