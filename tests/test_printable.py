@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from relibra.cli.main import main
 from relibra.cli.outputs.terminal import print_note, print_result, print_text
 from relibra.files import write_text
-from relibra.printable import escape_logs_and_tracebacks, printable, printable_lines
+from relibra.printable import printable, printable_lines
 from relibra.rl.run.display import TrainingDisplay
 
 NASTY = "\x1b[2J\x1b]0;title\x07 \x9b31m \u202e right to left \ud800 half [/bold]"
@@ -101,11 +101,3 @@ def test_case_names_of_a_comparison_show_escapes(tmp_path):
     done = subprocess.run([*run, str(tmp_path)], capture_output=True, check=False)
     assert done.returncode == 1
     assert done.stderr.decode() == f"error: {tmp_path} cannot be read (Is a directory): name a result file\n"
-
-
-def test_setting_up_twice_changes_nothing(monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    escape_logs_and_tracebacks()
-    first = sys.excepthook
-    escape_logs_and_tracebacks()
-    assert sys.excepthook is first

@@ -1,7 +1,6 @@
 """`relibra simulate` and `relibra sweep`, as a shell would call them."""
 
 import json
-import re
 import shutil
 from dataclasses import replace
 
@@ -21,10 +20,8 @@ from relibra.reporting.data.step_simulation import simulate_plans
 from relibra.routing.demand_files import read_scheduled_demand
 from relibra.routing.demand_rows import sample_of_rows
 from relibra.routing.micro_batches import schedule_samples
-from relibra.routing.synthetic import TraceShape, domain_trace
 from relibra.simulation import cut_model, memory_for_slots, model_shape, overlap_ratio, simulate_step
 
-PEERS = "static,flashlb,eplb,ultraep,moonep_node"
 CUT = ("--ranks", "4", "--ranks-per-node", "2", "--micro-batch-tokens", "25")
 CONFIG = {
     "model_type": "mine", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "num_experts": 8,
@@ -95,10 +92,9 @@ def test_verbs_take_a_run_where_they_take_a_trace(run, run_folder, tmp_path, mon
     words = (verb, *CUT, "--balancer", "static")
     if verb in ("stats", "inspect", "validate"):
         words = ("trace", verb)
-    for source in (run_folder, tmp_path / "runs" / "mine"):
-        code, out, err = run(*words, source)
-        assert code == 0
-        assert "step 3 of run mine" in out + err
+    code, out, err = run(*words, run_folder)
+    assert code == 0
+    assert "step 3 of run mine" in out + err
 
 
 def test_without_a_model_seconds_are_of_the_policy_of_the_run(run, run_folder, tmp_path):
@@ -164,24 +160,14 @@ def test_a_step_pays_its_part_of_the_moves(run, trace):
     assert found[1]["seconds"] - found[4]["seconds"] == pytest.approx(0.75 * moving)
 
 
-def test_the_output_says_what_a_plan_may_use(run, trace, tmp_path):
-    used = "slots 4, memory gib 1.5, move homes yes, pack samples yes, tolerance 0.01, steps served 10"
-    cut = (*CUT[:-2], "--slots", "4", "--memory-gib", "1.5")
-    for words in (("simulate",), ("sweep",), ("plan", "-o", tmp_path / "p"), ("compare", "--balancer", "relibra")):
-        told = " ".join(run(words[0], trace, *cut, "--micro-batch-tokens", "50", *words[1:])[1].split())
-        assert used in told, words[0]
-
-
 def test_limits_of_slots_and_memory_hold(run, trace, tmp_path):
     path, words = tmp_path / "p", ("plan", trace, *CUT, "--steps", "1000", "-o", tmp_path / "p")
-    for memory, slots in (("0", 4), ("0.14", 4), ("0.14", 0)):
-        code, out, _ = run(*words, "--slots", slots, "--memory-gib", memory)
+    for memory in ("0", "0.14"):
+        assert run(*words, "--slots", 4, "--memory-gib", memory)[0] == 0
         plan = read_plan(path)
-        assert code == 0
-        assert plan.slots <= slots
+        assert plan.slots <= 4
         assert not (plan.resident and memory == "0")
         assert all(choice.memory_gib <= 0.14 for choice in plan.considered if choice.resident)
-        assert re.search(rf"^slots +{plan.slots}$", out, re.MULTILINE)
 
 
 def test_a_run_without_routes_says_what_to_do(run, tmp_path):
@@ -206,34 +192,12 @@ def test_the_timeline_opens_in_perfetto(run, trace, tmp_path):
     assert any(name.startswith("dispatch") for name in names)
 
 
-def test_a_model_comes_from_its_config(run, trace, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    for given, name in ((tmp_path, "mine"), (tmp_path / "config.json", "mine"), ("256x64", "256x64")):
-        words = ("--balancer", "static", "--model", given, "--json")
-        assert json.loads(run("simulate", trace, *CUT, *words)[1])["model"] == name
-
-
-def test_recomputation_keeps_fewer_activations_and_takes_longer(run, trace):
-    words = ("simulate", trace, *CUT, "--balancer", "static", "--json")
-    kept, again = (json.loads(run(*words, *more)[1]) for more in ((), ("--recompute",)))
-    assert again["memory"]["activations"] < kept["memory"]["activations"]
-    assert again["terms"]["compute"] == pytest.approx(kept["terms"]["compute"] * 4 / 3)
-
-
 def test_a_balancer_that_keeps_the_static_layout_is_marked(run, trace):
     words = ("simulate", trace, *CUT, "--slots", "0", "--model", "64x4096", "--no-pack", "--steps", "1")
     assert json.loads(run(*words, "--json")[1])["kept_static"]
     assert "--take second-half" in run("simulate", trace, *CUT, "--balancer", "eplb_history")[2]
     found = json.loads(run("sweep", *words[1:], "--json")[1])
     assert [(row["kept_static"], row["ratio_to_static"]) for row in found["rows"]] == [(True, 1.0)]
-
-
-def test_ranks_without_tokens_are_named(run, trace, tmp_path):
-    words = ("simulate", trace, "--ranks", "8", "--balancer", "static")
-    path = tmp_path / "all.npz"
-    for used, told in ((6, True), (8, False)):
-        np.savez(path, micro_batch_S=np.zeros(160, int), rank_S=np.arange(160) % used)
-        assert ("25% of ranks have no tokens" in run(*words, "--schedule", path)[2]) == told
 
 
 @pytest.fixture
@@ -246,9 +210,8 @@ def schedules(tmp_path):
     return {name: tmp_path / f"{name}.npz" for name in borders}
 
 
-@pytest.mark.parametrize("balancer", ["static", "relibra"])
-def test_mini_batches_are_steps_on_the_same_ranks(run, trace, schedules, balancer):
-    words = ("--ranks", "4", "--ranks-per-node", "2", "--no-pack", "--balancer", balancer, "--model", "qwen3-30b-a3b")
+def test_mini_batches_are_steps_on_the_same_ranks(run, trace, schedules):
+    words = ("--ranks", "4", "--ranks-per-node", "2", "--no-pack", "--balancer", "static", "--model", "qwen3-30b-a3b")
     found = {}
     for name, path in schedules.items():
         found[name] = json.loads(run("simulate", trace, *words, "--schedule", path, "--json")[1])
@@ -258,13 +221,12 @@ def test_mini_batches_are_steps_on_the_same_ranks(run, trace, schedules, balance
     for several in (even, uneven):
         assert several["memory_bytes"] == one["memory_bytes"]
         assert several["terms"]["optimizer"] == pytest.approx(4 * one["terms"]["optimizer"])
-        if balancer == "static":
-            assert several["seconds"] > one["seconds"]
-            assert several["terms"]["compute"] == pytest.approx(one["terms"]["compute"])
+        assert several["seconds"] > one["seconds"]
+        assert several["terms"]["compute"] == pytest.approx(one["terms"]["compute"])
 
 
 def test_pages_and_timelines_have_mini_batches_on_the_same_ranks(run, trace, schedules, tmp_path):
-    words = ("--ranks", "4", "--ranks-per-node", "2", "--no-pack", "--schedule", schedules["uneven"])
+    words = ("--ranks", "4", "--balancer", "eplb", "--ranks-per-node", "2", "--schedule", schedules["uneven"])
     page, timeline = tmp_path / "p.html", tmp_path / "t.json"
     assert run("plan", trace, *words, "-o", tmp_path / "p", "--html", page)[0] == 0
     assert run("simulate", trace, *words, "--timeline", timeline)[0] == 0
@@ -350,16 +312,6 @@ def test_a_sweep_compares_steps_with_their_part_of_the_moves(run, trace):
     assert f"{eplb['ratio_to_static']:.4g}" in told
     assert f"{eplb['seconds']:.4g}" in told
     assert "steps served 2" in told
-
-
-def test_relibra_is_first_in_its_sweep(run, tmp_path):
-    shape = TraceShape(rows_per_sample=[200, 600] * 32, num_layers=2, num_experts=32, top_k=4)
-    write_trace(domain_trace(shape, np.random.default_rng(1), num_domains=2), tmp_path / "t")
-    full = ("--ranks", "16", "--micro-batch-tokens", "8192", "--micro-batches", "2", "--model", "gpt-oss-20b")
-    found = run("sweep", tmp_path / "t", *full, "--balancer", f"relibra,{PEERS}", "--json")[1]
-    rows = {row["balancer"]: row["seconds"] for row in json.loads(found)["rows"]}
-    assert rows["relibra"] <= min(rows.values()) * 1.0001
-    assert rows["static"] > 1.1 * rows["relibra"]
 
 
 def test_a_sweep_that_is_stopped_shows_what_it_has(run, trace, monkeypatch):

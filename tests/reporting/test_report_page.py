@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import base64
-import builtins
 import hashlib
 import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from html.parser import HTMLParser
@@ -26,11 +23,11 @@ from relibra.reporting.data.number_format import percent
 from relibra.reporting.data.recording import open_recording
 from relibra.reporting.data.samples import Samples
 from relibra.reporting.html.page import write_page
-from relibra.reporting.html.route_figures import MAX_HEATMAP_STEPS, plotly_script
+from relibra.reporting.html.route_figures import plotly_script
 from relibra.reporting.html.run_figures import stage_seconds
 from relibra.reporting.pages.plan_page import render_plan_page
 from relibra.reporting.pages.report_page import SKEW_COLUMNS, render_report, summarize_recording, write_report
-from relibra.routing.trace_files import iterate_trace, write_trace
+from relibra.routing.trace_files import write_trace
 from tests.reporting.planned import compared_step
 from tests.reporting.recordings import HOSTILE, metrics_row, small_trace
 
@@ -161,13 +158,6 @@ def test_run_without_metrics_and_configuration(run_folder: Path) -> None:
     assert 'id="learning"' not in page
 
 
-def test_many_steps_are_thinned_in_the_slider(tmp_path: Path) -> None:
-    for step in range(20):
-        write_trace(small_trace(step, num_layers=1), tmp_path / "run" / "traces" / f"step-{step:05d}")
-    elements = Elements(own_page(write_report(tmp_path / "run").read_text()))
-    assert len(views(elements, "load-view")) == 1 + MAX_HEATMAP_STEPS
-
-
 def test_half_written_line_is_ignored_and_a_resumed_run_wins(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(
@@ -230,23 +220,6 @@ def test_half_a_character_in_a_name_does_not_stop_the_page(run_folder: Path) -> 
     assert "<h1>half \ufffd</h1>" in write_report(run_folder).read_text(encoding="utf-8")
 
 
-def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_trace(small_trace(), tmp_path / "trace", shard_rows=30)
-    whole = summarize_recording(open_recording(tmp_path / "trace"))
-    sizes = []
-
-    def pieces(path: Path, num_experts: int | None):
-        for piece in iterate_trace(path, max_rows=20):
-            sizes.append(piece.num_rows)
-            yield piece
-
-    monkeypatch.setattr("relibra.reporting.pages.report_page.iterate_routes", pieces)
-    again = summarize_recording(open_recording(tmp_path / "trace"))
-    assert sizes == [20] * 12  # six samples, twice
-    assert again.load_LE.tolist() == whole.load_LE.tolist()
-    assert again.skews[2].skew_ML.tolist() == whole.skews[2].skew_ML.tolist()
-
-
 @pytest.mark.parametrize("tokens", [32, 50])
 def test_page_and_command_print_the_same_figures(run_folder: Path, tokens: int) -> None:
     """One recording, one number of ranks, one micro-batch size: one answer, the short rest of 120 rows included."""
@@ -272,17 +245,6 @@ def test_output_in_an_impossible_place_is_refused(run_folder: Path, name: str) -
         write_page(run_folder / name, "a page")
 
 
-def test_default_place_in_a_read_only_folder_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_trace(small_trace(), tmp_path / "trace")
-
-    def read_only(path: object, *_: object) -> int:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(os, "open", read_only)  # the tests may run as root, who may write anywhere
-    with pytest.raises(ConfigError, match=r"trace\.report\.html \(Permission denied\): name another file"):
-        write_report(tmp_path / "trace")
-
-
 def test_failed_write_keeps_the_old_report(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output, before = run_folder / "report.html", b"the old report"
     output.write_bytes(before)
@@ -295,25 +257,6 @@ def test_failed_write_keeps_the_old_report(run_folder: Path, monkeypatch: pytest
         write_report(run_folder)
     assert output.read_bytes() == before
     assert not list(run_folder.glob(".*.tmp"))
-
-
-def test_missing_plotly_names_its_install_command(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without_plotly(name: str, *args, **kwargs):
-        if name.startswith("plotly"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_plotly)
-    with pytest.raises(ConfigError, match=re.escape("pip install -e '.[report]'")):
-        write_report(run_folder)
-
-
-def test_importing_the_report_loads_neither_torch_nor_plotly() -> None:
-    code = "import sys, relibra.reporting; print([m for m in ('torch', 'plotly', 'transformers') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_stage_names_are_not_read_as_markup_by_the_figure() -> None:

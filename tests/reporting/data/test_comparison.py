@@ -15,7 +15,7 @@ from relibra.planning.costs.expert_shape import expert_shape
 from relibra.planning.planner import plan_step
 from relibra.planning.registry import BALANCERS
 from relibra.reporting.data import comparison
-from relibra.reporting.data.comparison import compare, compile_kernels, iterate_comparison, measure
+from relibra.reporting.data.comparison import compare, iterate_comparison, measure
 
 EXPERT = expert_shape("mixtral-8x7b")
 CLUSTER = cluster_preset("h100x8", 4, 2)
@@ -138,21 +138,6 @@ def test_an_invalid_plan_has_no_figures(demand):
     row = measure(broken, demand, CLUSTER, EXPERT, balancer="broken", sees="")
     assert (row.valid, row.skew, row.predicted_seconds) == (False, None, None)
     assert row.message
-
-
-def test_kernels_are_compiled_on_two_layers(demand, monkeypatch):
-    asked = []
-
-    def spy(part, cluster, budget, *_, previous, history_MLE, **__):
-        assert not part.load_MLE[:, 0].flags.c_contiguous  # as in the whole step: kernels are compiled per layout
-        asked.append((part.counts_SLE.shape, len(previous.layer_ids), history_MLE.shape))
-        raise PlanError("the whole step will say it again")
-
-    previous = plan_step(demand, CLUSTER, BUDGET, expert=EXPERT)
-    monkeypatch.setattr(comparison, "plan_step", spy)
-    options = {"expert": EXPERT, "previous": previous, "history_MLE": demand.load_MLE[:2]}
-    assert compile_kernels(demand, CLUSTER, BUDGET, "relibra", **options) >= 0
-    assert asked == [((48, 2, 8), 2, (2, 2, 8))]
 
 
 def test_levers_that_are_not_used_change_nothing(demand):

@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 
-from relibra.errors import ConfigError
 from relibra.reporting.pages.sweep_page import (
-    KINDS,
     STATIC_VALUE,
     VALUE,
-    check_plot,
     describe_constants,
     draw_sweep,
     sweep_lines,
@@ -74,26 +71,6 @@ def test_ticks_stand_at_values_that_occur(tmp_path: Path, ranks: tuple[int, ...]
     assert axis["title"]["text"] == "ranks" + " (logarithmic)" * (kind == "log")
 
 
-def test_the_ticks_of_the_png_are_those_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = pytest.importorskip("matplotlib.figure")
-    made = []
-
-    class Kept(figures.Figure):
-        def __init__(self, *words: Any, **named: Any) -> None:
-            super().__init__(*words, **named)
-            made.append(self)
-
-    monkeypatch.setattr(figures, "Figure", Kept)
-    for ranks in ((2, 8, 32), (6, 8, 12)):
-        draw(tmp_path / "s.png", rows(ranks), ["ranks", "balancer"])
-        [axes] = made.pop().axes
-        assert axes.get_xticks().tolist() == list(ranks)
-        assert [one.get_text() for one in axes.get_xticklabels()] == [str(place) for place in ranks]
-        assert axes.get_xticks(minor=True).tolist() == []
-        assert axes.get_ylabel() == "tokens per second and rank"
-        assert axes.get_ylim()[0] == 0
-
-
 @pytest.mark.parametrize("varied", [["balancer"], []])
 def test_balancers_alone_are_the_axis(tmp_path: Path, varied: list[str]) -> None:
     given = rows((8,))[: 2 if varied else 1]
@@ -132,12 +109,6 @@ def test_settings_that_were_not_given_are_named() -> None:
     constants = describe_constants(given, ["slots", "micro_batch_tokens"])
     assert ("micro batch tokens", "of the given schedule") in constants
     assert list(sweep_lines(given, ["ranks", "balancer"]).lines["static"]) == [2, 8, 32]
-
-
-def test_other_kinds_of_files_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"neither a \.png nor a \.html file"):
-        check_plot(Path("x.svg"))
-    assert KINDS == (".png", ".html")
 
 
 @pytest.mark.slow

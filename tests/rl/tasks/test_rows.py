@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.errors import ConfigError
-from relibra.printable import excerpt
-from relibra.rl.tasks.rows import column, open_rows
+from relibra.rl.tasks.rows import open_rows
 
 VALUES = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text() | st.lists(st.text(), max_size=3)
 
@@ -112,16 +111,3 @@ def test_without_pyarrow_the_install_command_is_named(tmp_path, monkeypatch):
     (tmp_path / "rows.parquet").touch()
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[data\]', or use \.jsonl"):
         open_rows(tmp_path / "rows.parquet", "task.file")
-
-
-def test_a_missing_column_is_named_with_those_there_are():
-    assert column({"answer": None}, "answer", origin="x", remedy="y") is None
-    with pytest.raises(
-        ConfigError, match=r"^a\.jsonl, line 2: no column 'answer'; its columns are 'q', 'a': set task\.answer_column$"
-    ):
-        column({"q": 1, "a": 2}, "answer", origin="a.jsonl, line 2", remedy="set task.answer_column")
-
-
-def test_excerpts_are_short():
-    assert excerpt("x" * 1000) == "'" + "x" * 76 + "..."
-    assert excerpt([1, 2]) == "[1, 2]"
