@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import subprocess
 import sys
 import zipfile
 
@@ -151,18 +150,6 @@ def test_the_command_line_says_which_library_failed(monkeypatch, capsys, tmp_pat
     with pytest.raises(SystemExit, match="1"):
         main()
     assert "second line" in capsys.readouterr().err
-
-
-def test_deep_result_files_are_told(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.json").write_text("[" * DEEP)
-    files = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
-    done = subprocess.run(
-        [sys.executable, "benchmarks", "compare", *files], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
 
 
 def test_weights_that_torch_does_not_unpickle_are_told():

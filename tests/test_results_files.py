@@ -47,6 +47,7 @@ def test_a_row_that_does_not_say_where_it_comes_from_is_refused(results, tmp_pat
     ("text", "words"),
     [
         ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("{}", "no list of result rows"),
         ("[]", "no list of result rows"),
         ("[1]", "no list of result rows"),

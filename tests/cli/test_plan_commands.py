@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from relibra import write_trace
-from relibra.cli.inputs.workload import fit_cluster
-from relibra.cluster import Topology, cluster_preset, write_cluster
-from relibra.errors import ConfigError
+from relibra.cluster import cluster_preset, write_cluster
 from relibra.planning.budget import Budget
 from relibra.planning.costs.copies import memory_of_slots
 from relibra.planning.costs.expert_shape import expert_shape
@@ -410,12 +408,6 @@ def test_mistakes_get_a_sentence_and_a_code(run, trace, plan, tmp_path, argument
     assert message in " ".join(err.replace("│", " ").split())
     assert (got, out) == (code, "")
     assert "Traceback" not in err
-
-
-def test_fewer_ranks_make_a_smaller_node_unless_size_is_given():
-    assert fit_cluster(cluster_preset("h100x8"), 8, 2, None).topology == Topology(num_nodes=1, ranks_per_node=2)
-    with pytest.raises(ConfigError, match="4 does not fill nodes of 3 ranks: choose --ranks from 1, 2, or"):
-        fit_cluster(cluster_preset("h100x8", 3, 3), 8, 4, None)
 
 
 def test_the_program_starts_fast_whatever_the_verbs_need():

@@ -40,13 +40,6 @@ def test_gpus_of_a_file_are_considered_beside_the_default_ones(run, tmp_path):
     assert considered("--gpus", "MINE") == {("mine", "mine")}
 
 
-def test_it_says_when_not_to_separate(run):
-    body = json.loads(run("serve", "plan", "dbrx", "--gpus", "a800", "--objective", "gpus", "--json")[1])
-    assert body["disaggregate"] is False
-    assert body["label"] == "model"
-    assert body["gain"] < 1
-
-
 def test_a_server_takes_its_workers_from_a_plan_of_its_config(run, tmp_path):
     config = {
         "model_type": "mixtral", "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
