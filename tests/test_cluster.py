@@ -138,6 +138,7 @@ def test_impossible_links_are_refused(changes):
         ("[host]\nlatency_seconds = 1e-05", "[host]\nlatency_seconds = -1", "host: latency_seconds is -1: "),
         ("gemm_table = []", "gemm_table = [[1, 2, 3]]", "gemm_table"),
         ("gemm_table = []", "gemm_table = 7", "gemm_table is 7: "),
+        ("gemm_table = []", f"gemm_table = {'[' * 300}{']' * 300}", "gemm_table"),
         ("efficiency = 0.5", "efficiency = nan", "efficiency is nan"),
         ("[intra]", "[intra", "not valid TOML"),
         ("efficiency = 0.5", "efficiency = 1" + "0" * 5000, "efficiency is|not valid TOML"),

@@ -47,7 +47,7 @@ def check_fields(kind: Any, values: Any, where: str, error: type[RelibraError]) 
 
 
 def build(kind: type[Kind], values: Any, where: str, error: type[RelibraError]) -> Kind:
-    """Return a dataclass from what a file holds for it: dataclasses among its fields too, and tuples for lists.
+    """Return a dataclass from what a file holds for it: dataclasses among its fields too, tuples for rows of tables.
 
     raises   as `check_fields`; `error` also where the kind itself refuses its values
     """
@@ -62,9 +62,11 @@ def build(kind: type[Kind], values: Any, where: str, error: type[RelibraError]) 
 
 
 def _part(kind: Any, value: Any, where: str, error: type[RelibraError]) -> Any:
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         return build(kind, value, where, error)
-    return tuple(_part(None, entry, where, error) for entry in value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(tuple(row) if isinstance(row, list) else row for row in value)
+    return value
 
 
 @cache
