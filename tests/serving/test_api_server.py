@@ -194,6 +194,10 @@ class NoWorkers(WorkerClients):
     def end_answers(self, _why):
         pass
 
+    def cut_answers(self):
+        for choice in self.begun:
+            choice.cut()
+
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_failure_is_counted_and_its_cause_logged_once(begun, caplog):
@@ -285,6 +289,27 @@ def test_choices_begin_in_order_and_end_with_their_request():
         assert clients.begun[0].finish == "length"
         assert clients.begun[0].tokens == [3, 4]
         assert clients.begun[0] in clients.cancelled
+
+    asyncio.run(serve())
+
+
+def test_a_pause_ends_answers_with_what_they_have():
+    async def serve():
+        admission = admission_of(room=1, waiting=4, open=8)
+        begun, waits = await started(admission, 1)
+        queued, waits_too = await started(admission, 1)
+        admission.clients.begun[0].put(Progress(number=0, token=3, log_prob=-1.0))
+        admission.pause()
+        [[first], [second]] = await waits, await waits_too
+        assert (first.tokens, first.log_probs, first.num_tokens, first.routes) == ([3], [-1.0], 1, None)
+        assert (second.tokens, second.log_probs) == ([], [])
+        assert first.finish == second.finish == "abort"
+        assert [[one async for one in steps] for steps in (begun, queued)] == [[], []]
+        admission.clients.begun.clear()
+        await started(admission, 1)
+        assert not admission.clients.begun, "what comes now waits"
+        admission.resume()
+        assert len(admission.clients.begun) == 1
 
     asyncio.run(serve())
 

@@ -1,5 +1,9 @@
 """Our client of vLLM's token endpoint, unchanged, against `relibra serve`."""
 
+import asyncio
+import time
+from dataclasses import replace
+
 import httpx
 import numpy as np
 import pytest
@@ -9,8 +13,11 @@ from relibra.errors import EngineError
 from relibra.rl.rollout.response import new_response
 from relibra.rl.rollout.served.canary_probe import Canary, WatchedServer
 from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
+from relibra.rl.rollout.served.cuts import PAUSE, RESUME
 from relibra.rl.rollout.served.engine import ServerEngine
 from relibra.rl.rollout.served.preflight import check_servers
+from relibra.rl.rollout.served.sampler import Sampler
+from relibra.rl.rollout.served.sleep import send
 from tests.rl.rollout.against_transformers import largest_difference
 from tests.rl.rollout.published import compare, publish_weights
 from tests.serving.models import write_model
@@ -89,6 +96,31 @@ def test_equal_seeds_give_equal_windows(server, start):
     other, _ = engine.generate(responses[::-1], window=16, max_response=16)
     for first, second in zip(one, other[::-1], strict=True):
         assert (first.tokens_w == second.tokens_w).all()
+
+
+def test_greedy_answers_that_are_cut_are_those_of_uncut_ones(server, start):
+    engine = engine_at(server, start[1])
+    client = replace(engine.servers[0], temperature=0.0, stop_ids=())
+    responses = [new_response(index, 0, prompt) for index, prompt in enumerate(prompts_of(9, 12))]
+    whole, _ = replace(engine, servers=(client,)).generate(responses, window=200, max_response=200)
+    sampler = Sampler([client], seed=3, max_batch=8, retry_seconds=0.0)
+    found, version = sampler.begin(responses, [200] * 12), 0
+    while not found.done():
+        sampler.hold()
+        asyncio.run(send(PAUSE, client))
+        sampler.drain()
+        client.published.version = version = version + 1
+        httpx.post(f"{server}/update_weight_version", json={"new_version": str(version)})
+        asyncio.run(send(RESUME, client))
+        sampler.release()
+        time.sleep(0.1)
+    windows, _ = found.result()
+    sampler.close()
+    assert max(window.versions_w[-1] for window in windows) > 1, "answers were cut"
+    for one, other in zip(whole, windows, strict=True):
+        assert one.tokens_w.tolist() == other.tokens_w.tolist()
+        np.testing.assert_allclose(one.log_probs_w, other.log_probs_w, atol=2e-5)
+        assert np.array_equal(one.experts_mLK, other.experts_mLK)
 
 
 def test_weights_of_another_model_leave_the_old_ones(server, start, tmp_path):

@@ -12,7 +12,7 @@ from numpy import ndarray
 
 from relibra.engine.philox import sampling_key
 
-FinishReason = Literal["stop", "length", "cancelled", "error", "lost"]
+FinishReason = Literal["stop", "length", "abort", "cancelled", "error", "lost"]
 """Why a sequence ends; "error": its log-probs are not finite, "lost": the experts do not answer any more."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -15,6 +16,7 @@ from relibra.errors import ConfigError
 from relibra.parallel import relocate
 from relibra.parallel.adapters import without_adapters
 from relibra.planning.balancers.lasting import with_residents
+from relibra.planning.placement import Homes
 from relibra.rl.algorithms.loss import PolicyLoss
 from relibra.rl.algorithms.mismatch import LARGEST_MISMATCH, alarms, check_mismatch
 from relibra.rl.batch.step_plan import exchange_residents
@@ -54,6 +56,8 @@ from relibra.rl.update.credit import (
     record_values,
     variance_explained,
     with_credit,
+    with_recorded_values,
+    without_mixed_routes,
 )
 from relibra.rl.update.policy_update import PolicyUpdate, update_policy
 from relibra.rl.update.recompute import (
@@ -172,16 +176,54 @@ class StepResult:
     progress: Progress
 
 
-def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, traces: StepTraces) -> StepResult:
-    """Go through one step: sample, reward, plan, recompute, assign credit, update, sync weights; collective."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PreparedStep:
+    """What a step trains on.
+
+    rollout        of this rank, without routes
+    signal         which groups have one
+    advantage_of   advantages of groups, by sample id
+    batch          with the plan, where the routes of the rollout are replayed
+    routed         bytes of the routes that this rank got from its engine and trains on
+    traced         bytes of the routes that it wrote
+    sampled_at     seconds of `time.perf_counter`, when all responses were whole
+    begun_ahead    samples of later steps that have begun
+    """
+
+    rollout: Rollout
+    signal: Mapping[int, bool]
+    advantage_of: Mapping[int, float]
+    batch: TrainingBatch
+    routed: int
+    traced: int
+    sampled_at: float = 0.0
+    begun_ahead: int = 0
+
+
+def rl_step(
+    step: int,
+    learner: Learner,
+    progress: Progress,
+    config: RunConfig,
+    traces: StepTraces,
+    take: Callable[[Stopwatch], PreparedStep] | None = None,
+) -> StepResult:
+    """Go through one step: sample, reward, plan, recompute, assign credit, update, sync weights; collective.
+
+    take    returns what was prepared while the steps before trained (`rollout.ahead`)
+    """
     clock = Stopwatch(step)
-    rollout = _sample(step, learner, progress, config, traces, clock)
-    kept, signal, advantage_of = _compare_groups(rollout.responses, config, clock)
-    rollout = replace(rollout, responses=[_without_routes(response) for response in rollout.responses])
-    routed = sum(response.experts_mLK.nbytes for response in kept if response.experts_mLK is not None)
-    batch, recomputed = _build_and_recompute(
-        learner, progress, kept, config, clock, trains=_trains_policy(step, learner, progress, config)
+    if take is None:
+        rollout = _sample(step, learner, progress, config, clock)
+        prepared = prepare_step(step, learner, rollout, homes_before(learner, progress), config, traces, clock)
+    else:
+        prepared = take(clock)
+    rollout, signal, advantage_of = prepared.rollout, prepared.signal, prepared.advantage_of
+    batch, recomputed = _recompute(
+        learner, progress, prepared.batch, config, clock, trains=_trains_policy(step, learner, progress, config)
     )
+    if take is not None:
+        batch = replace(batch, responses=with_recorded_values(batch.responses, progress.live))
 
     def check(compared: Comparison) -> None:  # at equal weights, so before the first optimizer step of the run
         mismatch = step_metrics.mismatch_metrics_of_ranks(recomputed.compared + compared)
@@ -218,7 +260,8 @@ def rl_step(step: int, learner: Learner, progress: Progress, config: RunConfig, 
         **step_metrics.balance_metrics(batch, recomputed, update, learner.policy.shape, clock.skews),
         **step_metrics.prompt_metrics(batch),
         "canary": canary and asdict(canary),
-        "bytes": step_metrics.route_bytes(batch, routed=routed, traced=traces.written_bytes),
+        "bytes": step_metrics.route_bytes(batch, routed=prepared.routed, traced=prepared.traced),
+        "ahead": take and step_metrics.ahead_metrics(step, rollout.responses, prepared.begun_ahead, clock.seconds),
         "seconds": {name: round(seconds, 4) for name, seconds in clock.seconds.items()},
     }
     untrained = progress.untrained_steps
@@ -258,10 +301,8 @@ def largest_mismatch(config: RunConfig) -> float:
     return config.update.max_mismatch or rounding
 
 
-def _sample(
-    step: int, learner: Learner, progress: Progress, config: RunConfig, traces: StepTraces, clock: Stopwatch
-) -> Rollout:
-    """Sample a window of every response, compute rewards, and write the routes of the step."""
+def _sample(step: int, learner: Learner, progress: Progress, config: RunConfig, clock: Stopwatch) -> Rollout:
+    """Sample a window of every response."""
     with clock.stage("rollout"), idle_while_sampling(learner.policy.trained, config.update):
         rollout = collect(
             progress.live,
@@ -273,9 +314,54 @@ def _sample(
             weight_version=step,
         )
         rest_servers(learner.engine, learner.canary, next(learner.policy.trained.parameters()).device)
+    return rollout
+
+
+def prepare_step(
+    step: int,
+    learner: Learner,
+    rollout: Rollout,
+    previous: Homes | None,
+    config: RunConfig,
+    traces: StepTraces,
+    clock: Stopwatch,
+) -> PreparedStep:
+    """Compute rewards, write the routes of the step, compare groups, and plan; collective.
+
+    rollout     its list of responses is empty afterwards
+    previous    homes of experts before the step, and replicas that last; None: the static layout
+    """
+    sampled_at = time.perf_counter()
+    responses = _rate(step, learner, rollout.responses, config, traces, clock)
+    rollout.responses.clear()  # so that routes that are sent leave memory
+    kept, signal, advantage_of = _compare_groups(responses, config, clock)
+    responses[:] = [_without_routes(response) for response in responses]
+    routed = sum(response.experts_mLK.nbytes for response in kept if response.experts_mLK is not None)
+    with clock.stage("plan"):
+        batch = build_batch(kept, learner.policy, config, previous=previous, cluster=learner.cluster)
+    return PreparedStep(
+        rollout=replace(rollout, responses=responses),
+        signal=signal,
+        advantage_of=advantage_of,
+        batch=batch,
+        routed=routed,
+        traced=traces.written_bytes,
+        sampled_at=sampled_at,
+    )
+
+
+def _rate(
+    step: int,
+    learner: Learner,
+    sampled: Sequence[Response],
+    config: RunConfig,
+    traces: StepTraces,
+    clock: Stopwatch,
+) -> list[Response]:
+    """Compute rewards, and write the routes of the step."""
     with clock.stage("reward"):
         responses, errors = compute_rewards(
-            rollout.responses,
+            sampled,
             learner.task,
             learner.tokenizer,
             max_response=config.rollout.max_response,
@@ -283,12 +369,12 @@ def _sample(
         )
         rated = sum(response.finish_reason is not None for response in responses)
         check_failed_rewards(errors, rated, where=f"step {step}")
-        check_versions(responses, step)
+        check_versions(responses, step, config.rollout.ahead)
     with clock.stage("trace"):
         records_routes = config.rollout.engine == "embedded" or config.algorithm.replay == "R3"
         if learner.policy.layer_ids and records_routes:
             responses = record_routes(step, responses, traces)
-    return replace(rollout, responses=responses)
+    return responses
 
 
 def _compare_groups(
@@ -307,28 +393,29 @@ def _compare_groups(
     return kept, signal if settings.advantage == "group" else {}, advantage_of
 
 
-def _build_and_recompute(
+def homes_before(learner: Learner, progress: Progress) -> Homes | None:
+    """Return where experts are now, with replicas that last; None: no step was planned."""
+    previous = current_homes(learner.policy, learner.cluster.topology) if progress.planned else None
+    if previous is None or progress.residents is None:
+        return previous
+    return with_residents(previous, progress.residents)
+
+
+def _recompute(
     learner: Learner,
     progress: Progress,
-    responses: list[Response],
+    batch: TrainingBatch,
     config: RunConfig,
     clock: Stopwatch,
     *,
     trains: bool,
 ) -> tuple[TrainingBatch, Recomputed]:
-    """Send responses to the ranks that train them, plan from the routes to be replayed, and compute old log-probs.
-
-    Routes are those of the rollout (R3), known before the recompute pass, or those of that pass (R2). The list of
-    responses is empty afterwards.
+    """Compute old log-probs, with the routes of the rollout (R3), or record routes and plan from them (R2).
 
     trains   as for `micro_batches_to_recompute`
     """
     policy, settings, cluster = learner.policy, config.algorithm, learner.cluster
-    with clock.stage("plan"):
-        previous = current_homes(policy, cluster.topology) if progress.planned else None
-        if previous is not None and progress.residents is not None:
-            previous = with_residents(previous, progress.residents)
-        batch = build_batch(responses, policy, config, previous=previous, cluster=cluster)
+    previous = homes_before(learner, progress)
     _move_homes(learner, batch, clock)
     numbers = micro_batches_to_recompute(batch.schedule, settings, trains=trains)
     if not numbers:
@@ -412,7 +499,10 @@ def _run_value_model(
             )
         for_values = []
     found_auroc = auroc_at_cuts(
-        responses, max_response=config.rollout.max_response, overlong_buffer=settings.overlong_buffer
+        responses,
+        window_tokens=config.rollout.window_tokens,
+        max_response=config.rollout.max_response,
+        overlong_buffer=settings.overlong_buffer,
     )
     progress = replace(
         progress,
@@ -435,6 +525,8 @@ def _with_targets(
     learner: Learner, batch: TrainingBatch, recomputed: Recomputed, credit: Credit, config: RunConfig, clock: Stopwatch
 ) -> TrainingBatch:
     """Return the batch with all that the policy loss reads."""
+    if config.rollout.mixed_routes == "mask":
+        credit = without_mixed_routes(credit, batch.responses)
     batch = with_credit(
         batch.filled(old_log_probs_X=recomputed.log_probs),
         credit,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from relibra.calibration.machine import find_cluster
 from relibra.cluster import Cluster
 from relibra.environment import launched_rank
+from relibra.rl.ahead import StepsAhead
 from relibra.rl.algorithms.loss import PolicyLoss, find_loss
 from relibra.rl.batch.step_plan import try_balancer
 from relibra.rl.config.plan_without_effect import plan_settings_without_effect
@@ -32,6 +34,7 @@ from relibra.rl.rollout.engines import check_engine, make_engine, sync_weights
 from relibra.rl.rollout.prompt_lengths import encode_prompt, fit_prompts
 from relibra.rl.rollout.response import RolloutEngine
 from relibra.rl.rollout.served.canary_probe import Canary
+from relibra.rl.rollout.served.engine import ServerEngine
 from relibra.rl.rollout.served.sleep import rest_servers, wake_after_failure
 from relibra.rl.rollout.started.own_server import own_server
 from relibra.rl.run.checkpoints.checkpoint import Models, load_checkpoint
@@ -87,6 +90,8 @@ def _train(
     rollout = servers.enter_context(own_server(config, run, policy, tokenizer))
     engine, canary = _make_engine(config, rollout, policy, task, tokenizer, longest)
     servers.callback(wake_after_failure, engine)
+    if isinstance(engine, ServerEngine) and engine.sampler is not None:
+        servers.callback(engine.sampler.close)
     rest_servers(engine, canary, device)
     resumed = broadcast_json(has_checkpoint(run) if dist.get_rank() == 0 else None)
     warmed = resumed or _warm_up(config, policy, task, tokenizer, display, stop)
@@ -98,6 +103,8 @@ def _train(
     traces = StepTraces(run, config.trace, num_experts=policy.num_experts, layer_ids=policy.layer_ids)
     saved, stopped = step, stop.on_any_rank()
     first = step
+    begins_ahead = config.rollout.ahead > 0 and step < config.run.steps
+    ahead = StepsAhead(learner, config, traces, progress, step) if begins_ahead else None
     with (
         CheckpointWriter(run, config.checkpoint) as writer,
         StepLogs(run, step) if dist.get_rank() == 0 else nullcontext() as logs,
@@ -111,7 +118,10 @@ def _train(
                 baseline = _evaluate(learner, config)
                 display.baseline(baseline)
             with display.compiling() if step == first else nullcontext():
-                result = rl_step(step, learner, progress, config, traces)
+                take = None if ahead is None else partial(ahead.take, step)
+                result = rl_step(step, learner, progress, config, traces, take)
+            if ahead is not None:
+                ahead.advance(step + 1)
             metrics, progress = result.metrics, result.progress
             metrics |= {"baseline": baseline, "evaluation": None}
             if config.evaluation.every and (step + 1) % config.evaluation.every == 0:
@@ -133,6 +143,9 @@ def _train(
             _stage(writer, step, learner, progress)
             writer.start()
         writer.wait()
+    if ahead is not None:
+        ahead.close()
+        remove_steps_from(run, step)  # routes of steps that were begun
     save_policy(policy, tokenizer, run / "policy")
     if dist.get_rank() == 0:
         check_not_removed(run)

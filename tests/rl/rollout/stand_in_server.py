@@ -50,6 +50,13 @@ def answer_of(tokens, limit):
     return added
 
 
+def reason_of(number, added, stop_ids):
+    """Return why an answer ended that has so many of its tokens."""
+    if number < len(added):
+        return "abort"
+    return "stop" if added[-1] in stop_ids else "length"
+
+
 class StandIn(SleepAndTransfer, ThreadingHTTPServer):
     """What it serves, what it was asked, and what is wrong with it. It takes requests of both dialects.
 
@@ -64,6 +71,8 @@ class StandIn(SleepAndTransfer, ThreadingHTTPServer):
     health     status of the answer to a look at its health; `starting` more of them are refused
     lives      requests for tokens that it answers before it is gone; None: it stays
     looks      requests without an answer after which it begins anew
+    pace       seconds before a token, by the number of tokens before it; None: an answer takes no time, and is not cut
+    sampled    (tokens asked with, tokens sampled, version of the weights) of each answer
     """
 
     request_queue_size = 256
@@ -77,6 +86,8 @@ class StandIn(SleepAndTransfer, ThreadingHTTPServer):
         self.sees_folders, self.busy = True, False
         self.prepare_memory()
         self.lives, self.looks, self.dies_with = None, 1 << 30, None
+        self.paused, self.resumed, self.pace, self.sampled = threading.Event(), threading.Event(), None, []
+        self.resumed.set()
         self.count, self.turn = threading.Lock(), threading.Lock()
 
     def handle_error(self, *_):
@@ -93,8 +104,25 @@ class StandIn(SleepAndTransfer, ThreadingHTTPServer):
         """
         self.lives, self.looks, self.dies_with = after, looks, version
 
+    def pause(self, paused):
+        """End answers under way, and let others wait; or go on."""
+        first, then = (self.resumed, self.paused) if paused else (self.paused, self.resumed)
+        first.clear()
+        then.set()
+        return {"status": "ok"}, 200
+
+    def passed(self, tokens, added, version):
+        """Let time pass for each new token; return how many there are: all, or those before a pause."""
+        number = len(added)
+        if self.pace is not None:
+            number = next((n for n in range(len(added)) if self.paused.wait(self.pace(n))), len(added))
+        with self.count:
+            self.sampled.append((tuple(tokens), added[:number], version))
+        return number
+
     def begin_anew(self):
         """Be what it was when it was started."""
+        self.pause(paused=False)
         self.model = self.cached = self.first
         self.version, self.lives = "default", None
         self.prepare_memory()
@@ -164,6 +192,11 @@ class StandIn(SleepAndTransfer, ThreadingHTTPServer):
             return self.generate_as_sglang(body)
         if path == PATHS["vllm"]:
             return self.generate_as_vllm(body), 200
+        if path in ("/pause", "/pause_generation"):
+            assert (body.get("mode") or self.query["mode"][0]) == "abort"
+            return self.pause(paused=True)
+        if path in ("/resume", "/continue_generation"):
+            return self.pause(paused=False)
         if path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
             return b"Success: as vLLM says in words, not in JSON.", 200
         if path == "/update_weights_from_disk":
@@ -200,11 +233,19 @@ class StandIn(SleepAndTransfer, ThreadingHTTPServer):
                 seed=sampling["sampling_seed"],
                 stop_ids=stop_ids,
             )
-            about["finish_reason"]["type"] = "stop" if added[-1] in stop_ids else "length"
-            about["weight_versions"] = [{"version": self.version, "start": 0, "end": len(added)}]
-            pairs = zip(log_probs, added, strict=True)
-            about["output_token_logprobs"] = [[value, token, None] for value, token in pairs]
-            about["routed_experts"] = base64.b64encode(np.ascontiguousarray(routes, dtype="<i4").tobytes()).decode()
+            version = self.version
+
+            def told():
+                number = self.passed(tokens, added, version)
+                pairs = list(zip(log_probs, added, strict=True))[:number]
+                about["finish_reason"]["type"] = reason_of(number, added, stop_ids)
+                about["weight_versions"] = [{"version": version, "start": 0, "end": number}] * (number > 0)
+                about["output_token_logprobs"] = [[value, token, None] for value, token in pairs]
+                rows = np.ascontiguousarray(routes[: len(tokens) + number - 1], dtype="<i4")
+                about["routed_experts"] = base64.b64encode(rows.tobytes()).decode() if number else None
+                return {"meta_info": about}
+
+            return told, 200
         return {"meta_info": about}, 200
 
     def generate_as_vllm(self, body):
@@ -217,14 +258,20 @@ class StandIn(SleepAndTransfer, ThreadingHTTPServer):
         added, log_probs, routes = self.sample(
             tokens, limit=limit, temperature=sampling["temperature"], seed=sampling["seed"], stop_ids=stop_ids
         )
-        np.save(file := io.BytesIO(), routes)
-        choice = {
-            "token_ids": added,
-            "logprobs": {"content": [{"logprob": value} for value in log_probs]},
-            "finish_reason": "stop" if added[-1] in stop_ids else "length",
-            "routed_experts": base64.b64encode(file.getvalue()).decode(),
-        }
-        return {"choices": [choice]}
+        version = self.version
+
+        def told():
+            number = self.passed(tokens, added, version)
+            np.save(file := io.BytesIO(), routes[: len(tokens) + number - 1])
+            choice = {
+                "token_ids": added[:number],
+                "logprobs": {"content": [{"logprob": value} for value in log_probs[:number]]},
+                "finish_reason": reason_of(number, added, stop_ids),
+                "routed_experts": base64.b64encode(file.getvalue()).decode() if number else None,
+            }
+            return {"choices": [choice]}
+
+        return told
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -257,6 +304,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         server, path = self.server, self.path.partition("?")[0]
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if path in PATHS.values():
+            server.resumed.wait(20)  # a paused server lets them wait
         with server.turn:  # once it begins anew, it answers no request of before
             if self.is_gone(path):
                 return
@@ -266,6 +315,8 @@ class Handler(BaseHTTPRequestHandler):
             server.keys.append(self.headers["Authorization"])
             failure = server.failures.pop(0) if server.failures else None
             answer, status = server.answer(path, body) if failure is None else ({"error": "not now"}, failure)
+        if callable(answer):
+            answer = answer()
         self.send(server.change(answer) if failure is None else answer, status)
 
     def send(self, answer, status=200):

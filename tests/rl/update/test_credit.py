@@ -70,7 +70,7 @@ def variance_explained(responses, values_Sr):
 
 
 def auroc_at_cuts(responses):
-    return credit_of.auroc_at_cuts(responses, max_response=18, overlong_buffer=0)
+    return credit_of.auroc_at_cuts(responses, window_tokens=WINDOW, max_response=18, overlong_buffer=0)
 
 
 def group_advantages(responses, config):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 from numpy import ndarray
 from torch import Tensor, nn
 
@@ -204,11 +205,16 @@ def current_homes(policy: Policy, topology: Topology) -> Homes | None:
     if not policy.balanced:
         return None
     homes_LE = np.stack([layer.physical_to_logical_E for layer in balanced_layers(policy.trained).values()])
+    return homes_at(homes_LE, policy, topology)
+
+
+def homes_at(physical_to_logical_LE: Int[ndarray, "L E"], policy: Policy, topology: Topology) -> Homes:
+    """Return the homes of a map, such as that of a plan."""
     return Homes(
         num_nodes=topology.num_nodes,
         ranks_per_node=topology.ranks_per_node,
         layer_ids=np.array(policy.layer_ids, dtype=np.int32),
-        physical_to_logical_map=homes_LE.astype(np.int16),
+        physical_to_logical_map=physical_to_logical_LE.astype(np.int16),
     )
 
 

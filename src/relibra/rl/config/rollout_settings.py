@@ -60,6 +60,11 @@ class RolloutSettings(Section):
     processes (nccl), within a GPU that both share (ipc: on this machine alone), or between CPUs (gloo)."""
     sleep: bool = False
     """sglang, vllm: on the same GPUs as the trainer; the server gives their memory back while the trainer works."""
+    ahead: int = Field(0, ge=0, le=8)
+    """Servers: steps whose responses begin while a step trains; a token is trained at most so many steps after the
+    weights that sampled it. An update of the weights cuts answers, which go on with the new ones."""
+    mixed_routes: Literal["replay", "mask"] = "replay"
+    """Tokens before a cut have routes of the weights after it: "replay" trains on them, "mask" leaves them out."""
     start_seconds: float = Field(600.0, ge=0, le=1e6)
     """Servers: seconds to wait for one that does not answer, before the run begins and during it; one that is started
     again meanwhile first loads the weights that were published last."""

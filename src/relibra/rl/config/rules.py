@@ -101,6 +101,14 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
         )
         yield "rollout.max_batch", why, "increase it, or set rollout.refill=false"
 
+    # Sampling while a step trains.
+    if rollout.ahead and rollout.engine == "embedded":
+        why = "samples while a step trains, and rollout.engine 'embedded' samples in the processes that train"
+        yield "rollout.ahead", why, "set rollout.engine=serve, or another server; or rollout.ahead=0"
+    if rollout.ahead and (rollout.sleep or update.offload == "all"):
+        why = "samples while a step trains, and rollout.sleep and update.offload 'all' are for one after the other"
+        yield "rollout.ahead", why, "set rollout.sleep=false and update.offload=moments; or rollout.ahead=0"
+
     # There are servers where they sample, and the folder of new weights is not that of the model.
     engine, weights = rollout.engine, rollout.server_weights
     if engine == "serve" and rollout.url:

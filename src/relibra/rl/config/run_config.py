@@ -175,6 +175,12 @@ def describe_training(config: RunConfig) -> list[str]:
         lines.append(
             f"warning: all run.steps train the value model alone (critic.pretrain_steps {first}), not the policy"
         )
+    if config.rollout.ahead:
+        correction = f"algorithm.correction is {config.algorithm.correction!r}"
+        lines.append(
+            f"{'warning: ' if config.algorithm.correction == 'off' else ''}rollout.ahead {config.rollout.ahead}: "
+            f"weights that sample are up to so many steps older than those that train; {correction}"
+        )
     if config.algorithm.preset == "tppo" and not isinstance(config.algorithm.lambda_policy, str):
         lines.append(
             f"warning: algorithm.lambda_policy {config.algorithm.lambda_policy:g} is fixed: T-PPO's is length_adaptive"
@@ -191,6 +197,7 @@ def describe_training(config: RunConfig) -> list[str]:
 _MAY_CHANGE = (
     *("run.steps", "run.name", "run.folder", "update.", "critic.", "plan.", "parallel.", "checkpoint.", "trace."),
     "algorithm.old_log_probs",
+    *("rollout.ahead", "rollout.mixed_routes"),
     *("rollout.max_batch", "rollout.url", "rollout.server_weights", "rollout.server_options"),
     *("rollout.start_seconds", "rollout.timeout_seconds", "rollout.api_key_from", "rollout.transfer", "rollout.sleep"),
 )

@@ -110,14 +110,15 @@ def check_no_response_lost(
         assert 0 < windows < max_windows, f"sample {sample_id} goes on after {windows} windows of {max_windows}"
 
 
-def check_versions(responses: Sequence[Response], weight_version: int) -> None:
+def check_versions(responses: Sequence[Response], weight_version: int, ahead: int = 0) -> None:
     """Check that every token of the last windows was sampled by the weights that the step starts from.
 
+    ahead     steps by which weights may be older (`rollout.ahead`)
     raises    TraceError naming the first other token: its probability ratio would be wrong
     """
     for response in responses:
         own_w = response.versions_r[response.length - response.window_length :]
-        if (other := np.flatnonzero(own_w != weight_version)).size:
+        if (other := np.flatnonzero((own_w > weight_version) | (own_w < weight_version - ahead))).size:
             position = response.length - response.window_length + int(other[0])
             raise TraceError(
                 f"sample {response.sample_id}: response token {position} of the window to be trained was sampled by "

@@ -50,8 +50,8 @@ def collect(
     cursor    samples that had not begun before this step
     raises    ConfigError for a prompt that is too long
     """
-    start = _response_starter(task, tokenizer, settings)
-    active, cursor = _admit_responses(live, cursor, start, settings)
+    start = response_starter(task, tokenizer, settings)
+    active, cursor = admit_responses(live, cursor, start, settings)
     refilled: list[Response] = []
 
     def spares() -> Iterator[Response]:
@@ -100,12 +100,22 @@ def compute_rewards(
     return [one if one.finish_reason is None else rewarded(one) for one in responses], errors
 
 
-def _admit_responses(
+def admit_responses(
     live: Sequence[Response], cursor: SampleCursor, start: Callable[[int], Response], settings: RolloutSettings
 ) -> tuple[list[Response], SampleCursor]:
-    """Distribute unfinished and new responses evenly over the ranks; collective."""
-    admission = plan_admission(_gather_windows(live), settings.responses_per_step, cursor, dist.get_world_size())
-    active = exchange_responses(list(live), [admission.rank_of[response.sample_id] for response in live])
+    """Distribute unfinished and new responses evenly over the ranks; collective, where a response may be unfinished.
+
+    live      unfinished responses of this rank
+    cursor    samples that have not begun
+    start     by `response_starter`
+    returns   responses of this rank, by sample id; samples that have not begun then
+    """
+    windowed = settings.window_tokens < settings.max_response
+    others = _gather_windows(live) if windowed else []
+    admission = plan_admission(others, settings.responses_per_step, cursor, dist.get_world_size())
+    active = list[Response]()
+    if windowed:
+        active = exchange_responses(list(live), [admission.rank_of[response.sample_id] for response in live])
     active += [start(sample) for sample in admission.begun if admission.rank_of[sample] == dist.get_rank()]
     return sorted(active, key=lambda response: response.sample_id), admission.cursor
 
@@ -133,7 +143,7 @@ def _gather_windows(live: Sequence[Response]) -> list[tuple[int, int]]:
     return [(int(sample), int(windows)) for sample, windows in np.concatenate(gather_arrays(own))]
 
 
-def _response_starter(task: Task, tokenizer: Tokenizer, settings: RolloutSettings) -> Callable[[int], Response]:
+def response_starter(task: Task, tokenizer: Tokenizer, settings: RolloutSettings) -> Callable[[int], Response]:
     """Return the function from sample id to new response; a prompt is encoded once for its whole group."""
     per_prompt = settings.responses_per_prompt
     prompt_of = cache(lambda group: encode_prompt(group, task, tokenizer, settings))

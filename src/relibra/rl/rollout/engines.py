@@ -19,6 +19,7 @@ from relibra.rl.rollout.response import RolloutEngine
 from relibra.rl.rollout.served.api_key import read_api_key
 from relibra.rl.rollout.served.canary_probe import Canary, CanaryReport, WatchedServer
 from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
+from relibra.rl.rollout.served.cuts import answers_cut
 from relibra.rl.rollout.served.engine import ServerEngine
 from relibra.rl.rollout.served.preflight import check_servers
 from relibra.rl.rollout.served.sleep import wake
@@ -76,14 +77,18 @@ def make_engine(
         key=read_api_key(rollout.api_key_from),
         transfer=rollout.transfer,
         sleeps=rollout.sleep,
+        pauses=rollout.ahead > 0,
     )
-    return ServerEngine(
-        servers=tuple(replace(first, url=url) for url in rollout.url),  # they share `published`
+    servers = tuple(replace(first, url=url) for url in rollout.url)  # they share `published`
+    retry_seconds = 0.0 if rollout.engine == "serve" else rollout.start_seconds  # nobody else starts it again
+    engine = ServerEngine(
+        servers=servers,
         seed=seed,
         max_batch=rollout.max_batch,
-        retry_seconds=0.0 if rollout.engine == "serve" else rollout.start_seconds,  # nobody else starts it again
+        retry_seconds=retry_seconds,
         weights=rollout.server_weights,
     )
+    return replace(engine, sampler=engine.new_sampler()) if rollout.ahead else engine
 
 
 def check_engine(
@@ -133,6 +138,8 @@ def sync_weights(
 ) -> CanaryReport | None:
     """Copy the trained weights to the servers, or to the full copies that the ranks sample from; collective.
 
+    Answers under way (`rollout.ahead`) are cut before, and go on with the new weights.
+
     canary    on rank 0: compares the servers with the policy afterwards
     returns   what the canary saw, on all ranks; None: there is none
     raises    EngineError where a server does not load them, or does not compute with them
@@ -148,7 +155,8 @@ def sync_weights(
     wait_for_ranks()  # here and below without a deadline: what rank 0 asks servers may take long
     if slept:
         wake(engine, "weights")
-    _load_into_servers(engine, policy, weight_version)
+    with answers_cut(engine):
+        _load_into_servers(engine, policy, weight_version)
     if slept:
         wake(engine, "kv_cache")
     if canary is not None:
@@ -163,6 +171,8 @@ def sync_weights(
         if canary is not None and before is not None:
             canary.check_unmoved(before)
         wait_for_ranks()
+    if engine.sampler is not None:
+        engine.sampler.release()
     found = broadcast_json(report and asdict(report))
     return found and CanaryReport(**found)
 

@@ -20,12 +20,30 @@ class Window:
     experts_mLK    logical ids of every token fed, from the first token of the prompt on, under the weights of this
                    step; one row less than tokens, because the last one was not fed. None: a model without experts
     stopped        the response ended itself
+    versions_w     of the weights that sampled each; None: one version, which the caller knows
+    cut            an update of the weights ended it early: it has no routes, and goes on under the new weights
     """
 
     tokens_w: Int64[ndarray, " w"]
     log_probs_w: Float32[ndarray, " w"]
     experts_mLK: Shaped[ndarray, "m L K"] | None
     stopped: bool
+    versions_w: Int32[ndarray, " w"] | None = None
+    cut: bool = False
+
+    def followed_by(self, other: Window) -> Window:
+        """Return both as one; routes are those of `other`, for which all tokens before it were fed again.
+
+        Versions are known of both.
+        """
+        assert self.versions_w is not None, "a part has versions"
+        assert other.versions_w is not None, "a part has versions"
+        return replace(
+            other,
+            tokens_w=np.concatenate([self.tokens_w, other.tokens_w]),
+            log_probs_w=np.concatenate([self.log_probs_w, other.log_probs_w]),
+            versions_w=np.concatenate([self.versions_w, other.versions_w]),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,8 +57,8 @@ class Response:
     log_probs_r      of each response token under the policy that sampled it
     versions_r       of the weights that sampled each response token
     values_r         of the value model before each token when that was sampled; nan where not recorded
-    experts_mLK      logical ids; row t = routing while processing token t, under the weights of the last window (the
-                     prefix was fed again); no row for the last token. None: no experts, or not kept
+    experts_mLK      logical ids; row t = routing while processing token t, under the weights of the last token (what
+                     came before was fed again); no row for the last token. None: no experts, or not kept
     windows          steps that added tokens to it
     window_length    tokens of the last window
     finish_reason    `stop`: ended itself; `length`: reached the longest response allowed; None: unfinished
@@ -70,10 +88,15 @@ class Response:
         """Mask of the response tokens of the last window."""
         return np.arange(self.length) >= self.length - self.window_length
 
+    @property
+    def mixed_r(self) -> Bool[ndarray, " r"]:
+        """Mask of the response tokens whose routes were recorded by later weights than those that sampled them."""
+        return self.versions_r != self.versions_r[-1:]
+
     def extended(self, window: Window, *, weight_version: int, max_response: int) -> Response:
         """Return the response one window longer.
 
-        weight_version   of the policy that sampled the window
+        weight_version   of the policy that sampled the window, where the window does not say it
         max_response     tokens at which a response is finished
         """
         added = len(window.tokens_w)
@@ -81,11 +104,12 @@ class Response:
         assert added > 0, f"sample {self.sample_id}: an empty window"
         assert length <= max_response, f"sample {self.sample_id}: {length} response tokens of at most {max_response}"
         cut: Literal["length"] | None = "length" if length == max_response else None
+        versions_w = np.full(added, weight_version, np.int32) if window.versions_w is None else window.versions_w
         return replace(
             self,
             tokens_n=np.concatenate([self.tokens_n, window.tokens_w]),
             log_probs_r=np.concatenate([self.log_probs_r, window.log_probs_w]),
-            versions_r=np.concatenate([self.versions_r, np.full(added, weight_version, np.int32)]),
+            versions_r=np.concatenate([self.versions_r, versions_w]),
             values_r=np.concatenate([self.values_r, np.full(added, np.nan, np.float32)]),
             experts_mLK=window.experts_mLK,
             windows=self.windows + 1,

@@ -16,6 +16,7 @@ from safetensors.numpy import load, save
 from relibra.errors import EngineError, TraceError
 from relibra.rl.batch.schedule import cut_into_runs
 from relibra.rl.rollout.response import Response
+from relibra.rl.run.ranks import thread_group
 from relibra.routing.tensor_files import TensorFormat, read_tensors, write_tensors
 
 _FACTS = ("sample_id", "group_id", "prompt_length", "windows", "window_length")
@@ -159,7 +160,7 @@ def _agree_on_rounds(waiting: Sequence[Sequence[Sequence[Response]]]) -> int:
     bytes_R = [sum(_num_bytes(one) for piece in pieces for one in piece) for pieces in waiting]
     own = torch.tensor([max(len(pieces) for pieces in waiting), *bytes_R])
     gathered = [torch.zeros_like(own) for _ in waiting]
-    dist.all_gather(gathered, own)
+    dist.all_gather(gathered, own, group=thread_group())
     all_RX = torch.stack(gathered)
     largest = int(all_RX[:, 1:].sum(dim=0).max())
     if largest > MAX_EXCHANGE_BYTES:
@@ -188,7 +189,7 @@ def _exchange_bytes(payloads: Sequence[bytearray | bytes]) -> list[bytearray]:
     rank, num_ranks = dist.get_rank(), len(payloads)
     own_R = torch.tensor([len(payload) for payload in payloads])
     sizes = [torch.zeros_like(own_R) for _ in payloads]
-    dist.all_gather(sizes, own_R)
+    dist.all_gather(sizes, own_R, group=thread_group())
     bytes_RR = torch.stack(sizes)  # from, to
     received = [bytearray() for _ in payloads]
     piece = max(1, ROUND_BYTES // num_ranks)
@@ -197,7 +198,7 @@ def _exchange_bytes(payloads: Sequence[bytearray | bytes]) -> list[bytearray]:
         to_R = (bytes_RR[rank] - start).clamp(0, piece).tolist()
         from_R = (bytes_RR[:, rank] - start).clamp(0, piece).tolist()
         got = torch.empty(sum(from_R), dtype=torch.uint8)
-        dist.all_to_all_single(got, sent, from_R, to_R)
+        dist.all_to_all_single(got, sent, from_R, to_R, group=thread_group())
         for buffer, part in zip(received, got.split(from_R), strict=True):
             buffer += part.numpy().data
     return received

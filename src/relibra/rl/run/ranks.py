@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -102,6 +103,27 @@ class _RankState:
 
 
 _STATE = _RankState()
+_THREAD = threading.local()
+
+
+def open_group() -> dist.ProcessGroup:
+    """Return a new group of all ranks, whose collectives have no deadline; collective."""
+    return dist.new_group(backend="gloo", timeout=NO_DEADLINE)
+
+
+@contextmanager
+def collectives_in(group: dist.ProcessGroup) -> Iterator[None]:
+    """Let the collectives of this thread run in a group of their own inside, beside those of training."""
+    _THREAD.group = group
+    try:
+        yield
+    finally:
+        _THREAD.group = None
+
+
+def thread_group() -> dist.ProcessGroup | None:
+    """Return the group of this thread's collectives; None: the default one."""
+    return getattr(_THREAD, "group", None)
 
 
 def wait_for_ranks() -> None:
@@ -110,6 +132,9 @@ def wait_for_ranks() -> None:
     It stands behind work that may take longer on one rank than on others: rollout, rewards, writing. A peer that ends
     is noticed at once, one that gives no sign of life by `run/heartbeat.py`.
     """
+    if (group := thread_group()) is not None:
+        dist.barrier(group=group)
+        return
     _STATE.waiting, _STATE.since = True, time.monotonic()
     dist.barrier(group=_STATE.group)
     _STATE.waiting, _STATE.since = False, time.monotonic()
@@ -122,7 +147,8 @@ def background_group() -> dist.ProcessGroup | None:
 
 def begin_stage(stage: str) -> None:
     """Remember what this rank does from now on, such as "reward of step 3", to tell its peers."""
-    _STATE.stage, _STATE.since = stage, time.monotonic()
+    if thread_group() is None:  # what runs beside training is no stage of it
+        _STATE.stage, _STATE.since = stage, time.monotonic()
 
 
 def present_work() -> tuple[str, float, bool]:
@@ -141,13 +167,13 @@ def broadcast_bytes(payload: bytes) -> bytes:
     raises    EngineError if they are more than MAX_ARRAY_BYTES
     """
     size = torch.tensor([len(payload)])
-    dist.broadcast(size, src=0)
+    dist.broadcast(size, src=0, group=thread_group())
     if size > MAX_ARRAY_BYTES:
         raise EngineError(f"rank 0 sends {int(size)} bytes: at most {MAX_ARRAY_BYTES} are allowed")
     sent = torch.zeros(int(size), dtype=torch.uint8)
     if dist.get_rank() == 0 and size:
         sent = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    dist.broadcast(sent, src=0)
+    dist.broadcast(sent, src=0, group=thread_group())
     return sent.numpy().tobytes()
 
 
@@ -177,6 +203,7 @@ def gather_several(arrays: Sequence[ndarray], group: dist.ProcessGroup | None = 
     group     of all ranks; None: the default group
     raises    EngineError if the arrays of a rank take more than MAX_ARRAY_BYTES
     """
+    group = group or thread_group()
     joined = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
     flat = torch.frombuffer(bytearray(joined), dtype=torch.uint8) if joined else torch.zeros(0, dtype=torch.uint8)
     sizes = torch.tensor([len(flat), *(size for array in arrays for size in array.shape)])
@@ -209,14 +236,14 @@ def _split_arrays(joined: bytes, sizes: Sequence[int], like: Sequence[ndarray]) 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of a CPU tensor over all ranks; collective."""
     total = values.clone()
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=thread_group())
     return total
 
 
 def largest_over_ranks(value: int) -> int:
     """Return the largest value of any rank; collective."""
     largest = torch.tensor([value])
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=thread_group())
     return int(largest)
 
 

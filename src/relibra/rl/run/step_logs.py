@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch.distributed as dist
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -80,6 +81,7 @@ class StepLogs:
                 "tokens": response.length,
                 "finish": response.finish_reason,
                 "windows": response.windows,
+                "versions": np.stack(np.unique(response.versions_r, return_counts=True), axis=1).tolist(),
             }
             self._samples.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
         self._samples.flush()

@@ -66,6 +66,30 @@ def rollout_metrics(responses: Sequence[Response], cost: RolloutCost) -> dict[st
     }
 
 
+def ahead_metrics(
+    step: int, responses: Sequence[Response], begun: int, seconds: Mapping[str, float]
+) -> dict[str, float | int | None]:
+    """Return how old the tokens of a step are that were sampled while other steps trained; collective.
+
+    begun     samples of later steps that have begun
+    returns   age_mean, age_max: of the weights that sampled the tokens of the last windows, in steps; mixed_share: of
+              these tokens, routes recorded by later weights; waited_rollout, waited_plan: seconds that the step waited;
+              begun: as given
+    """
+    ages = [step - response.versions_r[response.in_window_r] for response in responses]
+    mixed = sum(int(response.mixed_r[response.in_window_r].sum()) for response in responses)
+    own = [sum(map(len, ages)), sum(int(age.sum()) for age in ages), mixed]
+    tokens, total, mixed = sum_over_ranks(torch.tensor(own)).tolist()
+    return {
+        "age_mean": total / tokens if tokens else None,
+        "age_max": largest_over_ranks(max((int(age.max(initial=0)) for age in ages), default=0)),
+        "mixed_share": mixed / tokens if tokens else None,
+        "waited_rollout": round(seconds["rollout"], 4),
+        "waited_plan": round(seconds["plan"], 4),
+        "begun": begun,
+    }
+
+
 def mismatch_metrics_of_ranks(compared: Comparison) -> dict[str, Any]:
     """Return the metrics of trainer compared with sampler over all ranks; collective."""
     largest = max(float(piece[0]) for piece in gather_arrays(np.array([compared.mismatch.largest])))

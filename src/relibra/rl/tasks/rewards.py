@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -26,6 +27,8 @@ LARGEST = 1e9
 
 MOST_PLACES = 1000
 """Digits before or behind the point of a right answer."""
+_ONE_AT_A_TIME = threading.Lock()
+"""With `rollout.ahead` a thread computes rewards, beside those of an evaluation."""
 RewardFunction = Callable[[str, Mapping[str, Any]], Any]
 """A user's function: (response, row of the prompt) -> number."""
 
@@ -42,6 +45,10 @@ class Reward:
 
         raises    RewardError naming function and row, if the function raises or returns no number in range
         """
+        with _ONE_AT_A_TIME:
+            return self._of(prompt, response)
+
+    def _of(self, prompt: Prompt, response: str) -> float:
         where = f"task.reward {self.name!r} at {prompt.origin or 'a prompt'}, response {excerpt(response)}"
         try:
             value = self.function(response, prompt.row)

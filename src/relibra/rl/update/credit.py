@@ -29,7 +29,7 @@ from relibra.rl.config.settings import AlgorithmSettings
 from relibra.rl.model.critic import token_values
 from relibra.rl.rollout.collect import length_penalty
 from relibra.rl.rollout.response import Response
-from relibra.rl.run.ranks import gather_arrays, largest_over_ranks, sum_over_ranks
+from relibra.rl.run.ranks import gather_arrays, gather_several, largest_over_ranks, sum_over_ranks
 
 GAMMA = 1.0
 """Discount per token: rewards come at the end of a response, wherever that is."""
@@ -148,6 +148,32 @@ def record_values(responses: Sequence[Response], computed: ResponseValues) -> li
     ]
 
 
+def with_recorded_values(responses: Sequence[Response], earlier: Sequence[Response]) -> list[Response]:
+    """Return responses with the values that were recorded of their earlier windows, on whatever rank; collective.
+
+    A window may begin (`rollout.ahead`) before the step of the one before has recorded its values.
+
+    earlier    responses of this rank when they were shorter
+    """
+    ids = np.array([(one.sample_id, one.length) for one in earlier], dtype=np.int64).reshape(-1, 2)
+    values = np.concatenate([np.zeros(0, np.float32), *(one.values_r for one in earlier)])
+    found: dict[int, ndarray] = {}
+    for ids_S2, values_X in gather_several([ids, values]):
+        found |= zip(ids_S2[:, 0].tolist(), np.split(values_X, np.cumsum(ids_S2[:, 1])[:-1]), strict=False)
+    none = np.zeros(0, np.float32)
+    pieces = [found.get(one.sample_id, none) for one in responses]
+    return [
+        replace(one, values_r=np.concatenate([piece, one.values_r[len(piece) :]]))
+        for one, piece in zip(responses, pieces, strict=True)
+    ]
+
+
+def without_mixed_routes(credit: Credit, responses: Sequence[Response]) -> Credit:
+    """Return credit that trains no token whose routes were recorded by later weights than those that sampled it."""
+    mixed_X = np.concatenate([np.zeros(0, dtype=bool), *(response.mixed_r for response in responses)])
+    return replace(credit, loss_mask_X=credit.loss_mask_X & ~torch.from_numpy(mixed_X))
+
+
 def make_value_batches(
     responses: Sequence[Response], chosen: Sequence[int], micro_batch_tokens: int, *, shares_prompts: bool = False
 ) -> list[TokenBatch]:
@@ -247,17 +273,20 @@ def returns_of(finished: Sequence[Response]) -> Float32[Tensor, " X"]:
     return torch.from_numpy(np.concatenate(pieces).astype(np.float32))
 
 
-def auroc_at_cuts(responses: Sequence[Response], *, max_response: int, overlong_buffer: int) -> float | None:
+def auroc_at_cuts(
+    responses: Sequence[Response], *, window_tokens: int, max_response: int, overlong_buffer: int
+) -> float | None:
     """Return the AUROC of values at cuts as predictors of correct responses: 0.5 is chance; collective.
 
     Over all cuts, at the ends of earlier windows, of the responses of all ranks that finished in this step, with the
-    values recorded then; None where all of them are correct, or none is. A cut is a change of the weight version.
+    values recorded then; None where all of them are correct, or none is. Only the first
+    window and the last may be shorter than `window_tokens`.
     """
     cuts = [
         (response.values_r[cut - 1], is_correct(response, max_response, overlong_buffer))
         for response in responses
         if response.finish_reason is not None
-        for cut in np.flatnonzero(np.diff(response.versions_r)) + 1
+        for cut in range(response.length - response.window_length, 0, -window_tokens)
     ]
     value_C, correct_C = np.concatenate(gather_arrays(np.array(cuts, dtype=np.float64).reshape(-1, 2))).T
     found = auroc(value_C, correct_C > 0)

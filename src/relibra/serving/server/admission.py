@@ -39,7 +39,7 @@ class Admission:
         """Begin with an empty queue."""
         self.clients, self.limits, self._metrics = clients, limits, metrics
         self.queue: deque[Choice] = deque()
-        self._open, self._held, self._stopping = 0, False, ""
+        self._open, self._held, self._paused, self._stopping = 0, False, False, ""
         clients.on_free = self._send
 
     async def run(self, choices: Sequence[Choice]) -> AsyncGenerator[list[Choice], None]:
@@ -113,6 +113,18 @@ class Admission:
         self._held = held
         self._send()
 
+    def pause(self) -> None:
+        """End all answers with the tokens that they have, and keep those that come in the queue until `resume`."""
+        self._paused = True
+        while self.queue:
+            self.queue.popleft().cut()
+        self.clients.cut_answers()
+
+    def resume(self) -> None:
+        """Let choices go on to the workers."""
+        self._paused = False
+        self._send()
+
     def stop(self) -> None:
         """End all answers with a sentence, waiting or under way, and take no more."""
         self._stopping = "the server is being stopped: send the request again when it is back"
@@ -121,5 +133,5 @@ class Admission:
         self.clients.end_answers(self._stopping)
 
     def _send(self) -> None:
-        while self.queue and not self._held and self.clients.has_room(self.limits.at_worker):
+        while self.queue and not (self._held or self._paused) and self.clients.has_room(self.limits.at_worker):
             self.clients.begin(self.queue.popleft(), self.limits.at_worker)

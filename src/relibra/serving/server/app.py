@@ -119,6 +119,20 @@ def make_app(
     async def reset_prefix_cache() -> dict[str, Any]:
         return {"success": True}  # keys and values live as long as their answer, and none spans two versions
 
+    @clients.post("/pause")
+    async def pause(mode: str = "abort") -> dict[str, Any]:
+        app.state.weights.check_offered()
+        if mode != "abort":
+            raise HTTPException(400, f"mode {mode[:80]!r} is not offered: it is abort")
+        app.state.admission.pause()
+        return {"status": "paused"}
+
+    @clients.post("/resume")
+    async def resume() -> dict[str, Any]:
+        app.state.weights.check_offered()
+        app.state.admission.resume()
+        return {"status": "resumed"}
+
     @clients.get("/weight_info")
     async def show_weights() -> dict[str, Any]:
         return {"weight_version": app.state.weights.version}

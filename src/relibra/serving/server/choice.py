@@ -74,6 +74,10 @@ class Choice:
         """End without an answer."""
         self.put(Progress(number=-1, finish="lost", error=error))
 
+    def cut(self) -> None:
+        """End with the tokens that have come."""
+        self.put(Progress(number=-1, finish="abort"))
+
     def read(self) -> bool:
         """Take in progress that has come, of much a part; return whether there was some.
 
@@ -90,7 +94,7 @@ class Choice:
             self._held.append((self.answer.length, progress))
             tokens, finish = [] if progress.token is None else [progress.token], progress.finish
             self.new_text += self.answer.add(tokens, last=finish is not None, stops=finish == "stop")
-            self.num_tokens += 1
+            self.num_tokens += progress.token is not None
             self.finish = "stop" if self.answer.stopped_by is not None else progress.finish
             if self.finish is not None:
                 break
@@ -113,12 +117,16 @@ class Choice:
     @property
     def log_probs(self) -> list[float]:
         """Of the new tokens."""
-        return [progress.log_prob for progress in self.new]
+        return [progress.log_prob for progress in self.new if progress.token is not None]
 
     @property
     def tops(self) -> list[list[tuple[int, float]]]:
         """Likeliest tokens and their log-probs at each new token."""
-        return [[(token, max(value, LEAST_LOG_PROB)) for token, value in progress.top] for progress in self.new]
+        return [
+            [(token, max(value, LEAST_LOG_PROB)) for token, value in progress.top]
+            for progress in self.new
+            if progress.token is not None
+        ]
 
     @property
     def routes(self) -> bytes | None:

@@ -249,6 +249,13 @@ class WorkerClients:
                 worker.send({"cancel": number})
                 self._hand_over(worker, Progress(number=number, finish="lost", error=why))
 
+    def cut_answers(self) -> None:
+        """End all choices at the workers with the tokens that have come."""
+        for worker in self._attention:
+            for number in list(worker.running):
+                worker.send({"cancel": number})
+                self._hand_over(worker, Progress(number=number, finish="abort"))
+
     async def change_weights(self, folder: Path) -> list[str]:
         """Let all workers read weights, and use them if all could; return the sentences of those that could not.
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from numpy import ndarray
 from relibra.errors import EngineError
 from relibra.rl.rollout.response import Response, Window
 from relibra.rl.rollout.served.dialects import (
+    ABORTED,
     ANSWERS,
     HEALTH_PATHS,
     PATHS,
@@ -81,6 +83,7 @@ class ServerClient:
     published         weights that servers were asked to load last; the clients of a run share it
     transfer          how new weights come (rollout.transfer)
     sleeps            it gives its memory back while the trainer works (rollout.sleep)
+    pauses            updates of the weights cut its answers (rollout.ahead)
 
     Log-probs have to be those of the tempered policy: vLLM needs `--logprobs-mode processed_logprobs`.
     """
@@ -96,6 +99,7 @@ class ServerClient:
     published: PublishedVersion = field(default_factory=PublishedVersion)
     transfer: Literal["folder", "nccl", "ipc", "gloo"] = "folder"
     sleeps: bool = False
+    pauses: bool = False
 
     def hide_key(self, text: str) -> str:
         """Return a text of the server without the key, which it may repeat."""
@@ -214,12 +218,23 @@ class ServerClient:
         except ValueError as error:
             raise EngineError(f"{self.url} answered without the requested fields ({error}): {_WRONG_ANSWER}") from error
 
-    async def window(self, client: httpx.AsyncClient, response: Response, *, limit: int, seed: int) -> Window:
+    async def window(
+        self,
+        client: httpx.AsyncClient,
+        response: Response,
+        *,
+        limit: int,
+        seed: int,
+        may_be_cut: Callable[[], bool] = lambda: False,
+    ) -> Window:
         """Return at most `limit` tokens after a response, checked; one attempt.
 
+        may_be_cut   whether an answer that ended early was cut by the run, for an update of the weights
         raises    EngineError for an answer that cannot be trained on; ServerLost where the server does not answer
         """
         answer = await self.ask(client, response.tokens_n.tolist(), limit=limit, seed=seed)
+        if answer.reason == ABORTED and may_be_cut():
+            return self._cut_window(answer, limit)
         tokens, reason = answer.tokens, answer.reason
         if not (reason == "stop" and 0 < len(tokens) <= limit) and not (reason == "length" and len(tokens) == limit):
             message = (
@@ -227,15 +242,36 @@ class ServerClient:
                 f"{shown(reason)}: expected 'stop', or 'length' at the last of them; look at its longest context and "
                 "its log"
             )
-            if reason == "abort":  # it is being stopped
+            if reason == ABORTED:  # it is being stopped
                 raise ServerLost(message, timed_out=False)
             raise EngineError(message)
         self.check_tokens(answer)
+        return self._window(
+            answer, self.check_routes(answer.routes, len(response.tokens_n) + len(tokens) - 1), stopped=reason == "stop"
+        )
+
+    def _cut_window(self, answer: TokenAnswer, limit: int) -> Window:
+        """Return what an answer that was cut holds, maybe nothing; the last token of a window is never among it.
+
+        Tokens without a log-prob, and one that ends the response, are sampled again.
+        """
+        whole = zip(answer.tokens[: limit - 1], answer.log_probs, strict=False)
+        pairs = list(takewhile(lambda pair: pair[0] not in self.stop_ids, whole))
+        kept = replace(answer, tokens=[token for token, _ in pairs], log_probs=[value for _, value in pairs])
+        self.check_tokens(kept)
+        return self._window(kept, None, cut=True)
+
+    def _window(
+        self, answer: TokenAnswer, experts_mLK: ndarray | None, *, stopped: bool = False, cut: bool = False
+    ) -> Window:
+        version = self.published.version
         return Window(
-            tokens_w=np.array(tokens, dtype=np.int64),
+            tokens_w=np.array(answer.tokens, dtype=np.int64),
             log_probs_w=np.array(answer.log_probs, dtype=np.float32),
-            experts_mLK=self.check_routes(answer.routes, len(response.tokens_n) + len(tokens) - 1),
-            stopped=reason == "stop",
+            experts_mLK=experts_mLK,
+            stopped=stopped,
+            versions_w=None if version is None else np.full(len(answer.tokens), version, dtype=np.int32),
+            cut=cut,
         )
 
     def check_tokens(self, answer: TokenAnswer) -> None:

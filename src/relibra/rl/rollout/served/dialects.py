@@ -19,6 +19,8 @@ Dialect = Literal["sglang", "vllm"]
 PATHS: dict[Dialect, str] = {"sglang": "/generate", "vllm": "/inference/v1/generate"}
 HEALTH_PATHS: dict[Dialect, str] = {"sglang": "/ready", "vllm": "/health"}
 """SGLang's `/health` samples a token and takes a second; `/ready` says what it knows."""
+ABORTED = "abort"
+"""Why an answer ended that the server was told to cut; it holds what was sampled until then."""
 _NULL = Raw(b"null")
 
 
@@ -39,7 +41,7 @@ class _MetaInfo(_Versions, kw_only=True):
     """Log-probs are (log-prob, token, text)."""
 
     finish_reason: _Reason | None = None
-    output_token_logprobs: list[tuple[float, int, str | None]]
+    output_token_logprobs: list[tuple[float, int, str | None]] = []
     routed_experts: Raw = _NULL
 
 
@@ -69,7 +71,7 @@ class _LogProbs(Struct):
 
 class _Choice(_Versions, kw_only=True):
     token_ids: list[int]
-    logprobs: _LogProbs
+    logprobs: _LogProbs | None = None
     finish_reason: str | None = None
     routed_experts: Raw = _NULL
 
@@ -95,7 +97,7 @@ class TokenAnswer:
     """What a server sent; values are not yet checked.
 
     reason     why the response ended
-    routes     as sent: any shape and type; None where none were asked for
+    routes     as sent: any shape and type; None where none were asked for, or the answer was aborted
     versions   of the weights that sampled the tokens, where the server says so
     """
 
@@ -145,18 +147,21 @@ def read_answer(answer: SglangAnswer | VllmAnswer, *, wants_routes: bool) -> Tok
     """Return what an answer holds; raises ValueError where it has no choice or no routes."""
     if isinstance(answer, SglangAnswer):
         about = answer.meta_info
+        reason = about.finish_reason.type if about.finish_reason else None
+        has_routes = wants_routes and reason != ABORTED
         return TokenAnswer(
-            routes=decode_text("routed_experts", about.routed_experts).view("<i4") if wants_routes else None,
+            routes=decode_text("routed_experts", about.routed_experts).view("<i4") if has_routes else None,
             tokens=[token for _, token, _ in about.output_token_logprobs],
             log_probs=[log_prob for log_prob, _, _ in about.output_token_logprobs],
-            reason=about.finish_reason.type if about.finish_reason else None,
+            reason=reason,
             versions=_versions_of(about),
         )
     [choice] = answer.choices
+    has_routes = wants_routes and choice.finish_reason != ABORTED
     return TokenAnswer(
-        routes=parse_npy(decode_text("routed_experts", choice.routed_experts)) if wants_routes else None,
+        routes=parse_npy(decode_text("routed_experts", choice.routed_experts)) if has_routes else None,
         tokens=choice.token_ids,
-        log_probs=[one.logprob for one in choice.logprobs.content],
+        log_probs=[one.logprob for one in choice.logprobs.content] if choice.logprobs else [],
         reason=choice.finish_reason,
         versions=_versions_of(choice),
     )

@@ -14,11 +14,12 @@ import httpx
 
 from relibra.errors import EngineError
 from relibra.rl.rollout.served.client import ServerClient
+from relibra.rl.rollout.served.cuts import RESUME
 from relibra.rl.rollout.served.dialects import Dialect
 from relibra.rl.rollout.served.loading import shown
 from relibra.rl.rollout.served.pool import on_every_server
 from relibra.rl.rollout.served.requests import ServerLost, refused_with
-from relibra.rl.rollout.served.sleep import is_asleep
+from relibra.rl.rollout.served.sleep import is_asleep, send
 
 _log = logging.getLogger(__name__)
 
@@ -89,6 +90,8 @@ async def _check(server: ServerClient, longest: int, dtype: str, rank: int) -> S
                 f"{server.url} sleeps or is paused, perhaps since a run on it was killed: start it again, or send it "
                 "POST /wake_up and POST /resume where nothing else uses it"
             )
+        if server.pauses:
+            await send(RESUME, server)  # a run that was killed may have left it paused
         await _probe(server, client)
     if served.dtype not in ("", dtype):
         _log.warning(

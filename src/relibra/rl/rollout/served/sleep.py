@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,14 +28,14 @@ from relibra.rl.run.ranks import gather_json, wait_for_ranks
 
 _log = logging.getLogger(__name__)
 
-_Requests = Mapping[Dialect, Sequence[tuple[str, Mapping[str, list[str]]]]]
+Requests = Mapping[Dialect, Sequence[tuple[str, Mapping[str, Any]]]]
 """Paths and bodies, in order."""
 _TAGS = ["weights", "kv_cache"]
-_SLEEP: _Requests = {
+_SLEEP: Requests = {
     "sglang": [("/flush_cache", {}), ("/release_memory_occupation", {"tags": _TAGS})],
     "vllm": [("/sleep?level=2&mode=wait", {})],
 }
-_WAKE: Mapping[str, _Requests] = {
+_WAKE: Mapping[str, Requests] = {
     tag: {"sglang": [("/resume_memory_occupation", {"tags": [tag]})], "vllm": [(f"/wake_up?tags={tag}", {})]}
     for tag in _TAGS
 }
@@ -58,7 +59,7 @@ def rest_servers(engine: RolloutEngine, canary: Canary | None, device: torch.dev
         canary.before_update()
     wait_for_ranks()
     before, engine.published.asleep = free_bytes(device), True
-    _on_servers(engine, _SLEEP)
+    on_servers(engine, _SLEEP)
     after = free_bytes(device)
     gained = gather_json(None if before is None or after is None else after - before)
     if None not in gained and max(gained) <= 0:
@@ -72,7 +73,7 @@ def wake(engine: ServerEngine, tag: str) -> None:
     """Let all servers have memory again: for "weights" first, for "kv_cache" once these are loaded; collective."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # else what the trainer freed is still its own
-    _on_servers(engine, _WAKE[tag])
+    on_servers(engine, _WAKE[tag])
     engine.published.asleep = tag != _TAGS[-1]
 
 
@@ -83,7 +84,7 @@ def wake_after_failure(engine: RolloutEngine) -> None:
     for server in engine.servers:
         try:
             for tag in _TAGS:
-                asyncio.run(_send(_WAKE[tag], server))
+                asyncio.run(send(_WAKE[tag], server))
         except EngineError as error:
             _log.warning("%s; it sleeps since this run failed: start it again", error)
         else:
@@ -96,14 +97,15 @@ async def is_asleep(call: Call, dialect: Dialect) -> bool:
     return isinstance(answer, dict) and answer.get("is_sleeping") is True
 
 
-def _on_servers(engine: ServerEngine, requests: _Requests) -> None:
+def on_servers(engine: ServerEngine, requests: Requests) -> None:
     """Send all servers the same, from rank 0; collective."""
     if dist.get_rank() == 0:
-        asyncio.run(on_every_server(engine.servers, partial(_send, requests), retry_seconds=engine.retry_seconds))
+        asyncio.run(on_every_server(engine.servers, partial(send, requests), retry_seconds=engine.retry_seconds))
     wait_for_ranks()
 
 
-async def _send(requests: _Requests, server: ServerClient) -> None:
+async def send(requests: Requests, server: ServerClient) -> None:
+    """Send a server the requests of its dialect, one after the other; raises EngineError."""
     async with server.connections(1) as connection:
         for path, body in requests[server.dialect]:
             try:

@@ -1,0 +1,166 @@
+"""Whole runs whose responses are sampled while the steps before them train."""
+
+import json
+from contextlib import contextmanager
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from relibra.errors import ConfigError, EngineError
+from relibra.rl.config.run_config import describe_training, load_config
+from relibra.rl.start_folder import write_start_folder
+from relibra.routing.trace_files import read_trace
+from tests.rl.ranks_at_work import comparable, run_alone, run_on_ranks, tiny_config
+from tests.rl.rollout.stand_in_server import running
+from tests.rl.rollout.test_engines import small_canary as small_canary
+from tests.rl.test_resume import rewound
+
+SERVED = ("rollout.engine=vllm", "rollout.url=http://h:1", "rollout.server_weights=weights")
+FROZEN = ("update.learning_rate=1e-30", "algorithm.group_filter=off", "trace.keep=99", "checkpoint.every=0")
+TPPO = ("algorithm.preset=tppo", "rollout.window=4", "algorithm.tail_drop=1", "critic.min_finished=2")
+PER_STEP = 8
+
+
+@contextmanager
+def served(folder, *settings, dialect="vllm", pace=None):
+    """Yield a server of the first weights of a run, and the settings of a run that samples from it."""
+    settings = (f"rollout.engine={dialect}", f"rollout.server_weights={folder / 'weights'}", *settings)
+    write_start_folder(tiny_config(*settings, "rollout.url=http://h:1", ranks=1), folder / "start")
+    with running(AutoModelForCausalLM.from_pretrained(folder / "start").eval(), dialect) as server:
+        server.pace = pace
+        yield server, (*settings, f"rollout.url={server.url}")
+
+
+def traces_of(run, steps):
+    return [read_trace(run / "traces" / f"step-{step:05d}") for step in range(steps)]
+
+
+def check_counts(run, steps, *, windows=False):
+    """Every sample was trained once, or once per window, and none was passed over."""
+    traces = traces_of(run, steps)
+    ids = [trace.sample_ids.tolist() for trace in traces]
+    assert not list((run / "traces").glob(f"step-{steps:05d}")), "what was begun ahead is gone"
+    if windows:
+        for (earlier, _), (later, trace) in pairwise(zip(ids, traces, strict=True)):
+            lengths = dict(zip(later, np.diff(trace.offsets) - trace.prompt_lengths, strict=True))
+            assert all(lengths[sample] > 4 for sample in set(earlier) & set(later)), "it went on"
+        assert set().union(*ids) == set(range(max(map(max, ids)) + 1))
+    else:
+        assert list(map(sorted, ids)) == [list(range(PER_STEP * step, PER_STEP * (step + 1))) for step in range(steps)]
+
+
+@pytest.mark.parametrize("preset", [("algorithm.preset=grpo",), TPPO])
+def test_with_weights_that_stay_a_run_ahead_is_one_that_waits(tmp_path, small_canary, preset):
+    found = {}
+    for ahead in (0, 2):
+        folder = tmp_path / f"ahead-{ahead}"
+        with served(folder, *FROZEN, *preset, "run.steps=4", f"rollout.ahead={ahead}") as (server, settings):
+            found[ahead] = run_alone(settings, folder / "run")
+        assert server.version == "4"
+        check_counts(folder / "run", 4, windows=preset is TPPO)
+    for one, other in zip(*(comparable(found[ahead], "canary", "ahead") for ahead in (0, 2)), strict=True):
+        assert one == other
+    assert found[0][0]["ahead"] is None
+    assert all(row["k3_kl"] < 1e-9 and row["router_disagreement"] == 0.0 for row in found[2])
+    ages = [row["ahead"]["age_max"] for row in found[2]]
+    assert ages[0] == 0
+    assert max(ages) <= 2
+    for row in found[2]:
+        assert 0 <= row["ahead"]["waited_plan"] <= sum(row["seconds"].values())
+        assert row["ahead"]["begun"] <= 2 * PER_STEP
+    assert found[2][-1]["ahead"]["begun"] == 0, "nothing begins that no step trains"
+
+
+@pytest.mark.parametrize(("preset", "dialect"), [((), "vllm"), (TPPO, "sglang")])
+def test_answers_cut_by_updates_are_trained_by_age(tmp_path, small_canary, preset, dialect):
+    settings = (*preset, "rollout.ahead=1", "algorithm.group_filter=off", "trace.keep=99", "run.steps=4")
+    pace = lambda n: 0.03 if n % 4 == 3 else 0.0  # noqa: E731
+    with served(tmp_path, *settings, "update.learning_rate=1e-2", dialect=dialect, pace=pace) as (server, run):
+        rows = run_alone(run, tmp_path / "run")
+    check_counts(tmp_path / "run", 4, windows=bool(preset))
+    assert server.version == "4"
+    assert not server.paused.is_set()
+    assert max(row["ahead"]["age_max"] for row in rows) == 1
+    assert max(row["ahead"]["mixed_share"] for row in rows) > 0, "no answer was cut"
+    assert all(row["trained_tokens"] > 0 for row in rows)
+    for step, trace in enumerate(traces_of(tmp_path / "run", 4)):
+        assert set(trace.weight_versions.tolist()) <= {max(0, step - 1), step}
+
+
+def test_masked_tokens_of_mixed_routes_do_not_train(tmp_path, small_canary):
+    settings = ("rollout.ahead=1", "rollout.mixed_routes=mask", "algorithm.group_filter=off", "run.steps=3")
+    with served(tmp_path, *settings, pace=lambda n: 0.03 if n % 4 == 3 else 0.0) as (_, run):
+        rows = run_alone(run, tmp_path / "run")
+    assert max(row["ahead"]["mixed_share"] for row in rows) > 0
+    for row in rows:
+        mixed = round(row["ahead"]["mixed_share"] * row["sampled_tokens"])
+        assert row["trained_tokens"] == row["sampled_tokens"] - mixed
+
+
+def test_a_resumed_run_loses_no_sample_and_doubles_none(tmp_path, small_canary):
+    settings = ("rollout.ahead=2", "algorithm.group_filter=off", "trace.keep=99", "run.steps=4", "checkpoint.every=1")
+    with served(tmp_path, *settings, "checkpoint.keep=9") as (server, run):
+        run_alone(run, tmp_path / "run")
+        rewound(tmp_path / "run", 2)
+        server.pause(paused=True)  # as a run that was killed between load and resume leaves it
+        rows = run_alone(run, tmp_path / "run")
+    assert [row["step"] for row in rows] == [2, 3]
+    assert server.version == "4", "versions go on"
+    check_counts(tmp_path / "run", 4)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    for step, trace in enumerate(traces_of(tmp_path / "run", 4)):
+        assert max(0, step - 2) <= trace.weight_versions.min() <= trace.weight_versions.max() <= step
+        assert step < 2 or trace.weight_versions.min() >= 2, "what was under way was sampled again"
+
+
+def test_few_steps_with_a_large_lead_end(tmp_path, small_canary):
+    with served(tmp_path, "rollout.ahead=8", "trace.keep=99", "run.steps=2") as (_, run):
+        rows = run_alone(run, tmp_path / "run")
+    assert [row["ahead"]["begun"] for row in rows] == [PER_STEP, 0]
+    check_counts(tmp_path / "run", 2)
+
+
+@pytest.mark.usefixtures("_leave_group")
+def test_a_dead_server_is_an_error(tmp_path, small_canary):
+    with served(tmp_path, "rollout.ahead=1", "run.steps=9", "rollout.start_seconds=0") as (server, run):
+        server.die(looks=1 << 30, after=20)
+        with pytest.raises(EngineError, match="the server did not answer"):
+            run_alone(run, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("rollout.engine=embedded",),
+        (*SERVED, "rollout.sleep=true"),
+        (*SERVED, "update.offload=all"),
+    ],
+)
+def test_what_cannot_sample_meanwhile_is_refused(settings):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["rollout.ahead=1", *settings])
+    assert caught.value.what == "rollout.ahead"
+
+
+def test_the_first_lines_say_what_corrects_older_tokens():
+    for given, says in (((), "correction is 'tis'"), (("algorithm.correction=off",), "warning: rollout.ahead 1")):
+        config = load_config(None, ["rollout.ahead=1", *SERVED, *given])
+        assert any(says in line for line in describe_training(config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", [("algorithm.preset=ppo",), TPPO, ("algorithm.replay=R2",)])
+def test_two_ranks_run_ahead_and_resume(tmp_path, small_canary, preset):
+    settings = (*preset, "rollout.ahead=2", "algorithm.group_filter=off", "trace.keep=99", "run.steps=5")
+    pace = lambda n: 0.02 if n % 4 == 3 else 0.0  # noqa: E731
+    with served(tmp_path, *settings, "checkpoint.every=2", "checkpoint.keep=9", pace=pace) as (_, run):
+        run_on_ranks(2, {"run": run}, tmp_path / "runs")
+        rewound(tmp_path / "runs" / "run", 2)
+        outcome = run_on_ranks(2, {"run": run}, tmp_path / "runs")["run"]
+    assert [row["step"] for row in outcome.rows] == list(range(5))
+    if "algorithm.replay=R2" not in preset:
+        check_counts(tmp_path / "runs" / "run", 5, windows=preset is TPPO)
+    assert max(row["ahead"]["age_max"] for row in outcome.rows) in (1, 2)
