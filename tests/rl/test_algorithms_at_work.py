@@ -357,6 +357,7 @@ def test_two_ranks_train_what_one_trains(name, on_two_ranks, tmp_path):
         *PLAN_COLUMNS,
         "ran_at_home",
         "pass_skews",
+        "fed_tokens",
         "k3_kl",
         "idle_share",
         "decode_steps",

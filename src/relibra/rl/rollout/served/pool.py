@@ -23,8 +23,8 @@ SETTLE_SECONDS = 5.0
 """Longest time that servers which answer wait for the others before the first request."""
 SEEN_SECONDS = 5.0
 """After an answer a server is trusted to be the same for so long; to start one takes longer."""
-TOGETHER = 8
-"""Requests by which servers may differ before the less busy one is taken: a group stays together until then."""
+TOGETHER = 4
+"""Requests that a server may have beyond twice those of the least busy one, so that groups stay together."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -61,7 +61,7 @@ class PooledServer:
 
 
 class ServerPool:
-    """Sends each request to the server with the fewest under way, and again elsewhere where that one is lost.
+    """Sends requests of a group to one server, others where it is busy, and again elsewhere where that one is lost.
 
     A request counts when its whole answer is there; so nothing is lost, and nothing is taken twice.
     """
@@ -94,7 +94,7 @@ class ServerPool:
     async def request(self, send: Callable[[PooledServer], Awaitable[R]], *, preferred: int) -> R:
         """Return the answer to a request that any of the servers may get.
 
-        preferred   number, modulo servers, of the one that gets it where several are about equally busy
+        preferred   number, modulo servers, of the one that gets it unless it is much busier than others
         raises      EngineError where no server is left, or the request failed too often
         """
         attempts, lost_by = Attempts(self.retry_seconds), set[PooledServer]()
@@ -129,7 +129,7 @@ class ServerPool:
                 server.seen = time.monotonic()
 
     async def _choose(self, lost_by: set[PooledServer], preferred: int) -> PooledServer:
-        """Wait until a server is up, and return the best: one that has not lost this request, the least busy.
+        """Wait until a server is up, and return the best: one that has not lost this request, and is not too busy.
 
         raises    EngineError where none is left
         """
@@ -141,10 +141,10 @@ class ServerPool:
         if not up:
             raise EngineError(none_left([one.why for one in self.servers], self.retry_seconds))
         up = [one for one in up if not one.on_trial or one.under_way == 0] or up
-        number = len(self.servers)
+        number, most = len(self.servers), TOGETHER + 2 * min(one.under_way for one in up)
         return min(
             up,
-            key=lambda one: (one in lost_by, one.under_way // TOGETHER, (self.servers.index(one) - preferred) % number),
+            key=lambda one: (one in lost_by, one.under_way >= most, (self.servers.index(one) - preferred) % number),
         )
 
     def _lose(self, server: PooledServer, losses: int, lost: ServerLost) -> None:
