@@ -259,7 +259,7 @@ def _run(
 
 
 def _median(seconds: list[dict[str, float]], stage: str) -> float:
-    return statistics.median(one[stage] for one in seconds)
+    return statistics.median(one.get(stage, 0.0) for one in seconds)  # with one optimizer step nothing is recomputed
 
 
 def _free(device: torch.device) -> None:

@@ -24,11 +24,7 @@ from tests.rl.model.test_attention_sinks import (
     with_gradients,
 )
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-    # torch's thread of backward passes begins without a context
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
-]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
 LENGTHS = (1000, 1, 37, 128, 515)
 GPT_OSS = {"heads": (64, 8), "size": 64}
