@@ -56,6 +56,7 @@ PROGRAMS = (
     Program(name="route_memory", folder="routes", minutes=4, long=True, threads=1),
     Program(name="deployment", folder="deployment", minutes=0.1, threads=1),
     Program(name="rollout_windows", folder="simulation", minutes=0.1),
+    Program(name="iteration", folder="simulation", minutes=10, long=True, threads=1),
     Program(name="planner", folder="planner", minutes=3.5, takes_data=True, threads=2),
     Program(name="balancers", folder="planner", minutes=1.5, takes_data=True),
     Program(name="trainer_schedules", folder="planner", minutes=1, takes_data=True, long=True),

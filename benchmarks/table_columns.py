@@ -72,6 +72,16 @@ _EMULATED = Grouped(
     over="ep",
     figures=(("in slots, in time", lambda row: f"{row['token_skew']:.2f}, {row['straggler']:.2f}"),),
 )
+_ITERATION: tuple[Column, ...] = (
+    ("training s", lambda row: row["seconds"]),
+    ("iteration s", lambda row: row["iteration_seconds"]),
+    ("GiB", lambda row: f"{row['gib']:.1f}" + ("" if row["fits"] else ", does not fit")),
+)
+_RATIOS: tuple[Column, ...] = (
+    ("static / it", lambda row: row["ratio_to_static"]),
+    ("best balancer / it", lambda row: row["ratio_to_best_peer"]),
+    ("best setting of a peer / it", lambda row: row["ratio_to_best_setting"]),
+)
 COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
     "recordings": ("case", "ranks", "mean", "median", "p95", "configuration"),
     "routing": ("case", ("million per second", lambda row: row["median"]), "configuration"),
@@ -100,6 +110,30 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
     "step/lost": ("case", *_STEP),
     "step/ahead": Grouped(by=("dispatch", "plan"), figures=(("default / it - 1", lambda row: row["ahead"]),)),
     "step/order": ("case", "share", "target", "pairs"),
+    "iteration/default": Grouped(
+        by=("dispatch", "skew_asked", "mini_batches", "lengths"),
+        figures=(
+            *_RATIOS,
+            ("best that repeats prompts / it", lambda row: row["ratio_to_best_repeating_setting"]),
+            "best_repeating_setting",
+        ),
+    ),
+    "iteration/levers": ("passes", "prompts", "ahead", "kept", *_ITERATION, *_RATIOS),
+    "iteration/peers": (
+        ("peer", lambda row: row["plan"]),
+        "passes",
+        ("setting", lambda row: row["words"]),
+        "balancer",
+        "kept",
+        *_ITERATION,
+        ("it / relibra, equal passes", lambda row: row["ratio_to_relibra"]),
+        "source",
+    ),
+    "iteration/equal": Grouped(
+        by=(("passes of old log-probs", lambda row: row["passes"].partition(", ")[0]), "setting", "prompts"),
+        over="dispatch",
+        figures=(("peer / relibra", lambda row: row["ratio_to_relibra"]),),
+    ),
     "lasting": Grouped(
         by=(("routes", lambda row: row["case"].split(", ")[0]),),
         figures=(

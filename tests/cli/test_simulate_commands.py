@@ -372,3 +372,43 @@ def test_plots_are_written_over_numbers_and_over_names(run, trace, tmp_path):
         assert run("sweep", trace, *words, "--plot", tmp_path / file)[0] == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "eplb" in (tmp_path / "b.html").read_text()
+
+
+def test_an_iteration_has_stages_as_measured_and_levers(run, routes, tmp_path):
+    groups = replace(routes, group_ids=np.arange(160) // 8, prompt_lengths=np.full(160, 2))
+    folder = tmp_path / "runs" / "mine"
+    write_trace(groups, folder / "traces" / "step-00003")
+    config = {"update": {"micro_batch_tokens": 40, "mini_batches": 2}, "algorithm": {"advantage": "group"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    seconds = {"rollout": 4.0, "reward": 0.5, "recompute": 1.0, "update": 3.0, "other": 1.5}
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, "idle_share": 0.25, "seconds": seconds}) + "\n")
+    words = ("simulate", folder, "--ranks", "4", "--ranks-per-node", "2", "--model", "qwen3-30b-a3b", "--iteration")
+    facts = json.loads(run(*words, "--json")[1])
+    stages, levers = facts["iteration"], facts["levers"]
+    assert stages["rollout"]["measured_seconds"] == 3.0
+    assert stages["tail"]["measured_seconds"] == 1.0
+    assert stages["other"] == {
+        "predicted_seconds": None, "predicted_share": None, "measured_seconds": 1.5, "measured_share": 0.15
+    }  # fmt: skip
+    assert stages["reward"]["predicted_seconds"] == 0.5, "as measured: nothing predicts it"
+    told = [row["predicted_seconds"] for row in stages.values() if row["predicted_seconds"] is not None]
+    assert sum(told) == pytest.approx(levers["as it is"]["seconds"])
+    training = {name: row["training"] for name, row in levers.items()}
+    now = training["as it is"]
+    assert training["old log-probs: none"] < now == training["old log-probs: first mini-batch free"]
+    assert now < training["old log-probs: all"]
+    assert training["activations: kept where they fit"] < now
+    assert training["prompts: once"] < training["prompts: repeated"] == now, "this run repeats them"
+    assert training["rollout: ahead by 1"] == now
+    assert levers["rollout: ahead by 1"]["seconds"] < levers["as it is"]["seconds"]
+    exact = ("as it is", "activations: chosen", "prompts: once")
+    assert training["all together"] < min(training[name] for name in exact)
+    assert "all together" in run(*words)[1]
+
+
+def test_an_iteration_of_bare_routes_has_no_shared_prompts(run, trace):
+    code, out, err = run("simulate", trace, *CUT, "--iteration", "--json")
+    assert code == 0
+    assert "prompts: once" not in json.loads(out)["levers"]
+    assert "prompts once: left out" in err
+    assert "leave one out" in run("simulate", trace, *CUT, "--iteration", "--pipeline-stages", "2")[2]

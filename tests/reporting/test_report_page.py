@@ -89,6 +89,7 @@ def test_report_of_a_run(reported: Path) -> None:
         "3 steps",
         "360 routed tokens",
         "on 2 ranks, in micro-batches of whole samples",
+        "Predicted: the last recorded step under the plan below",
     ):
         assert words in one_line(elements.text), words
     plots = {attrs["id"]: attrs for _, attrs in elements.found if attrs.get("class") == "plot"}

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from relibra.cli.inputs import options
 from relibra.cli.inputs.requests import SimulationRequest, check_one_balancer, takes
 from relibra.cli.inputs.workload import Workload, open_request
 from relibra.cli.outputs.files import named, writing
+from relibra.cli.outputs.simulated_iteration import UNITS, iteration_facts
 from relibra.cli.outputs.simulated_step import SimulatedPlan, execution_of, simulate_balancer
 from relibra.cli.outputs.terminal import print_note, print_result, progress
+from relibra.errors import ConfigError
 
 MAX_TIMELINE_RANKS = 16
 
@@ -20,9 +25,12 @@ class SimulateRequest(SimulationRequest):
     """A simulated step, and where to write it.
 
     timeline PATH  Also write the first micro-batch as a trace for ui.perfetto.dev.
+    iteration  Also print where the seconds of an iteration go, beside those that the run measured, and what each lever
+        changes: passes of old log-probs, activations kept, rollouts ahead, prompts once.
     """
 
     timeline: Path | None = None
+    iteration: Annotated[bool, typer.Option("--iteration")] = False
     as_json: options.Json = False
 
 
@@ -40,6 +48,8 @@ def simulate(request: SimulateRequest) -> None:
 
     check_one_balancer("simulate", request.balancer)
     find_balancer(request.balancer)  # an unknown name fails before anything is read
+    if request.iteration and request.pipeline_stages > 1:
+        raise ConfigError("--iteration with --pipeline-stages: activations are chosen for one stage, leave one out")
     workload = open_request(request, named("--timeline", request.timeline))
     found = {}
     for name in dict.fromkeys(("static", request.balancer)):
@@ -47,9 +57,13 @@ def simulate(request: SimulateRequest) -> None:
             found[name] = simulate_balancer(replace(request, balancer=name), workload)
     if request.timeline is not None:
         _write_timeline(request.timeline, request, workload, found[request.balancer])
+    facts = _facts(request, workload, found)
+    if request.iteration:
+        with progress("planning and simulating the iteration"):
+            facts |= iteration_facts(request, workload, found)
     workload.note_problems(request.balancer)
-    units = {"parts": "seconds", "memory": "bytes", "activations_static": "bytes"}
-    print_result(_facts(request, workload, found), as_json=request.as_json, units=units)
+    units = {"parts": "seconds", "memory": "bytes", "activations_static": "bytes", **UNITS}
+    print_result(facts, as_json=request.as_json, units=units)
 
 
 def _facts(request: SimulateRequest, workload: Workload, plans: dict[str, SimulatedPlan]) -> dict[str, object]:

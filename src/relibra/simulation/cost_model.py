@@ -49,7 +49,8 @@ def rows_and_scores(
     where = (plan.micro_batch_S[kept_S], plan.rank_S[kept_S])
     rows_MR, flops_MR = np.zeros((M, R)), np.zeros((M, R))
     np.add.at(rows_MR, where, rows_S[kept_S])
-    np.add.at(flops_MR, where, model.score_flops(rows_S[kept_S]))
+    attended_S = None if demand.attended_S is None else demand.attended_S[kept_S]
+    np.add.at(flops_MR, where, model.score_flops(rows_S[kept_S], attended_S))
     return rows_MR, flops_MR
 
 

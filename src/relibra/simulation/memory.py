@@ -28,7 +28,7 @@ _MASTER_BYTES, _MOMENT_BYTES = 4.0, 8.0
 """fp32 master, and two Adam moments, per parameter; sharded over the ranks with equal weights."""
 _LOGIT_BYTES = 12.0
 """Per logit, three fp32 copies in the backward pass of the loss: log-softmax, zeros and scatter of its gather."""
-_RESERVE = 0.1
+RESERVE = 0.1
 """Share of the device memory for what the estimate leaves out."""
 
 
@@ -121,7 +121,7 @@ def memory_for_slots(
     static = StepPlan.static(demand, cluster.topology, dispatch=cluster.dispatch)
     rows_MR, _ = rows_and_scores(static, demand, model)
     load_MLR = static.rank_load(demand)[:, np.arange(max(L, model.moe_layers)) % L]
-    room = (1 - _RESERVE) * cluster.memory_bytes - held_bytes
+    room = (1 - RESERVE) * cluster.memory_bytes - held_bytes
     of_layers = [
         (room - sum(_parts(model, layout, how, stage, rows_MR, load_MLR[:, layers]).values()))
         / (layers.stop - layers.start)
@@ -184,9 +184,7 @@ def _activations(
     product (2 hidden + 3 width), in a dense layer 3 dense widths per token. With recomputation: the residual of each
     layer, and all of this of one layer. Forward only: of one layer. The second value is 0 where all layers are kept.
     """
-    expert = model.expert
-    per_slot = (2 * expert.hidden + 3 * expert.width) * expert.bytes_per_value
-    per_row = _attention_bytes(model) + 3 * model.shared_width * expert.bytes_per_value
+    per_row, per_slot = kept_bytes(model)
     of_layers_MLR = per_row * rows_MR[:, None, :] + per_slot * load_MLR
     if not of_layers_MLR.size:
         return 0.0, 0.0
@@ -198,6 +196,13 @@ def _activations(
     residuals = 0 if how.forward_only else num_layers * model.expert.row_bytes * float(rows_MR.max())
     largest = max(float(of_layers_MLR.max()), float(of_dense_MR.max()) if dense_layers else 0.0)
     return in_flight * residuals + largest, largest
+
+
+def kept_bytes(model: ModelShape) -> tuple[int, int]:
+    """Return what an expert layer keeps for its backward pass: bytes per token, and per token-slot."""
+    expert = model.expert
+    per_row = _attention_bytes(model) + 3 * model.shared_width * expert.bytes_per_value
+    return per_row, (2 * expert.hidden + 3 * expert.width) * expert.bytes_per_value
 
 
 def _attention_bytes(model: ModelShape) -> int:

@@ -158,18 +158,22 @@ class ModelShape:
         values = 2 * self.kv_heads * self.head_dim if latent is None else latent.kv_rank + latent.rope_dim
         return self.layers * values * self.expert.bytes_per_value
 
-    def score_flops(self, rows_S: Int[ndarray, " S"]) -> Float64[ndarray, " S"]:
+    def score_flops(
+        self, rows_S: Int[ndarray, " S"], attended_S: Int[ndarray, " S"] | None = None
+    ) -> Float64[ndarray, " S"]:
         """Return forward flops of attention scores per layer, mean over layers, of each sequence.
 
         A causal token at position p attends to p + 1 keys, at most its window; each costs two flops per value
         of the key and two per value of the value, in each head.
+
+        attended_S   squared tokens (`Demand.attended_S`), for samples that are no sequence
         """
         latent = self.latent
         width = 2 * self.head_dim if latent is None else latent.nope_dim + latent.rope_dim + latent.value_dim
         rows = rows_S.astype(np.float64)
-        pairs = rows * (rows + 1) / 2
+        pairs = (rows * rows + rows if attended_S is None else attended_S + rows) / 2
         beyond = np.maximum(0.0, rows - self.window)
-        windowed = pairs - beyond * (beyond + 1) / 2
+        windowed = np.minimum(pairs, rows * (rows + 1) / 2 - beyond * (beyond + 1) / 2)
         share = self.windowed_layers / self.layers
         return 2.0 * self.query_heads * width * (pairs * (1 - share) + windowed * share)
 

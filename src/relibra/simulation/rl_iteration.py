@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Int
@@ -85,6 +85,26 @@ def simulate_rollout(
         tokens=int(lengths_S.sum()),
         idle=float(np.mean([item.idle for item in decoded])),
     )
+
+
+def rollout_ahead(
+    rollout: SimulatedRollout,
+    lengths_S: Int[ndarray, " S"],
+    prompt_tokens: float,
+    engines: Engines,
+    model: ModelShape,
+    cluster: Cluster,
+) -> SimulatedRollout:
+    """Return the rollout of an iteration whose engines sample the next batch beside the update, on ranks of their own.
+
+    Responses of the next batch fill the slots of those that ended. At each push of weights responses under way are cut,
+    and their tokens so far fed again.
+
+    rollout    the same responses where the update waits for them (`simulate_rollout`)
+    """
+    cut = np.full(min(engines.slots, len(lengths_S)), round(prompt_tokens + _mean_context(lengths_S)))
+    again = prefill_seconds(model, cluster, engines.ranks, cut)
+    return replace(rollout, decode=rollout.decode * (1 - rollout.idle), fed_again=again, idle=0.0)
 
 
 def simulate_windowed_rollout(

@@ -17,6 +17,7 @@ from relibra.reporting.html.page import render
 from relibra.reporting.html.run_figures import section_figures
 from relibra.reporting.pages.report_page import SAMPLES_AT_ONCE, write_report
 from relibra.reporting.pages.run_values import run_values
+from relibra.simulation.training_passes import Kept, PredictedIteration
 from tests.reporting.recordings import HOSTILE, full_row, sample_row
 from tests.reporting.test_report_page import Elements, one_line, own_page
 
@@ -64,6 +65,19 @@ def test_sections_without_numbers_are_left_out() -> None:
     metrics = Metrics(rows=({"step": 0}, {"step": 1, "reward": None, "evaluation": None, "alarms": None}))
     assert _sections_of(metrics).strip() == ""
     assert _sample_browser(Samples()).strip() == ""
+
+
+def test_stages_stand_as_measured_beside_predicted() -> None:
+    metrics = Metrics(rows=tuple(full_row(step) for step in range(2)))  # rollout 2.0 with 30 % idle, update 1.0
+    predicted = PredictedIteration(
+        stages={"rollout": 0.5, "update": 1.5}, beside={}, kept=Kept(), bytes=0.0, fits=True
+    )  # fmt: skip
+    rows = {row[0]: row[1:] for row in run_values(metrics, predicted)["seconds"]}
+    assert rows["rollout"] == ["1.40", "45\u202f%", "0.50", "25\u202f%"]
+    assert rows["tail"] == ["0.60", "19\u202f%", "–", "–"]
+    assert rows["update"] == ["1.00", "32\u202f%", "1.50", "75\u202f%"]
+    assert "predicted" not in _sections_of(metrics)
+    assert run_values(Metrics(rows=({"step": 0},)), predicted)["seconds"] == []
 
 
 @pytest.mark.parametrize("key", sorted(full_row(0).keys() - {"step"}))

@@ -17,10 +17,18 @@ class RecordedStep:
 
     trace     where they are
     label     for messages, such as "step 3 of run demo"; empty where the source is a trace
+    prompts_once   responses that are trained together feed their prompt once; None: as in the run
     """
 
     trace: Path
     label: str = ""
+    prompts_once: bool | None = None
+
+    @property
+    def run(self) -> Path | None:
+        """Folder of the run that recorded the trace; None: no run."""
+        folder = self.trace.absolute().parent
+        return folder.parent if folder.name == "traces" else None
 
     @property
     def micro_batch_tokens(self) -> int | None:
@@ -45,7 +53,7 @@ class RecordedStep:
     @property
     def shares_prompts(self) -> bool:
         """Whether responses of the run that are trained together feed their prompt once."""
-        return self._setting("update", "shared_prompts") is True
+        return self._setting("update", "shared_prompts") is True if self.prompts_once is None else self.prompts_once
 
     @property
     def filters_groups(self) -> bool:
@@ -66,10 +74,8 @@ class RecordedStep:
     @cached_property
     def _config(self) -> Any:
         """What config.json of the run holds; None: no run, or not known."""
-        if self.trace.absolute().parent.name != "traces":
-            return None
         try:
-            return json.loads((self.trace.absolute().parent.parent / "config.json").read_bytes())
+            return None if self.run is None else json.loads((self.run / "config.json").read_bytes())
         except (OSError, ValueError, RecursionError):
             return None
 

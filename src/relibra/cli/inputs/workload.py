@@ -67,6 +67,16 @@ class Workload:
         routes = open_trace(self.recording.trace, self.request.num_experts)
         return _draw_again(routes, self.request, self.rank_tokens)
 
+    def with_prompts(self, *, shared: bool) -> Workload:
+        """Return the same step with prompts once per piece, or with each response; a given schedule stays as it is."""
+        if self.schedule is not None:
+            return self
+        recording = replace(self.recording, prompts_once=shared)
+        demand, cut = schedule_step(self.open_routes(), recording, self.request, None, self.rank_tokens)
+        if self.history_MLE is not None:
+            demand, _ = _second_half(self.recording.trace, demand)
+        return replace(self, recording=recording, demand=demand, cut=cut)
+
     @cached_property
     def _choices(self) -> tuple[ndarray, ndarray]:
         """Experts that each token chose, and the sample of the demand that the token belongs to."""

@@ -14,6 +14,7 @@ import numpy as np
 from relibra.cluster import Cluster
 from relibra.printable import plural
 from relibra.reporting.data.compared_plans import ComparedStep
+from relibra.reporting.data.iteration_stages import predict_run
 from relibra.reporting.data.metrics import Metrics
 from relibra.reporting.data.number_format import count, percent, times
 from relibra.reporting.data.planned_step import plan_last_step
@@ -118,7 +119,7 @@ def render_report(
         facts=_facts(recording, summary, made),
         cards=[*_run_cards(metrics), *(_load_cards(summary) if summary else [])][:MAX_CARDS],
         settings=setting_tables(config),
-        run=run_values(metrics),
+        run=run_values(metrics, predict_run(recording, step) if step else None),
         samples=samples,
         samples_at_once=SAMPLES_AT_ONCE,
         summary=summary,

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+from relibra.reporting.data.iteration_stages import measured_stages, stage_table
 from relibra.reporting.data.metrics import Metrics
 from relibra.reporting.data.number_format import percent
 from relibra.reporting.html.run_figures import TITLES, section_figures, stage_seconds
+from relibra.simulation.training_passes import PredictedIteration
 
 MAX_ALARMS = 10
 MISMATCH_ROWS = (
@@ -56,10 +58,13 @@ ROUTE_BYTES = {
 }
 
 
-def run_values(metrics: Metrics) -> dict[str, Any]:
-    """Return the values of run.html."""
-    totals = {stage: sum(metrics.known("seconds", stage)) for stage in metrics.seconds()}
-    ordered = sorted(totals.items(), key=lambda pair: -pair[1])
+def run_values(metrics: Metrics, predicted: PredictedIteration | None = None) -> dict[str, Any]:
+    """Return the values of run.html.
+
+    predicted   iteration of the run's last recorded step
+    """
+    stages = stage_table(predicted, measured_stages(metrics)) if metrics.seconds() else {}
+    kinds = ("measured", "predicted") if predicted else ("measured",)
     routes = {name: found for name in ROUTE_BYTES if (found := metrics.known("bytes", name))}
     return {
         "titles": TITLES,
@@ -72,10 +77,11 @@ def run_values(metrics: Metrics) -> dict[str, Any]:
         ],
         "alarms": _alarms(metrics),
         "seconds": [
-            [stage, f"{fmean(metrics.known('seconds', stage)):.2f}", percent(total / (sum(totals.values()) or 1.0))]
-            for stage, total in ordered
+            [name, *(_or_dash(row[f"{kind}_{what}"], what) for kind in kinds for what in ("seconds", "share"))]
+            for name, row in stages.items()
         ],
-        "seconds_figure": stage_seconds(metrics) if totals else None,
+        "kinds": kinds,
+        "seconds_figure": stage_seconds(metrics) if metrics.seconds() else None,
         "routes": [[name, f"{fmean(found) / 1e6:,.1f}", ROUTE_BYTES[name]] for name, found in routes.items()]
         if any(map(any, routes.values()))
         else [],
@@ -116,6 +122,10 @@ def _worst(metrics: Metrics, key: str) -> float:
     """Return the value furthest from agreement, which is 1 for shares and weights, else 0."""
     agreement = 1.0 if key in ("ess", "weight_mean") else 0.0
     return max(metrics.known(key), key=lambda value: abs(value - agreement))
+
+
+def _or_dash(value: float | None, what: str) -> str:
+    return "–" if value is None else percent(value) if what == "share" else f"{value:.2f}"
 
 
 def _format(value: float) -> str:
