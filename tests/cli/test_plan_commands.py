@@ -264,10 +264,10 @@ def test_a_file_gets_every_column_and_whole_sentences(run, trace, monkeypatch):
 
 
 def test_plan_prints_bytes_by_kind_and_memory_of_slots(run, tmp_path):
-    shape = TraceShape(rows_per_sample=[200, 600] * 16, num_layers=1, num_experts=16, top_k=4)
+    shape = TraceShape(rows_per_sample=[200, 600] * 32, num_layers=2, num_experts=32, top_k=4)
     write_trace(domain_trace(shape, np.random.default_rng(1), num_domains=2), tmp_path / "t")
     path = tmp_path / "p.safetensors"
-    words = ("plan", tmp_path / "t", "--ranks", "8", "--model", "gpt-oss-20b", "-o", path)
+    words = ("plan", tmp_path / "t", "--ranks", "16", "--model", "gpt-oss-20b", "-o", path)
     out, facts = run(*words)[1], json.loads(run(*words, "--json")[1])
     made = read_plan(path)
     assert made.num_copies > 0
