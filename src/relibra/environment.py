@@ -52,6 +52,18 @@ def environment_of_dry_run() -> dict[str, str]:
     return {**kept, **own}
 
 
+@contextmanager
+def without_read_ahead() -> Iterator[None]:
+    """Let transformers read a tensor of a file when it is used, in place of threads that read ahead of that."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
+
+
 def ray_address() -> str:
     """Return the address of the Ray cluster to connect to; empty: the one that runs on this machine."""
     return os.environ.get("RAY_ADDRESS", "")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, TypeVar
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,6 +23,7 @@ from transformers.distributed.mixin import DistributedMixin
 from transformers.distributed.sharding_utils import DtensorShardOperation
 from transformers.utils import logging as transformers_logging
 
+from relibra.environment import without_read_ahead
 from relibra.errors import ConfigError, RelibraError
 from relibra.parallel import logical_parameters, register
 from relibra.parallel.adapters import add_adapters, is_adapter, merged
@@ -82,7 +81,7 @@ def load_sharded(
         )
     adapt = partial(add_adapters, rank=lora.rank, alpha=lora.alpha) if lora and lora.rank else None
     held = torch.bfloat16 if mixed and (frozen or adapt) else torch.float32
-    with quiet_loading(), tied_before_sharding(adapt), _own_slices():
+    with quiet_loading(), tied_before_sharding(adapt), _own_slices(), without_read_ahead():
         model = model_class.from_pretrained(path, config=model_config, dtype=held, **options).to(device)
     if adapt:
         if num_ranks == 1:
@@ -159,8 +158,7 @@ def tied_before_sharding(adapt: Callable[[nn.Module], None] | None = None) -> It
 def _own_slices() -> Iterator[None]:
     """Let models that transformers loads inside hold only their slice of each tensor in the files.
 
-    A slice of the type that is wanted is a view, which keeps the whole tensor in memory. Threads of transformers would
-    read all slices ahead of their conversion: they are turned off.
+    A slice of the type that is wanted is a view, which keeps the whole tensor in memory.
     """
     shard = DtensorShardOperation.shard_tensor
 
@@ -170,8 +168,7 @@ def _own_slices() -> Iterator[None]:
 
     DtensorShardOperation.shard_tensor = shard_and_copy
     try:
-        with mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"):
-            yield
+        yield
     finally:
         DtensorShardOperation.shard_tensor = shard
 
