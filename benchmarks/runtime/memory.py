@@ -62,7 +62,10 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "moments of 8 bits": ("update.optimizer=adamw8bit",),
     "reference": ("algorithm.kl_coefficient=0.001",),
     "critic": ("algorithm.preset=ppo",),
+    "kept by plan": ("update.activations=plan",),
 }
+ROOM = {"kept by plan": 1.3}
+"""GiB of a device, a tenth of which stays free: not all layers fit."""
 TOLERANCE = 0.01
 
 
@@ -87,6 +90,9 @@ class TensorMeter(TorchDispatchMode):
     def begin(self, phase: str) -> None:
         """Count what follows to a phase."""
         self.ledger.begin(phase)
+
+    def begin_layers(self) -> None:
+        """Count layers of an update to the update."""
 
     def own(self, part: str, tensors: Iterable[Tensor | None]) -> None:
         """Count storages to a part; what is on the host stays there."""
@@ -142,6 +148,9 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats()
         self._phase = phase
 
+    def begin_layers(self) -> None:
+        """Count layers of an update to the update."""
+
     def own(self, part: str, tensors: Iterable[Tensor | None]) -> None:
         """Know no parts."""
 
@@ -155,7 +164,7 @@ class CudaMeter:
                 (parameter.to_local() if hasattr(parameter, "to_local") else parameter).normal_(0, 0.02)
 
 
-def measure(config: RunConfig, rank: int, device: torch.device, meter: Any) -> None:
+def measure(config: RunConfig, rank: int, device: torch.device, meter: Any, keep: Sequence[str]) -> None:
     """Make the step of an estimate with real tensors; collective."""
     ranks = config.parallel.ranks
     cluster = find_cluster(config.plan.cluster, torch.device("cpu"), ranks, ranks)
@@ -165,14 +174,14 @@ def measure(config: RunConfig, rank: int, device: torch.device, meter: Any) -> N
     step = make_up_step(config, structure, cluster, vocabulary=vocabulary, memory_gib=0.0, rank=rank)
     has_copy = config.rollout.engine == "embedded"
     with meter:
-        run = StepRun(config, model_config, structure, cluster, device, meter, has_copy=has_copy)
+        run = StepRun(config, model_config, structure, cluster, device, meter, has_copy=has_copy, keep=keep)
         for optimizer in (run.optimizer, run.critic_optimizer):
             for group in optimizer.param_groups if type(optimizer) is AdamW else ():
                 group["fused"] = True  # as on a GPU
         run.steps(step)
 
 
-def _cpu_rank(rank: int, config: RunConfig, port: int, file: str) -> None:
+def _cpu_rank(rank: int, config: RunConfig, keep: Sequence[str], port: int, file: str) -> None:
     torch.set_num_threads(1)
     url = f"tcp://127.0.0.1:{port}?rank={rank}&world_size={config.parallel.ranks}"
     device = torch.device("cpu")
@@ -181,7 +190,7 @@ def _cpu_rank(rank: int, config: RunConfig, port: int, file: str) -> None:
         for module in (host_adamw, host_weights):
             replaced: Any = module
             replaced.host_memory = partial(_on_the_host, meter, module.host_memory)
-        measure(config, rank, device, meter)
+        measure(config, rank, device, meter, keep)
         if rank == 0:
             Path(file).write_text(json.dumps(meter.peaks()))
 
@@ -192,28 +201,33 @@ def _on_the_host(meter: TensorMeter, take: Callable[..., Tensor], *sizes: Any) -
     return memory
 
 
-def measured_on_cpus(config: RunConfig) -> dict[str, float]:
+def measured_on_cpus(config: RunConfig, keep: Sequence[str]) -> dict[str, float]:
     """Return the bytes of rank 0 of real processes by phase."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         port, file = free.getsockname()[1], f"{folder}/peaks.json"
         free.close()
-        spawn(_cpu_rank, (config, port, file), nprocs=config.parallel.ranks)
+        spawn(_cpu_rank, (config, keep, port, file), nprocs=config.parallel.ranks)
         return json.loads(Path(file).read_text())
 
 
-def measured_on_a_gpu(config: RunConfig) -> dict[str, float]:
+def measured_on_a_gpu(config: RunConfig, keep: Sequence[str]) -> dict[str, float]:
     """Return the bytes of a GPU by phase, and print what its allocator keeps."""
     device, meter = torch.device("cuda", 0), CudaMeter()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with joined_ranks(600, device, connect_ranks(600, f"tcp://127.0.0.1:{port}?rank=0&world_size=1")):
-        measure(config, 0, device, meter)
+        measure(config, 0, device, meter, keep)
         meter.begin("")
         reserved = torch.cuda.max_memory_reserved() / GIB
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}; reserved at most {reserved:.2f} GiB")
     return meter.peaks
+
+
+def kept(found: Estimate) -> Sequence[str]:
+    """Return what each layer keeps in an estimate; nothing where no plan decides."""
+    return found.choice.option_L if found.choice else ()
 
 
 def compared(found: Estimate, measured: Mapping[str, float]) -> dict[str, tuple[float, float]]:
@@ -234,9 +248,10 @@ def rows(names: Iterable[str]) -> Iterable[dict[str, Any]]:
     """Yield a row for each case."""
     for name in names:
         config = load_config(None, [*TOY, *CASES[name]])
-        found, _ = estimate_memory(config, DeviceMemory(nbytes=None, name=""), whole=True)
-        phases = compared(found, measured_on_cpus(config))
-        print(f"\n{name}")
+        room = ROOM[name] * GIB if name in ROOM else None
+        found, _ = estimate_memory(config, DeviceMemory(nbytes=room, name=""), whole=True)
+        phases = compared(found, measured_on_cpus(config, kept(found)))
+        print(f"\n{name} {found.choice or ''}")
         print_phases(phases)
         off = max(abs(estimated / measured - 1) for estimated, measured in phases.values())
         figures = {f"{phase} GiB": measured / GIB for phase, (_, measured) in phases.items()}
@@ -290,5 +305,5 @@ def main() -> int:
         for one in estimate.peaks:
             parts = ", ".join(f"{part} {nbytes / GIB:.2f}" for part, nbytes in one.parts.items())
             print(f"{one.phase}: {one.total / GIB:.2f} ({parts})")
-        print_phases(compared(estimate, measured_on_a_gpu(config)))
+        print_phases(compared(estimate, measured_on_a_gpu(config, kept(estimate))))
     return 0

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
 
 from relibra.errors import EngineError
@@ -61,12 +62,14 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
     physical_to_logical_E   logical expert at each position; position p is at home on rank p // (E / R)
     runner                  runs the layer while a plan is executed or layers balance live; None: it runs as with
                             `all_to_all`
+    recomputes              keeps only the input of the experts for the backward pass, whatever the layer keeps
     agreement               shared by all layers of the model; None before the first `agreement_of`
     group_state             shared by all layers of the model; None before the first `group_state_of`
     raises                  EngineError under tensor parallelism
     """
 
     runner: LayerRunner | None = None
+    recomputes = False
     agreement: Agreement | None = None
     group_state: GroupState | None = None
 
@@ -96,7 +99,11 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
     ) -> Float[Tensor, "T H"]:
         """Return the weighted expert output of each token of this rank; collective over the expert-parallel group."""
         tokens = LayerInput(hidden_states, top_k_index, top_k_weights)
-        return self.run_at_home(tokens) if self.runner is None else self._run_by_runner(tokens)
+        run = self.run_at_home if self.runner is None else self._run_by_runner
+        if self.recomputes and torch.is_grad_enabled():
+            output_TH: Tensor = checkpoint(run, tokens, use_reentrant=False)
+            return output_TH
+        return run(tokens)
 
     @torch.compiler.disable
     def _run_by_runner(self, tokens: LayerInput) -> Tensor:

@@ -59,6 +59,7 @@ from relibra.rl.update.credit import (
     with_recorded_values,
     without_mixed_routes,
 )
+from relibra.rl.update.planned_activations import PlannedActivations
 from relibra.rl.update.policy_update import PolicyUpdate, update_policy
 from relibra.rl.update.recompute import (
     Comparison,
@@ -149,6 +150,7 @@ class Learner:
     reference   frozen policy of the KL term; None: there is no such term
     cluster     machine that steps are planned for
     canary      on rank 0: compares a server with the policy after each update of its weights; None: there is none
+    activations   what layers keep by plan; None: the same in all of them
     """
 
     policy: Policy
@@ -161,6 +163,7 @@ class Learner:
     tokenizer: Tokenizer
     cluster: Cluster
     canary: Canary | None = None
+    activations: PlannedActivations | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -551,6 +554,8 @@ def _update_policy(
     clock: Stopwatch,
     before_first_step: Callable[[Comparison], None] | None,
 ) -> PolicyUpdate:
+    if learner.activations is not None:
+        learner.activations.prepare(batch)
     with clock.stage("update"), executing(learner.policy, batch, config.plan, learner.cluster) as context:
         update = update_policy(
             learner.policy.trained,

@@ -49,6 +49,7 @@ from relibra.rl.tasks.make import make_task, settings_without_effect
 from relibra.rl.tasks.prompts import Prompts, check_same_rows, rows_state
 from relibra.rl.tasks.task import Task
 from relibra.rl.toy.warmup import warm_up
+from relibra.rl.update.planned_activations import PlannedActivations
 
 _log = logging.getLogger(__name__)
 
@@ -134,6 +135,8 @@ def _train(
                 logs.append(metrics, result.responses, task, tokenizer)
             traces.remove_old(step - 1)
             display.rl_step(metrics)
+            if learner.activations is not None:
+                display.memory(learner.activations.take_line())
             if step == first + 2:
                 display.memory(compare_memory(run, device))
             writer.start()  # only now: no checkpoint is newer than the metrics
@@ -333,6 +336,9 @@ def _build_learner(
         for model in (critic.model if critic else None, reference):
             if model is not None and model is not policy.trained:
                 move_to_host(model)
+    activations = None
+    if config.update.activations == "plan":
+        activations = PlannedActivations.of_run(run, policy.trained, cluster, policy.shape)
     learner = Learner(
         policy=policy,
         optimizer=optimizer,
@@ -344,6 +350,7 @@ def _build_learner(
         tokenizer=tokenizer,
         cluster=cluster,
         canary=canary,
+        activations=activations,
     )
     return learner, progress, step
 

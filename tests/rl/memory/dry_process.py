@@ -20,7 +20,7 @@ def main():
     cluster = replace(find_cluster(config.plan.cluster, torch.device("cpu"), ranks, ranks), dispatch="flat")
     model_config = cut_layers(model_config_of(config), int(layers))
     has_copy = config.rollout.engine == "embedded"
-    found = dry_run(config, model_config, cluster, device, memory_gib=0.0, has_copy=has_copy)
+    found = dry_run(config, model_config, cluster, device, has_copy=has_copy)
     print(json.dumps(asdict(found)))
 
 

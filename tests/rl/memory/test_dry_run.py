@@ -99,6 +99,6 @@ def test_parts_are_as_arithmetic_says(served):
 @pytest.mark.slow
 def test_an_estimate_is_what_two_processes_take():
     """The ledger of the dry run against the same one around tensors of two processes."""
-    command = [sys.executable, "-m", "benchmarks", "memory", "--quick", "--cases", "full"]
+    command = [sys.executable, "-m", "benchmarks", "memory", "--quick", "--cases", "full", "kept by plan"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

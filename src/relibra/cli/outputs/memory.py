@@ -42,6 +42,8 @@ def print_estimate(found: Estimate, helps: Sequence[Help], *, as_json: bool) -> 
         )
     else:
         print_text("no GPU here to compare with: plan.cluster=h100x8 names one")
+    if found.choice:
+        print_text(str(found.choice))
     print_text(f"host memory of a node: {found.host_bytes / GIB:.1f} GiB")
     if found.offload_bytes >= GIB / 20:
         print_text(

@@ -49,6 +49,10 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
         yield "algorithm.loss", f"allowed are {', '.join(PRESETS)}, or a function of yours as 'module:function'", ""
 
     # What leaves the device comes back before it is used.
+    follows = config.follows_plans and not config.plan.live
+    if update.activations == "plan" and (algorithm.replay == "off" or (ranks > 1 and not follows)):
+        why = "counts the rows of each rank from replayed routes and the plan of a step, and this run has none"
+        yield "update.activations", why, "set update.activations=recompute, or algorithm.replay and plan.balancer"
     if update.optimizer == "adamw8bit" and update.offload != "off":
         why = "keeps its moments on the device, and update.offload moves those of 'adamw'"
         yield "update.optimizer", why, "set update.offload=off, or update.optimizer=adamw"

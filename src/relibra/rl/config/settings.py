@@ -184,9 +184,10 @@ class UpdateSettings(Section):
     """Passes over the responses of a step."""
     micro_batch_tokens: int = Field(2048, ge=1, le=1 << 30)
     """Most tokens of a rank's micro-batch; a longer response is one by itself. Limits activation memory."""
-    activations: Literal["recompute", "host", "keep"] = "recompute"
+    activations: Literal["recompute", "host", "keep", "plan"] = "recompute"
     """Of the forward pass, for the backward pass: "recompute" saves only the input of each layer, "host" keeps these
-    inputs in host memory, "keep" saves all: more memory, less time. They change no bit."""
+    inputs in host memory, "keep" saves all: more memory, less time. "plan" saves what the device memory holds, layer by
+    layer, by the routes of the first step. They change no bit."""
     shared_prompts: bool = True
     """A micro-batch holds the prompt of a group once, and each response sees it and itself. Off, with a warning, where
     the attention of the model does not allow it. The same up to the order of sums."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 from relibra.cluster import Cluster
@@ -56,23 +57,25 @@ def layers_to_run(model_config: Any, structure: ModelStructure) -> tuple[int, in
 
 
 def dry_run(
-    config: RunConfig, model_config: Any, cluster: Cluster, device: Device, *, memory_gib: float, has_copy: bool
+    config: RunConfig, model_config: Any, cluster: Cluster, device: Device, *, has_copy: bool, keep: Sequence[str] = ()
 ) -> DryRun:
     """Run two optimizer steps of a model, and what is around them; return what was counted.
 
     model_config   of transformers, with as many layers as shall run
-    memory_gib     for slots of layers
     has_copy       a full copy of the policy is in the device memory
+    keep           as for `StepRun`
     """
     structure = read_structure(model_config, config.model, device.num_ranks, config.algorithm.replay)
     text = model_config.get_text_config()
-    step = make_up_step(config, structure, cluster, vocabulary=text.vocab_size, memory_gib=memory_gib)
+    step = make_up_step(config, structure, cluster, vocabulary=text.vocab_size, memory_gib=0.0)
     mode = FakeDeviceMode(text.vocab_size, device.stand_ins.guess)
     device.stand_ins.mode, device.stand_ins.routes = mode, dict(step.routes)
     with mode:
-        run = StepRun(config, model_config, structure, cluster, device.device, mode, has_copy=has_copy)
+        run = StepRun(config, model_config, structure, cluster, device.device, mode, has_copy=has_copy, keep=keep)
         run.steps(step)
         device_peaks, host_peaks = mode.device.peaks(), mode.host.peaks()
+    device_peaks.pop("", None)  # of a pass that no run has
+    saved, slots = list(run.saved), run.slots
     device.stand_ins.routes = {}
     del run
     gc.collect()
@@ -83,4 +86,6 @@ def dry_run(
         traffic=dict(mode.traffic),
         waits=[(one.kind, one.line, one.phase, one.inside, times) for one, times in mode.waits.items()],
         mixed=mode.mixed,
+        saved=saved,
+        slots=slots,
     )

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from relibra.simulation.kept_activations import ActivationChoice
 
 GIB = 2**30
 ESTIMATE_FILE = "memory.json"
 """In the folder of a run on GPUs."""
 RESERVE = 0.1
 """Share of the device memory for what no ledger sees: context, buffers of communication, fragmentation."""
+LAYERS = "update of layers"
+"""Apart from the rest of the update, which is the loss, where a plan decides what layers keep."""
 PHASES = (
     "load",
     "rollout",
@@ -19,6 +23,7 @@ PHASES = (
     "values",
     "update values",
     "update",
+    LAYERS,
     "optimizer",
     "relocate",
     "sync",
@@ -41,6 +46,7 @@ class DryRun:
     traffic        bytes between host and device, by phase and target, as "update to host"
     waits          of the host for the device, in planned passes: kind, line, phase, whether between layers; how often
     mixed          operations on tensors of two devices
+    saved, slots   of `StepRun`
     """
 
     layers: int
@@ -49,6 +55,8 @@ class DryRun:
     traffic: Mapping[str, int]
     waits: list[tuple[str, str, str, bool, int]]
     mixed: list[str]
+    saved: list[tuple[float, float]] = field(default_factory=list)
+    slots: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +86,7 @@ class Estimate:
     offload_bytes, offload_seconds   between host and device in an optimizer step, both ways together; at the rate of
                     `plan.cluster`
     host_available  of the machine, for the ranks of a node; None: not known
+    activations, choice   where layers keep them by plan: the figures of `ActivationMemory`, and what they keep here
     """
 
     model: str
@@ -90,6 +99,8 @@ class Estimate:
     offload_bytes: float = 0.0
     offload_seconds: float = 0.0
     host_available: float | None = None
+    activations: Mapping[str, Any] | None = None
+    choice: ActivationChoice | None = None
 
     @property
     def peak(self) -> Peak:
@@ -121,7 +132,7 @@ class Estimate:
         """Return the estimate of `as_json`."""
         known = {name: value for name, value in body.items() if name in cls.__dataclass_fields__}
         peaks = tuple(Peak(**one) for one in known.pop("peaks"))
-        return cls(**{**known, "peaks": peaks})
+        return cls(**{**known, "peaks": peaks, "choice": ActivationChoice.from_json(known.get("choice"))})
 
 
 def extrapolate(first: Peaks, second: Peaks, layers: tuple[int, int], whole: int) -> tuple[Peak, ...]:

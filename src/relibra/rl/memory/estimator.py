@@ -109,28 +109,31 @@ def estimate_memory(
 def check_memory(config: RunConfig, local_ranks: int | None = None) -> Estimate | None:
     """Return the estimate of a run of a model of the user on the GPUs here; None: there are none, or it cannot be made.
 
+    Without GPUs too where layers keep activations by plan, which needs its figures.
+
     local_ranks   on this machine; None: all. Of several machines the host memory is not checked
     raises        ConfigError where it does not fit
     """
     gpu = first_gpu() if config.model.path else None
-    if gpu is None:
+    if gpu is None and config.update.activations != "plan":
         return None
-    if local_ranks not in (None, config.parallel.ranks):
+    if gpu is not None and local_ranks not in (None, config.parallel.ranks):
         gpu = replace(gpu, host=None)
-    print(f"estimating the memory of the run on {gpu.name}", file=sys.stderr, flush=True)
+    memory = gpu or device_memory(config)
+    print(f"estimating the memory of the run{memory.name and f' on {memory.name}'}", file=sys.stderr, flush=True)
     try:
-        found, helps = estimate_memory(config, gpu)
+        found, helps = estimate_memory(config, memory)
     except ConfigError as error:  # what is wrong with the model itself ends the run when it is loaded
         print(f"warning: {error}", file=sys.stderr, flush=True)
         return None
-    if not found.fits:
+    if gpu is not None and not found.fits:
         raise ConfigError(f"{refusal(found, helps)}; --force trains all the same")
     return found
 
 
 def with_slots(config: RunConfig, found: Estimate) -> RunConfig:
     """Return the configuration whose plans give slots of layers at most what an estimate leaves."""
-    if not config.follows_plans:
+    if not config.follows_plans or found.device_bytes is None:
         return config
     free, given = round(found.free_bytes / GIB, 2), config.plan.memory_gib
     return with_setting(config, "plan.memory_gib", free if given is None else min(given, free)) or config

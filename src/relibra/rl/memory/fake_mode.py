@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from relibra.rl.memory.estimate import LAYERS
 from relibra.rl.memory.fake_device import DEVICE, tell_waits
 from relibra.rl.memory.ledger import Ledger
 
@@ -77,6 +78,11 @@ class FakeDeviceMode(TorchDispatchMode):
         self.phase = phase
         for ledger in (self.device, self.host):
             ledger.begin(phase)
+
+    def begin_layers(self) -> None:
+        """Count storages from here on to the layers of an update, and nothing else."""
+        for ledger in (self.device, self.host):
+            ledger.begin(LAYERS)
 
     def watch_layers(self, layers: Sequence[nn.Module]) -> None:
         """Tell waits between the first and the last of these layers from others."""

@@ -56,7 +56,7 @@ class Ledger:
             gone = weakref.ref(storage, partial(self._gone, storage._cdata))
             known = self._live[storage._cdata] = [number, 0, gone]
         nbytes = storage.nbytes()
-        self._set(known, 1 << (nbytes - 1).bit_length() if power_of_two and nbytes else _rounded(nbytes))
+        self._set(known, 1 << (nbytes - 1).bit_length() if power_of_two and nbytes else rounded(nbytes))
 
     def knows(self, tensor: Tensor) -> bool:
         """Return whether the storage of a tensor is counted."""
@@ -67,7 +67,7 @@ class Ledger:
         """Count a storage, if it is known, with its present size: FSDP frees gathered weights so."""
         known = self._live.get(storage._cdata)
         if known is not None and known[2]() is storage:
-            self._set(known, _rounded(storage.nbytes()))
+            self._set(known, rounded(storage.nbytes()))
 
     def own(self, part: str, tensors: Iterable[Tensor | None]) -> None:
         """Count the storages of tensors, all their lives, to a part."""
@@ -109,5 +109,6 @@ class Ledger:
             self._events.append((known[0], -known[1]))
 
 
-def _rounded(nbytes: int) -> int:
+def rounded(nbytes: int) -> int:
+    """Return bytes as the allocator of a GPU gives them out."""
     return -(-nbytes // BLOCK) * BLOCK

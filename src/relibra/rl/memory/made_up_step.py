@@ -76,13 +76,14 @@ def make_up_step(
     routes, counts_BRLE = _make_routes(lengths, ranks, structure)
     of_ranks = {(m, r): routes[r] for m in range(micro_batches) for r in range(ranks)}
     batch = replace(batch, micro_batches=[replace(one, routes=routes[rank]) for one in batches])
+    demand = _demand(counts_BRLE, structure, ranks, schedule.mini_batch_M)
+    batch = replace(batch, demand=demand)
     if not config.follows_plans or config.plan.live or not structure.num_experts:
         return MadeUpStep(batch=batch, routes=of_ranks, responses=responses)
     assert structure.shape is not None, "a model with experts has sizes"
-    demand = _demand(counts_BRLE, structure, ranks, schedule.mini_batch_M)
     budget = replace(plan_budget(config.plan, memory_gib), pack_samples=False, move_homes=False)
     plan = plan_step(demand, cluster, budget, config.plan.balancer, expert=structure.shape.expert)
-    return MadeUpStep(batch=replace(batch, demand=demand, plan=plan), routes=of_ranks, responses=responses)
+    return MadeUpStep(batch=replace(batch, plan=plan), routes=of_ranks, responses=responses)
 
 
 def _response(sample: int, prompt: int, length: int, vocabulary: int, rng: np.random.Generator) -> Response:

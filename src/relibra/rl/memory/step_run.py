@@ -20,24 +20,34 @@ from relibra.cluster import Cluster
 from relibra.parallel import relocate
 from relibra.parallel.adapters import without_adapters
 from relibra.parallel.balanced import balanced_layers
+from relibra.planning.plan import StepPlan
 from relibra.rl.algorithms.loss import find_loss
 from relibra.rl.batch.training_batch import BatchExecution, TrainingBatch, executing
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.config.settings import LoraSettings
 from relibra.rl.memory.made_up_step import MadeUpStep
+from relibra.rl.memory.saved_bytes import counting_saved
 from relibra.rl.model.adamw_8bit import blocks_of
 from relibra.rl.model.critic import value_model_class
 from relibra.rl.model.host_weights import idle_while_sampling, move_to_host, on_device
 from relibra.rl.model.optimizer import StepCount, make_optimizer
 from relibra.rl.model.packed_sequences import use_explicit_masks, use_packed_attention
 from relibra.rl.model.policy import ModelStructure, Policy
-from relibra.rl.model.sharding import full_parameters, load_sharded, save_activations, without_randomness
+from relibra.rl.model.sharding import (
+    decoder_layers,
+    full_parameters,
+    keep_activations,
+    load_sharded,
+    save_activations,
+    without_randomness,
+)
 from relibra.rl.model.token_scores import learn_logits
 from relibra.rl.update import policy_update, value_update
 from relibra.rl.update.credit import compute_values
 from relibra.rl.update.policy_update import update_policy
-from relibra.rl.update.recompute import recompute, reference_log_probs
+from relibra.rl.update.recompute import recompute, reference_log_probs, score_tokens
 from relibra.rl.update.value_update import update_values
+from relibra.simulation.kept_activations import ALL
 
 
 class Meter(Protocol):
@@ -45,6 +55,9 @@ class Meter(Protocol):
 
     def begin(self, phase: str) -> None:
         """Count what follows to a phase."""
+
+    def begin_layers(self) -> None:
+        """Count what follows to the layers of an update."""
 
     def own(self, part: str, tensors: Iterable[torch.Tensor | None]) -> None:
         """Count the storages of tensors to a part."""
@@ -71,7 +84,14 @@ class StepRun:
     """Models of a rank, and the functions of an RL step that run them.
 
     The process group and the device may be real ones: benchmarks compare what a meter says of both.
+
+    saved   bytes that each decoder layer saves beside its input, per token and per token-slot; after `steps`, where a
+            plan decides what layers keep
+    slots   token-slots of a layer, the most
     """
+
+    saved: Sequence[tuple[float, float]] = ()
+    slots = 0
 
     def __init__(
         self,
@@ -83,11 +103,13 @@ class StepRun:
         meter: Meter,
         *,
         has_copy: bool,
+        keep: Sequence[str] = (),
     ) -> None:
         """Load what the run holds; collective.
 
         model_config   of transformers, with as many layers as shall run
         has_copy       a full copy of the policy is in the device memory
+        keep           what each layer keeps (`keep_activations`); none: as the settings say
         """
         self.config, self.cluster, self.meter, self._device = config, cluster, meter, device
         self._model_config, self._structure = model_config, structure
@@ -105,6 +127,11 @@ class StepRun:
             copy=meta.to(merged_type).to_empty(device=device) if has_copy else None,
         )
         save_activations(trained, config.update.activations)
+        if keep:
+            keep_activations(trained, keep)
+        self._by_plan = config.update.activations == "plan"
+        if self._by_plan:
+            decoder_layers(trained)[-1].register_forward_hook(self._after_layers)
         self.optimizer = make_optimizer(trained, config.update.learning_rate, config.update)
         self.reference: Any = None
         self.critic: Any = None
@@ -119,7 +146,7 @@ class StepRun:
             self.critic = self._load(value_model_class(self._class), of_values)
             save_activations(self.critic, config.update.activations)
             self.critic_optimizer = make_optimizer(self.critic, config.critic.learning_rate, config.update)
-        meter.watch_layers(list(_decoder_layers(trained)))
+        meter.watch_layers(list(decoder_layers(trained)))
         self.own()
         for idle in (self.critic, self.reference) if config.update.offload != "off" else ():
             if idle is not None and idle is not trained:
@@ -170,14 +197,47 @@ class StepRun:
                         own(part or "moments", blocks_of(one).values() or [one])
         if self.policy.copy is not None:
             own("copy", [*self.policy.copy.parameters(), *self.policy.copy.buffers()])
-        if self.policy.balanced:
-            buffers = [next(iter(balanced_layers(self.policy.trained).values())).group_state]
-            slots = [] if buffers[0] is None or buffers[0].buffer is None else [buffers[0].buffer]
-            execution = None if context is None else context._execution
-            if execution is not None:
-                slots += execution._executed.slots._of_layers.values()
-            for buffer in slots:
-                own("slots", [*buffer.weights.values(), *buffer._sums.values()])
+        own("slots", self._slots(context))
+
+    def _slots(self, context: BatchExecution | None = None) -> list[torch.Tensor]:
+        """Return weights and sums of all slots that there are."""
+        if not self.policy.balanced:
+            return []
+        shared = next(iter(balanced_layers(self.policy.trained).values())).group_state
+        slots = [] if shared is None or shared.buffer is None else [shared.buffer]
+        execution = None if context is None else context._execution
+        if execution is not None:
+            slots += execution._executed.slots._of_layers.values()
+        return [one for buffer in slots for one in (*buffer.weights.values(), *buffer._sums.values())]
+
+    def _count_saved(self, step: MadeUpStep) -> None:
+        """Learn what each layer saves from a forward pass of the first micro-batch, which keeps nothing."""
+        batch, layers = step.batch, decoder_layers(self.policy.trained)
+        assert batch.demand is not None, "routes are replayed"
+        plan = batch.plan or StepPlan.static(batch.demand, self.cluster.topology)
+        slots_L = plan.rank_load(batch.demand)[0, :, 0]
+        slots_of = dict(zip(plan.layer_ids.tolist(), slots_L.tolist(), strict=True))
+        balanced = balanced_layers(self.policy.trained) if self.policy.balanced else {}
+        experts = {number: layer.experts for number, layer in balanced.items()}
+        keep_activations(self.policy.trained, [ALL] * len(layers))
+        with (
+            self._executing(batch, "") as context,
+            context(0),
+            counting_saved(list(layers), experts, self._slots()) as found,
+        ):
+            read = batch.micro_batches[0].to(self._device)
+            score_tokens(self.policy.trained, read, self.config.rollout.temperature)
+        tokens = batch.micro_batches[0].tokens_1T.shape[1]
+        of_layers = enumerate(found)
+        self.saved = [(outside / tokens, inside / max(1, slots_of.get(n, 1))) for n, (outside, inside) in of_layers]
+        self.slots = int(slots_L.max(initial=0))
+
+    def _after_layers(self, _layer: nn.Module, _given: Any, output: Any) -> None:
+        """Count the loss apart, between forward and backward pass of the last layer: all layers keep theirs then."""
+        hidden = output if isinstance(output, torch.Tensor) else output[0]
+        if hidden.requires_grad:
+            self.meter.begin("update")
+            hidden.register_hook(lambda _: self.meter.begin_layers())
 
     def steps(self, step: MadeUpStep) -> None:
         """Run an RL step in an order in which every phase holds what it holds from the second step on."""
@@ -194,6 +254,8 @@ class StepRun:
                 policy.trained, step.batch, context, config.algorithm, temperature=config.rollout.temperature,
                 record=config.algorithm.replay == "R2",
             )  # fmt: skip
+        if self._by_plan:
+            self._count_saved(step)
         if self.reference is not None:
             meter.begin("reference")
             with without_adapters(self.reference), on_device(self.reference):
@@ -245,6 +307,8 @@ class StepRun:
 
             @contextmanager
             def of_micro_batch(number: int) -> Iterator[Any]:
+                if self._by_plan and phase == "update":
+                    self.meter.begin_layers()
                 with context(number) as replay:
                     yield replay
                     self.own(context)
@@ -274,11 +338,6 @@ class StepRun:
             yield
         finally:
             module.step_or_skip = step
-
-
-def _decoder_layers(model: nn.Module) -> nn.ModuleList:
-    named = model.named_modules()
-    return next(one for name, one in named if name.endswith("layers") and isinstance(one, nn.ModuleList))
 
 
 def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:

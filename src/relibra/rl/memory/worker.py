@@ -14,18 +14,23 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from relibra.calibration.machine import find_cluster, preset_of_gpu
+from relibra.cluster import Cluster
 from relibra.errors import RelibraError
+from relibra.planning.plan import StepPlan
 from relibra.printable import plural
+from relibra.rl.batch.training_batch import TrainingBatch
 from relibra.rl.config.rules import broken_rules
 from relibra.rl.config.run_config import RunConfig
+from relibra.rl.memory.activation_memory import ActivationMemory
 from relibra.rl.memory.dry_run import Device, cut_layers, dry_run, layers_to_run
-from relibra.rl.memory.estimate import GIB, DryRun, Estimate, Peak, extrapolate
+from relibra.rl.memory.estimate import GIB, LAYERS, RESERVE, DryRun, Estimate, Peak, extrapolate
 from relibra.rl.memory.estimator import DeviceMemory, Help, with_setting
-from relibra.rl.memory.made_up_step import MICRO_BATCHES, MINI_BATCHES, response_lengths
-from relibra.rl.model.policy import read_model_config, read_structure
+from relibra.rl.memory.made_up_step import MICRO_BATCHES, MINI_BATCHES, make_up_step, response_lengths
+from relibra.rl.model.policy import ModelStructure, read_model_config, read_structure
 from relibra.rl.model.tokenizer import make_tokenizer
 from relibra.rl.tasks.make import make_task
 from relibra.rl.update.gradient_reduction import reduces_each_micro_batch
+from relibra.simulation.kept_activations import ActivationChoice
 
 _LEVERS: tuple[tuple[str, Any], ...] = (
     ("update.activations", "recompute"),
@@ -62,12 +67,14 @@ def estimate_run(config: RunConfig, device: Device, memory: DeviceMemory, *, who
     whole_bytes = 0.0 if config.lora.rank else 4 * structure.other_parameters * (1 - 1 / ranks)
     each_micro_batch = reduces_each_micro_batch(int(whole_bytes), int(memory.nbytes or USUAL_BYTES))
     device.stand_ins.reduce_gradients(each_micro_batch=each_micro_batch)
-    runs = [
-        dry_run(config, cut_layers(model_config, number), cluster, device, memory_gib=0.0, has_copy=has_copy)
-        for number in numbers
-    ]
+    runs = [dry_run(config, cut_layers(model_config, number), cluster, device, has_copy=has_copy) for number in numbers]
     peaks = extrapolate(runs[0].device, runs[-1].device, (runs[0].layers, runs[-1].layers), layers)
     host = extrapolate(runs[0].host, runs[-1].host, (runs[0].layers, runs[-1].layers), layers)
+    activations, choice = None, None
+    if config.update.activations == "plan":
+        step = make_up_step(config, structure, cluster, vocabulary=text.vocab_size, memory_gib=0.0)
+        activations = _activation_memory(config, runs, peaks, layers, memory)
+        peaks, choice = _with_activations(peaks, activations, step.batch, cluster, structure)
     offload = {way: _offloaded(runs, layers, way, config) for way in ("host", "device")}
     if config.rollout.engine == "embedded":
         peaks = _with_cache(peaks, _cache_bytes(config, text, ranks))
@@ -83,7 +90,50 @@ def estimate_run(config: RunConfig, device: Device, memory: DeviceMemory, *, who
         offload_bytes=sum(offload.values()),
         offload_seconds=max(offload.values()) / cluster.host.bytes_per_second,  # both ways run at once
         host_available=memory.host,
+        activations=None if activations is None else asdict(activations),
+        choice=choice,
     )
+
+
+def _activation_memory(
+    config: RunConfig, runs: Sequence[DryRun], peaks: Sequence[Peak], layers: int, memory: DeviceMemory
+) -> ActivationMemory:
+    """Return what layers may keep; those that no dry run has are as those of their kind in the last one."""
+    last, kinds = runs[-1], runs[-1].layers - runs[0].layers
+    saved = [last.saved[n if n < last.layers else runs[0].layers + (n - last.layers) % kinds] for n in range(layers)]
+    totals = {one.phase: one.total for one in peaks}
+    room = None if memory.nbytes is None else (1 - RESERVE) * memory.nbytes - GIB * (config.plan.memory_gib or 0.0)
+    return ActivationMemory(
+        token_bytes_L=[of_token for of_token, _ in saved],
+        slot_bytes_L=[of_slot for _, of_slot in saved],
+        loss_bytes=totals["update"],
+        layer_bytes=totals[LAYERS],
+        slots=last.slots,
+        room_bytes=room,
+    )
+
+
+def _with_activations(
+    peaks: Sequence[Peak],
+    activations: ActivationMemory,
+    batch: TrainingBatch,
+    cluster: Cluster,
+    structure: ModelStructure,
+) -> tuple[tuple[Peak, ...], ActivationChoice]:
+    """Return the peaks, those of the update as one with what layers keep in a step; and the choice for it."""
+    assert batch.demand is not None, "routes are replayed"
+    assert structure.shape is not None, "a model with experts has sizes"
+    plan = batch.plan or StepPlan.static(batch.demand, cluster.topology)
+    choice = activations.choose(plan, batch.demand, cluster, structure.shape)
+    kept_LMR = activations.kept_LMR(choice.option_L, plan, batch.demand, structure.shape)
+    kept = {"update": kept_LMR, LAYERS: kept_LMR[:-1]}  # what the last one keeps it has where it is recomputed, too
+    of_update = []
+    for one in peaks:
+        if one.phase in kept:
+            held = one.parts.get("activations", 0.0) + float(kept[one.phase].sum(axis=0).max())
+            of_update.append(replace(one, phase="update", parts={**one.parts, "activations": held}))
+    largest = max(of_update, key=lambda one: one.total)
+    return tuple(largest if one.phase == "update" else one for one in peaks if one.phase != LAYERS), choice
 
 
 def model_config_of(config: RunConfig) -> Any:

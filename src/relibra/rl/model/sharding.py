@@ -21,18 +21,20 @@ from transformers.core_model_loading import WeightConverter, apply_converters
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.mixin import DistributedMixin
 from transformers.distributed.sharding_utils import DtensorShardOperation
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from relibra.environment import without_read_ahead
 from relibra.errors import ConfigError, RelibraError
 from relibra.parallel import logical_parameters, register
 from relibra.parallel.adapters import add_adapters, is_adapter, merged
-from relibra.parallel.balanced import NAME
+from relibra.parallel.balanced import NAME, balanced_layers
 from relibra.parallel.homes.logical_order import full_tensor, reshard
 from relibra.rl.config.settings import LoraSettings, ModelSettings
 from relibra.rl.model.adapter_values import initialize_adapters
 from relibra.rl.model.tokenizer import loading as loading
 from relibra.rl.run.ranks import gather_json, wait_for_ranks
+from relibra.simulation.kept_activations import ATTENTION, RECOMPUTE
 
 T = TypeVar("T")
 
@@ -98,8 +100,11 @@ def load_sharded(
     return model.eval().requires_grad_(False) if frozen else model.train()
 
 
-def save_activations(model: nn.Module, how: Literal["recompute", "host", "keep"]) -> None:
-    """Set what a model saves in a forward pass for the backward pass, as `update.activations` says."""
+def save_activations(model: nn.Module, how: Literal["recompute", "host", "keep", "plan"]) -> None:
+    """Set what a model saves in a forward pass for the backward pass, as `update.activations` says.
+
+    With "plan" the inputs of layers, until `keep_activations`.
+    """
     if how == "keep":
         return
     loaded: Any = model
@@ -107,6 +112,29 @@ def save_activations(model: nn.Module, how: Literal["recompute", "host", "keep"]
     for layer in loaded.modules() if how == "host" else ():
         if run := getattr(layer, "_gradient_checkpointing_func", None):
             layer._gradient_checkpointing_func = partial(_with_inputs_on_host, run)
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """Return the decoder layers of a model."""
+    named = model.named_modules()
+    return next(one for name, one in named if name.endswith("layers") and isinstance(one, nn.ModuleList))
+
+
+def keep_activations(model: nn.Module, option_L: Sequence[str]) -> None:
+    """Set what each decoder layer saves, where all of them recompute: one of `kept_activations.OPTIONS`.
+
+    The flag is of the layer's `forward`, so the hooks of FSDP stay outside of what is recomputed.
+    """
+    experts = balanced_layers(model) if is_balanced(model) else {}
+    for number, (layer, option) in enumerate(zip(decoder_layers(model), option_L, strict=True)):
+        if not isinstance(layer, GradientCheckpointingLayer):
+            raise ConfigError(
+                f"{type(layer).__name__} has no flag of its own that says what it saves (GradientCheckpointingLayer of "
+                "transformers): set update.activations=recompute"
+            )
+        layer.gradient_checkpointing = option == RECOMPUTE
+        if number in experts:
+            experts[number].recomputes = option == ATTENTION
 
 
 def _with_inputs_on_host(run: Callable[..., Any], layer: Callable[..., Any], *inputs: Any) -> Any:

@@ -1,0 +1,90 @@
+"""`ActivationMemory`: what layers may keep in the memory of a rank, by a dry run. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy import ndarray
+
+from relibra.cluster import Cluster
+from relibra.planning.plan import StepPlan
+from relibra.routing.demand import ScheduledDemand
+from relibra.simulation import ModelShape
+from relibra.simulation.cost_model import rows_and_scores
+from relibra.simulation.kept_activations import (
+    ALL,
+    OPTIONS,
+    RECOMPUTE,
+    ActivationChoice,
+    choose_activations,
+    fits,
+    seconds_saved,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationMemory:
+    """Bytes of an update on a rank.
+
+    token_bytes_L   that a decoder layer saves for its backward pass beside its input and outside of its routed experts,
+                    per token of the rank
+    slot_bytes_L    that its experts save, per token-slot that the rank computes
+    loss_bytes      all that the rank holds where every layer is recomputed, at most outside of layers
+    layer_bytes     at most while layers run backward, with `slots` token-slots in each
+    room_bytes      that may be filled; None: no limit is known
+    """
+
+    token_bytes_L: Sequence[float]
+    slot_bytes_L: Sequence[float]
+    loss_bytes: float
+    layer_bytes: float
+    slots: int
+    room_bytes: float | None
+
+    def choose(self, plan: StepPlan, demand: ScheduledDemand, cluster: Cluster, model: ModelShape) -> ActivationChoice:
+        """Return what layers keep in a step; `demand` is under the schedule of the plan."""
+        tokens_MR, slots_MLR = self._rows(plan, demand, model)
+        return choose_activations(
+            OPTIONS,
+            np.outer(self.token_bytes_L, [0, 1, 1]),
+            np.outer(self.slot_bytes_L, [0, 0, 1]),
+            seconds_saved(plan, demand, cluster, model, len(self.token_bytes_L)),
+            tokens_MR=tokens_MR,
+            slots_MLR=slots_MLR,
+            free=self._free(slots_MLR),
+        )
+
+    def kept_LMR(self, option_L: Sequence[str], plan: StepPlan, demand: ScheduledDemand, model: ModelShape) -> ndarray:
+        """Return the bytes that layers keep on each rank in each micro-batch, `[L, M, R]`."""
+        tokens_MR, slots_MLR = self._rows(plan, demand, model)
+        named_L = np.array(option_L)
+        of_token_L, of_slot_L = self.token_bytes_L * (named_L != RECOMPUTE), self.slot_bytes_L * (named_L == ALL)
+        kept_LMR: ndarray = of_token_L[:, None, None] * tokens_MR
+        return kept_LMR + of_slot_L[:, None, None] * slots_MLR.swapaxes(0, 1)
+
+    def fits(self, option_L: Sequence[str], plan: StepPlan, demand: ScheduledDemand, model: ModelShape) -> bool:
+        """Return whether a choice fits into a step, another one than it was made for."""
+        free_LMR = self._free(self._rows(plan, demand, model)[1])
+        return fits(self.kept_LMR(option_L, plan, demand, model), free_LMR)
+
+    def _rows(self, plan: StepPlan, demand: ScheduledDemand, model: ModelShape) -> tuple[ndarray, ndarray]:
+        """Return tokens `[M, R]` and token-slots of all decoder layers `[M, L, R]`."""
+        tokens_MR, _ = rows_and_scores(plan, demand, model)
+        slots_MLR = np.zeros((len(tokens_MR), len(self.token_bytes_L), plan.num_ranks))
+        slots_MLR[:, plan.layer_ids] = plan.rank_load(demand)
+        return tokens_MR, slots_MLR
+
+    def _free(self, slots_MLR: ndarray) -> ndarray:
+        """Return what is left beside recomputing all layers, `[L + 1, M, R]`.
+
+        The dry run has as many tokens as any rank gets. Token-slots beyond its own take what a layer saves, and as much
+        again for the gradients of that.
+        """
+        M, L, R = slots_MLR.shape
+        room = np.inf if self.room_bytes is None else self.room_bytes
+        beyond_MR = np.maximum(0, slots_MLR.max(axis=1, initial=0) - self.slots)
+        free_LMR = np.full((L + 1, M, R), room - self.layer_bytes) - 2 * max(self.slot_bytes_L, default=0) * beyond_MR
+        free_LMR[-1] = room - self.loss_bytes
+        return free_LMR

@@ -1,0 +1,154 @@
+"""`choose_activations`: what each layer keeps of the forward pass for the backward pass, the fastest choice that fits.
+
+Token-slots of every rank, layer and micro-batch are known from recorded routes before a step, and so are its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float, Int, Num
+from numpy import ndarray
+
+from relibra.cluster import Cluster
+from relibra.planning.costs.compute import dense_seconds
+from relibra.planning.costs.layer_costs import layer_costs
+from relibra.planning.plan import StepPlan
+from relibra.routing.demand import ScheduledDemand
+from relibra.simulation.cost_model import rows_and_scores
+from relibra.simulation.model_shape import ModelShape
+
+OPTIONS = RECOMPUTE, ATTENTION, ALL = ("recompute", "attention", "all")
+"""What a layer keeps: nothing but its input; all but what its routed experts need, whose rows are sent again; all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationChoice:
+    """What each layer keeps, by name.
+
+    nbytes      kept at most on a rank in a micro-batch, beside what recomputing every layer takes
+    seconds     that a step is faster than by recomputing every layer
+    runner_up   the next best that differs; None: there is nothing else
+    """
+
+    option_L: tuple[str, ...]
+    nbytes: float
+    seconds: float
+    runner_up: ActivationChoice | None = None
+
+    @property
+    def layers(self) -> dict[str, int]:
+        """Return how many layers have each option."""
+        return {name: self.option_L.count(name) for name in dict.fromkeys(self.option_L)}
+
+    def __str__(self) -> str:
+        """Return it and the runner-up in a line."""
+        layers = ", ".join(f"{name} {number} layers" for name, number in self.layers.items())
+        line = f"{layers} (+{self.nbytes / 2**30:.2f} GiB, -{self.seconds:.3g} s a step)"
+        return f"activations: {line}; next best {self.runner_up}" if self.runner_up else line
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any] | None) -> ActivationChoice | None:
+        """Return the choice of its fields; None for None."""
+        if body is None:
+            return None
+        return cls(**{**body, "option_L": tuple(body["option_L"]), "runner_up": cls.from_json(body["runner_up"])})
+
+
+def choose_activations(
+    options: Sequence[str],
+    token_bytes_LO: Num[ndarray, "L O"],
+    slot_bytes_LO: Num[ndarray, "L O"],
+    seconds_LO: Float[ndarray, "L O"],
+    *,
+    tokens_MR: Num[ndarray, "M R"],
+    slots_MLR: Num[ndarray, "M L R"],
+    free: float | ndarray,
+) -> ActivationChoice:
+    """Return what each layer keeps: of all that fits, what saves most seconds but at most one layer's option.
+
+    What the layers below keep is there when a layer runs backward, what all keep when the loss does. Options are taken
+    by falling seconds per byte on the fullest rank; of equal layers the last first, which is freed first.
+
+    options         names; the first keeps nothing, and is taken even where nothing fits
+    token_bytes_LO  of a token of the rank; slot_bytes_LO of a token-slot that it computes
+    seconds_LO      that a step is faster with an option
+    free            bytes `[L + 1, M, R]`, or what broadcasts to it, beside recomputing all layers: while a layer runs
+                    backward, and last of the loss
+    """
+    L, num_options = seconds_LO.shape
+    bytes_LOMR = token_bytes_LO[:, :, None, None] * tokens_MR
+    bytes_LOMR = bytes_LOMR + slot_bytes_LO[:, :, None, None] * slots_MLR.transpose(1, 0, 2)[:, None]
+    free_LMR = np.broadcast_to(np.asarray(free, dtype=np.float64), (L + 1, *tokens_MR.shape))
+    share_MR = bytes_LOMR.max(axis=1, initial=0).sum(axis=0) / np.maximum(free_LMR[-1], 1.0)
+    fullest = np.unravel_index(int(share_MR.argmax()), share_MR.shape) if share_MR.size else None
+    weight_LO = bytes_LOMR[:, :, *fullest] if fullest else np.zeros((L, num_options))
+    found = {}
+    for allowed in (range(num_options), *((0, o) for o in range(1, num_options)), (0,)):
+        option_L = _fill(weight_LO, seconds_LO, bytes_LOMR, free_LMR, list(allowed))
+        kept_LMR = bytes_LOMR[np.arange(L), option_L]
+        found[tuple(option_L.tolist())] = ActivationChoice(
+            option_L=tuple(options[o] for o in option_L),
+            nbytes=float(kept_LMR.sum(axis=0).max(initial=0)),
+            seconds=float(seconds_LO[np.arange(L), option_L].sum()),
+        )
+    best, *others = sorted(found.values(), key=lambda one: (-one.seconds, one.nbytes))
+    return replace(best, runner_up=others[0] if others else None)
+
+
+def fits(kept_LMR: Num[ndarray, "L M R"], free_LMR: Float[ndarray, "K M R"]) -> bool:
+    """Return whether what layers keep is within the free bytes (`choose_activations`), nothing kept included."""
+    below_LMR = np.concatenate([np.zeros_like(free_LMR[:1]), kept_LMR.cumsum(axis=0)])
+    within: Bool[ndarray, "K M R"] = (below_LMR == 0) | (below_LMR <= free_LMR)
+    return bool(within.all())
+
+
+def _fill(
+    weight_LO: ndarray, seconds_LO: ndarray, bytes_LOMR: ndarray, free_LMR: ndarray, allowed: list[int]
+) -> Int[ndarray, " L"]:
+    """Return the option of each layer, from those allowed."""
+    L = len(weight_LO)
+    option_L = np.zeros(L, dtype=np.int64)
+    steps = [
+        (-density, -layer, option)
+        for layer in range(L)
+        for density, option in _steps(weight_LO[layer], seconds_LO[layer], allowed)
+    ]
+    for _, minus_layer, option in sorted(steps):
+        tried_L = option_L.copy()
+        tried_L[-minus_layer] = option
+        if fits(bytes_LOMR[np.arange(L), tried_L], free_LMR):
+            option_L = tried_L
+    return option_L
+
+
+def _steps(weight_O: ndarray, seconds_O: ndarray, allowed: list[int]) -> Iterator[tuple[float, int]]:
+    """Yield options of a layer with rising seconds, and the seconds per byte of each after the one before, falling."""
+    now = 0
+    while better := [o for o in allowed if seconds_O[o] > seconds_O[now]]:
+        density = {o: (seconds_O[o] - seconds_O[now]) / max(1e-9, weight_O[o] - weight_O[now]) for o in better}
+        now = max(better, key=lambda o: (density[o], -weight_O[o]))
+        yield float(density[now]), now
+
+
+def seconds_saved(
+    plan: StepPlan, demand: ScheduledDemand, cluster: Cluster, model: ModelShape, num_layers: int
+) -> Float[ndarray, "L O"]:
+    """Return the seconds of a step that each decoder layer saves with each of `OPTIONS`: modelled, the busiest rank's.
+
+    demand       under the schedule of the plan
+    num_layers   decoder layers; those that the demand has no routes of are dense
+    """
+    costs = layer_costs(plan, demand, cluster, model.expert)
+    rows_MR, scores_MR = rows_and_scores(plan, demand, model)
+    experts_ML = (costs.home_MLR + costs.replica_MLR).max(axis=2) + costs.host_seconds
+    experts_ML += costs.exchange.dispatch_ML + costs.exchange.combine_ML + costs.exchange.gates_ML
+    dense_M = dense_seconds(cluster, rows_MR, model.dense_layer_parameters, scores_MR).max(axis=1)
+    attention_M = dense_seconds(cluster, rows_MR, model.non_expert_parameters, scores_MR).max(axis=1)
+    seconds_LO = np.tile([0.0, 0.0, float(dense_M.sum())], (num_layers, 1))
+    seconds_LO[plan.layer_ids, 1] = attention_M.sum()
+    seconds_LO[plan.layer_ids, 2] = attention_M.sum() + experts_ML.sum(axis=0)
+    return seconds_LO
