@@ -213,10 +213,9 @@ class Sampler:
                     await asyncio.wait(running, timeout=_POLL_SECONDS)
                     self._take(running)
             finally:
-                left = [*keepers, *running]
-                for task in left:
-                    task.cancel()
-                await asyncio.gather(*left, return_exceptions=True)
+                for left in (*keepers, *running):
+                    left.cancel()
+                await asyncio.gather(*keepers, *running, return_exceptions=True)
 
     def _ask_more(self, pool: ServerPool, running: dict[asyncio.Task[Window], _Part]) -> None:
         with self._lock:
