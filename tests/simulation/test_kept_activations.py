@@ -19,14 +19,14 @@ def random_step(seed, layers=None, micro_batches=None, ranks=None):
     tokens_MR = rng.integers(0, 100, (M, R)) * rng.integers(0, 2, (M, R))
     tokens_MR[rng.integers(M), rng.integers(R)] = 200
     slots_MLR = rng.integers(0, 800, (M, L, R))
-    token_bytes_LO = np.sort(rng.integers(0, 50, (L, 3)), axis=1) * [0, 1, 1]
-    slot_bytes_LO = rng.integers(1, 30, (L, 3)) * [0, 0, 1]
-    seconds_LO = rng.random((L, 3)) * [0, 1, 2]
-    of_tokens_LMR = token_bytes_LO[:, 2, None, None] * tokens_MR
-    most = (of_tokens_LMR + slot_bytes_LO[:, 2, None, None] * slots_MLR.swapaxes(0, 1)).sum(0)
+    token_bytes_LX = np.sort(rng.integers(0, 50, (L, 3)), axis=1) * [0, 1, 1]
+    slot_bytes_LX = rng.integers(1, 30, (L, 3)) * [0, 0, 1]
+    seconds_LX = rng.random((L, 3)) * [0, 1, 2]
+    of_tokens_LMR = token_bytes_LX[:, 2, None, None] * tokens_MR
+    most = (of_tokens_LMR + slot_bytes_LX[:, 2, None, None] * slots_MLR.swapaxes(0, 1)).sum(0)
     free = rng.uniform(0.0, 1.2, (L + 1, 1, 1)) * most.max() if seed % 2 else rng.uniform(-0.1, 1.1) * most.max()
     return {
-        "options": OPTIONS, "token_bytes_LO": token_bytes_LO, "slot_bytes_LO": slot_bytes_LO, "seconds_LO": seconds_LO,
+        "options": OPTIONS, "token_bytes_LX": token_bytes_LX, "slot_bytes_LX": slot_bytes_LX, "seconds_LX": seconds_LX,
         "tokens_MR": tokens_MR, "slots_MLR": slots_MLR, "free": free,
     }  # fmt: skip
 
@@ -41,8 +41,8 @@ def overflow(step, option_L):
             kept = 0.0
             for layer in range(running):
                 o = OPTIONS.index(option_L[layer])
-                kept += step["token_bytes_LO"][layer, o] * tokens
-                kept += step["slot_bytes_LO"][layer, o] * step["slots_MLR"][m, layer, r]
+                kept += step["token_bytes_LX"][layer, o] * tokens
+                kept += step["slot_bytes_LX"][layer, o] * step["slots_MLR"][m, layer, r]
             worst = max(worst, kept - free_LMR[running, m, r] if kept else 0.0)
     return worst
 
@@ -61,22 +61,22 @@ def test_a_full_search_of_four_layers_saves_one_option_more():
     for seed in range(40):
         step = random_step(seed, layers=4, micro_batches=1, ranks=1)
         step["free"] = float(np.max(step["free"]))
-        seconds_LO = step["seconds_LO"]
+        seconds_LX = step["seconds_LX"]
         best = max(
-            sum(seconds_LO[layer, OPTIONS.index(name)] for layer, name in enumerate(names))
+            sum(seconds_LX[layer, OPTIONS.index(name)] for layer, name in enumerate(names))
             for names in product(OPTIONS, repeat=4)
             if overflow(step, names) <= 0
         )
         found = choose_activations(**step)
-        assert found.seconds >= best - seconds_LO.max() - 1e-12
+        assert found.seconds >= best - seconds_LX.max() - 1e-12
         exact += found.seconds == pytest.approx(best)
     assert exact >= 25
 
 
 def test_equal_layers_are_kept_from_the_last_one_on():
     step = random_step(0, layers=4, micro_batches=1, ranks=1) | {
-        "token_bytes_LO": np.array([[0, 1, 10]] * 4), "slot_bytes_LO": np.zeros((4, 3)),
-        "seconds_LO": np.array([[0.0, 0.1, 3.0]] * 4),
+        "token_bytes_LX": np.array([[0, 1, 10]] * 4), "slot_bytes_LX": np.zeros((4, 3)),
+        "seconds_LX": np.array([[0.0, 0.1, 3.0]] * 4),
     }  # fmt: skip
     found = choose_activations(**step | {"free": 10.0 * 2 * step["tokens_MR"].max()})
     assert found.option_L == ("recompute", "recompute", "all", "all")
@@ -92,11 +92,11 @@ def test_seconds_are_those_of_one_more_forward_pass():
     demand = demo_demand(8, num_experts=model.experts)
     plan = StepPlan.static(demand, cluster.topology)
     num_moe = len(demand.layer_ids)
-    seconds_LO = seconds_saved(plan, demand, cluster, model, num_moe + 1)
-    assert (seconds_LO[:num_moe, 2] > seconds_LO[:num_moe, 1]).all()
-    assert (seconds_LO[:num_moe, 1] > 0).all()
-    assert seconds_LO[num_moe, :2].tolist() == [0, 0]  # dense: without experts the two are one
+    seconds_LX = seconds_saved(plan, demand, cluster, model, num_moe + 1)
+    assert (seconds_LX[:num_moe, 2] > seconds_LX[:num_moe, 1]).all()
+    assert (seconds_LX[:num_moe, 1] > 0).all()
+    assert seconds_LX[num_moe, :2].tolist() == [0, 0]  # dense: without experts the two are one
     step = simulate_step(plan, demand, cluster, model)
     again = simulate_step(plan, demand, cluster, model, Execution(recompute_activations=True))
-    whole = seconds_LO[:num_moe, 2].sum()
+    whole = seconds_LX[:num_moe, 2].sum()
     assert whole == pytest.approx(again.seconds - step.seconds, rel=0.2)

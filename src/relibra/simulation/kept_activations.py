@@ -60,9 +60,9 @@ class ActivationChoice:
 
 def choose_activations(
     options: Sequence[str],
-    token_bytes_LO: Num[ndarray, "L O"],
-    slot_bytes_LO: Num[ndarray, "L O"],
-    seconds_LO: Float[ndarray, "L O"],
+    token_bytes_LX: Num[ndarray, "L X"],
+    slot_bytes_LX: Num[ndarray, "L X"],
+    seconds_LX: Float[ndarray, "L X"],
     *,
     tokens_MR: Num[ndarray, "M R"],
     slots_MLR: Num[ndarray, "M L R"],
@@ -73,70 +73,70 @@ def choose_activations(
     What the layers below keep is there when a layer runs backward, what all keep when the loss does. Options are taken
     by falling seconds per byte on the fullest rank; of equal layers the last first, which is freed first.
 
-    options         names; the first keeps nothing, and is taken even where nothing fits
-    token_bytes_LO  of a token of the rank; slot_bytes_LO of a token-slot that it computes
-    seconds_LO      that a step is faster with an option
+    options         names, X of them; the first keeps nothing, and is taken even where nothing fits
+    token_bytes_LX  of a token of the rank; slot_bytes_LX of a token-slot that it computes
+    seconds_LX      that a step is faster with an option
     free            bytes `[L + 1, M, R]`, or what broadcasts to it, beside recomputing all layers: while a layer runs
                     backward, and last of the loss
     """
-    L, num_options = seconds_LO.shape
-    bytes_LOMR = token_bytes_LO[:, :, None, None] * tokens_MR
-    bytes_LOMR = bytes_LOMR + slot_bytes_LO[:, :, None, None] * slots_MLR.transpose(1, 0, 2)[:, None]
+    L, num_options = seconds_LX.shape
+    bytes_LXMR = token_bytes_LX[:, :, None, None] * tokens_MR
+    bytes_LXMR = bytes_LXMR + slot_bytes_LX[:, :, None, None] * slots_MLR.transpose(1, 0, 2)[:, None]
     free_LMR = np.broadcast_to(np.asarray(free, dtype=np.float64), (L + 1, *tokens_MR.shape))
-    share_MR = bytes_LOMR.max(axis=1, initial=0).sum(axis=0) / np.maximum(free_LMR[-1], 1.0)
+    share_MR = bytes_LXMR.max(axis=1, initial=0).sum(axis=0) / np.maximum(free_LMR[-1], 1.0)
     fullest = np.unravel_index(int(share_MR.argmax()), share_MR.shape) if share_MR.size else None
-    weight_LO = bytes_LOMR[:, :, *fullest] if fullest else np.zeros((L, num_options))
+    weight_LX = bytes_LXMR[:, :, *fullest] if fullest else np.zeros((L, num_options))
     found = {}
     for allowed in (range(num_options), *((0, o) for o in range(1, num_options)), (0,)):
-        option_L = _fill(weight_LO, seconds_LO, bytes_LOMR, free_LMR, list(allowed))
-        kept_LMR = bytes_LOMR[np.arange(L), option_L]
+        option_L = _fill(weight_LX, seconds_LX, bytes_LXMR, free_LMR, list(allowed))
+        kept_LMR = bytes_LXMR[np.arange(L), option_L]
         found[tuple(option_L.tolist())] = ActivationChoice(
             option_L=tuple(options[o] for o in option_L),
             nbytes=float(kept_LMR.sum(axis=0).max(initial=0)),
-            seconds=float(seconds_LO[np.arange(L), option_L].sum()),
+            seconds=float(seconds_LX[np.arange(L), option_L].sum()),
         )
     best, *others = sorted(found.values(), key=lambda one: (-one.seconds, one.nbytes))
     return replace(best, runner_up=others[0] if others else None)
 
 
-def fits(kept_LMR: Num[ndarray, "L M R"], free_LMR: Float[ndarray, "K M R"]) -> bool:
+def fits(kept_LMR: Num[ndarray, "L M R"], free_LMR: Float[ndarray, "Y M R"]) -> bool:
     """Return whether what layers keep is within the free bytes (`choose_activations`), nothing kept included."""
     below_LMR = np.concatenate([np.zeros_like(free_LMR[:1]), kept_LMR.cumsum(axis=0)])
-    within: Bool[ndarray, "K M R"] = (below_LMR == 0) | (below_LMR <= free_LMR)
+    within: Bool[ndarray, "Y M R"] = (below_LMR == 0) | (below_LMR <= free_LMR)
     return bool(within.all())
 
 
 def _fill(
-    weight_LO: ndarray, seconds_LO: ndarray, bytes_LOMR: ndarray, free_LMR: ndarray, allowed: list[int]
+    weight_LX: ndarray, seconds_LX: ndarray, bytes_LXMR: ndarray, free_LMR: ndarray, allowed: list[int]
 ) -> Int[ndarray, " L"]:
     """Return the option of each layer, from those allowed."""
-    L = len(weight_LO)
+    L = len(weight_LX)
     option_L = np.zeros(L, dtype=np.int64)
     steps = [
         (-density, -layer, option)
         for layer in range(L)
-        for density, option in _steps(weight_LO[layer], seconds_LO[layer], allowed)
+        for density, option in _steps(weight_LX[layer], seconds_LX[layer], allowed)
     ]
     for _, minus_layer, option in sorted(steps):
         tried_L = option_L.copy()
         tried_L[-minus_layer] = option
-        if fits(bytes_LOMR[np.arange(L), tried_L], free_LMR):
+        if fits(bytes_LXMR[np.arange(L), tried_L], free_LMR):
             option_L = tried_L
     return option_L
 
 
-def _steps(weight_O: ndarray, seconds_O: ndarray, allowed: list[int]) -> Iterator[tuple[float, int]]:
+def _steps(weight_X: ndarray, seconds_X: ndarray, allowed: list[int]) -> Iterator[tuple[float, int]]:
     """Yield options of a layer with rising seconds, and the seconds per byte of each after the one before, falling."""
     now = 0
-    while better := [o for o in allowed if seconds_O[o] > seconds_O[now]]:
-        density = {o: (seconds_O[o] - seconds_O[now]) / max(1e-9, weight_O[o] - weight_O[now]) for o in better}
-        now = max(better, key=lambda o: (density[o], -weight_O[o]))
+    while better := [o for o in allowed if seconds_X[o] > seconds_X[now]]:
+        density = {o: (seconds_X[o] - seconds_X[now]) / max(1e-9, weight_X[o] - weight_X[now]) for o in better}
+        now = max(better, key=lambda o: (density[o], -weight_X[o]))
         yield float(density[now]), now
 
 
 def seconds_saved(
     plan: StepPlan, demand: ScheduledDemand, cluster: Cluster, model: ModelShape, num_layers: int
-) -> Float[ndarray, "L O"]:
+) -> Float[ndarray, "L X"]:
     """Return the seconds of a step that each decoder layer saves with each of `OPTIONS`: modelled, the busiest rank's.
 
     demand       under the schedule of the plan
@@ -148,7 +148,7 @@ def seconds_saved(
     experts_ML += costs.exchange.dispatch_ML + costs.exchange.combine_ML + costs.exchange.gates_ML
     dense_M = dense_seconds(cluster, rows_MR, model.dense_layer_parameters, scores_MR).max(axis=1)
     attention_M = dense_seconds(cluster, rows_MR, model.non_expert_parameters, scores_MR).max(axis=1)
-    seconds_LO = np.tile([0.0, 0.0, float(dense_M.sum())], (num_layers, 1))
-    seconds_LO[plan.layer_ids, 1] = attention_M.sum()
-    seconds_LO[plan.layer_ids, 2] = attention_M.sum() + experts_ML.sum(axis=0)
-    return seconds_LO
+    seconds_LX = np.tile([0.0, 0.0, float(dense_M.sum())], (num_layers, 1))
+    seconds_LX[plan.layer_ids, 1] = attention_M.sum()
+    seconds_LX[plan.layer_ids, 2] = attention_M.sum() + experts_ML.sum(axis=0)
+    return seconds_LX
