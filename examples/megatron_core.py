@@ -164,7 +164,7 @@ if __name__ == "__main__":
 
 # Output:
 # step 0: skew 1.135 -> 1.051, 6 experts moved, 0 replicas
-# step 1: skew 1.206 -> 1.000, 0 experts moved, 6 replicas
-# step 2: skew 1.235 -> 1.000, 0 experts moved, 8 replicas
+# step 1: skew 1.206 -> 1.004, 0 experts moved, 6 replicas
+# step 2: skew 1.235 -> 1.005, 0 experts moved, 8 replicas
 # losses differ by less than 1e-6: True
 # weights after Adam differ by less than 1e-4: True
