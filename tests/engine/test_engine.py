@@ -66,9 +66,9 @@ def assert_same(one, other, rounding=2e-5):
 def test_sequences_in_company_equal_those_alone(family, exact):
     """More than run at once, with prompts of all lengths in pieces, some of them equal; windows slide in `gpt_oss`."""
     prompts = [prompt_of(number % 5, 2 + 9 * (number % 5)) for number in range(12)]
-    alone = [Watched(family).run([sequence(n, prompt, 24)])[0] for n, prompt in enumerate(prompts)]
+    alone = [Watched(family).run([sequence(n, prompt)])[0] for n, prompt in enumerate(prompts)]
     together = Watched(family, max_running=5, exact=exact)
-    for one, other in zip(together.run([sequence(n, p, 24) for n, p in enumerate(prompts)]), alone, strict=True):
+    for one, other in zip(together.run([sequence(n, p) for n, p in enumerate(prompts)]), alone, strict=True):
         assert_same(one, other)
     assert max(rows for rows, _ in together.fed) <= 5
 

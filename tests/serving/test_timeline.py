@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
+from relibra.serving import worker_timeline
 from relibra.serving.layout import WorkerLayout
 from relibra.serving.worker_timeline import (
-    MOST_EVENTS,
     deployment_timeline,
     timeline_frame,
     worker_recorder,
@@ -53,13 +53,14 @@ def test_attention_and_experts_of_two_micro_batches_overlap(tmp_path):
     assert overlap(spans[0, "attention", 0], spans[0, "attention", 1]) < 1e3, "one of them has the token"
 
 
-def test_a_worker_keeps_its_latest_events():
+def test_a_worker_keeps_its_latest_events(monkeypatch):
+    monkeypatch.setattr(worker_timeline, "MOST_EVENTS", 50)
     layout = WorkerLayout(attention=1, experts=1)
     recorders = [worker_recorder(layout, role, 0) for role in ("attention", "experts")]
-    for number in range(MOST_EVENTS + 5):
+    for number in range(55):
         recorders[1].add("experts", start=1e9, seconds=0.0, layer=number)
     timeline = deployment_timeline(layout, [timeline_frame(one) for one in recorders])
-    assert (timeline.num_ranks, timeline.label, len(timeline.events)) == (2, "measured", MOST_EVENTS)
+    assert (timeline.num_ranks, timeline.label, len(timeline.events)) == (2, "measured", 50)
     assert {event.rank for event in timeline.events} == {1}
     assert timeline.events[0].layer == 5
 
