@@ -111,12 +111,8 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
     "step/ahead": Grouped(by=("dispatch", "plan"), figures=(("default / it - 1", lambda row: row["ahead"]),)),
     "step/order": ("case", "share", "target", "pairs"),
     "iteration/default": Grouped(
-        by=("dispatch", "skew_asked", "mini_batches", "lengths"),
-        figures=(
-            *_RATIOS,
-            ("best that repeats prompts / it", lambda row: row["ratio_to_best_repeating_setting"]),
-            "best_repeating_setting",
-        ),
+        by=("dispatch", "mini_batches", ("prompt / response", lambda row: row["lengths"])),
+        figures=(*_RATIOS, ("best that repeats prompts / it", lambda row: row["ratio_to_best_repeating_setting"])),
     ),
     "iteration/levers": ("passes", "prompts", "ahead", "kept", *_ITERATION, *_RATIOS),
     "iteration/peers": (

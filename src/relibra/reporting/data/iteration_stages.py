@@ -30,10 +30,12 @@ STAGES = (
 def levers_of(recording: Recording) -> Levers:
     """Return the levers of a run; what its configuration does not say is as in a plain GRPO run."""
     ahead, kl = recording.setting("rollout", "ahead"), recording.setting("algorithm", "kl_coefficient")
-    kinds: dict[object, Activations] = {"keep": "kept", "plan": "chosen"}
+    algorithm = {name: recording.setting("algorithm", name) for name in ("old_log_probs", "replay")}
+    recomputes = algorithm["old_log_probs"] == "recompute" or algorithm["replay"] == "R2"
+    kinds: dict[str, Activations] = {"keep": "kept", "plan": "chosen"}
     return Levers(
-        old_log_probs="all" if recording.setting("algorithm", "replay") == "R2" else "later",
-        activations=kinds.get(recording.setting("update", "activations"), "recomputed"),
+        old_log_probs="all" if recomputes else "later",
+        activations=kinds.get(str(recording.setting("update", "activations")), "recomputed"),
         ahead=ahead if isinstance(ahead, int) else 0,
         reference=isinstance(kl, int | float) and kl > 0,
         values=recording.setting("algorithm", "advantage") == "gae",
