@@ -123,10 +123,15 @@ def lever_rows(planned: list[Planned], iteration: Iteration) -> Iterator[Row]:
         if ahead and not is_default:
             continue
         levers = Levers(old_log_probs=old, activations=activations, ahead=ahead)
-        found = fastest(planned, lambda passes, _, levers=levers: iteration.predict(passes, levers))
+        found = fastest(planned, at_levers(iteration, levers))
         for name in BALANCERS if is_default and not ahead else (RELIBRA,):
             row = made_row(name, found, levers)
             yield {**row, "table": "default" if is_default and not ahead and name == RELIBRA else "levers"}
+
+
+def at_levers(iteration: Iteration, levers: Levers) -> Callable[[TrainingPasses, Case], PredictedIteration]:
+    """Return what `fastest` calls for relibra and balancers: the iteration of some levers."""
+    return lambda passes, _: iteration.predict(passes, levers)
 
 
 def fastest(
@@ -193,7 +198,7 @@ def peer_row(planned: list[Planned], iteration: Iteration, one: PeerSetting) -> 
     balancer = "static" if one.balancer == "static" else min(fitting, key=lambda n: found[n].iteration.training)
     # At equal passes: relibra on its own executor and in its own memory.
     equal = replace(levers, activations="recomputed" if one.activations == "recomputed" else "chosen")
-    own = fastest(planned, lambda passes, _: iteration.predict(passes, equal))[RELIBRA].iteration
+    own = fastest(planned, at_levers(iteration, equal))[RELIBRA].iteration
     return {
         **made_row(balancer, found, levers),
         "table": "peers",
