@@ -193,9 +193,10 @@ def test_importing_relibra_takes_under_200_ms():
 
 PUBLIC = {  # a name that goes from here breaks somebody's program: say so in CHANGELOG.md
     relibra: """BatchRoutes Budget Cluster ClusterError ConfigError Demand EngineError ExpertShape Homes Placement
-        PlanError RelibraError RoutingTrace ScheduledDemand StepPlan TraceError __version__ cluster_preset demo_demand
+        PlanError RelibraError RoutingTrace SampledTokens SamplerHistory ScheduledDemand StepPlan TraceError __version__
+        check_sampler cluster_preset demo_demand
         execute_plan expert_shape explain_plan iterate_trace plan_step read_plan read_trace record_routing relocate
-        replay_routing simulate_step validate_plan write_plan write_trace""",
+        replay_routing sampler_sums simulate_step validate_plan write_plan write_trace""",
     relibra.replay: """BatchRoutes RouterSite RoutingRecorder RoutingReplay find_routers record_routing
         replay_routing""",
     relibra.parallel: """BalancedEP LiveBalancing LiveSkew PlanExecution Relocation balance_live execute_plan

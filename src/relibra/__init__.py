@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from relibra.replay import replay_routing as replay_routing
     from relibra.routing.demand import Demand as Demand
     from relibra.routing.demand import ScheduledDemand as ScheduledDemand
+    from relibra.routing.sampler_check import SampledTokens as SampledTokens
+    from relibra.routing.sampler_check import SamplerHistory as SamplerHistory
+    from relibra.routing.sampler_check import check_sampler as check_sampler
+    from relibra.routing.sampler_check import sampler_sums as sampler_sums
     from relibra.routing.synthetic import demo_demand as demo_demand
     from relibra.routing.trace import RoutingTrace as RoutingTrace
     from relibra.routing.trace_files import iterate_trace as iterate_trace
@@ -58,6 +62,7 @@ _NAMES = {
     "relibra.planning.validation": "validate_plan",
     "relibra.replay": "BatchRoutes record_routing replay_routing",
     "relibra.routing.demand": "Demand ScheduledDemand",
+    "relibra.routing.sampler_check": "SampledTokens SamplerHistory check_sampler sampler_sums",
     "relibra.routing.synthetic": "demo_demand",
     "relibra.routing.trace": "RoutingTrace",
     "relibra.routing.trace_files": "iterate_trace read_trace write_trace",
