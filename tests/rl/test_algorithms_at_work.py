@@ -364,6 +364,7 @@ def test_two_ranks_train_what_one_trains(name, on_two_ranks, tmp_path):
         "passes",
         "log_ratio_p99",
         "log_ratio_max",
+        "sampler_check",
         "seconds",
     }
     for one, other in zip(single.rows, on_two_ranks[name].rows, strict=True):

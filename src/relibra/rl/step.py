@@ -60,14 +60,16 @@ from relibra.rl.update.credit import (
     without_mixed_routes,
 )
 from relibra.rl.update.planned_activations import PlannedActivations
-from relibra.rl.update.policy_update import PolicyUpdate, update_policy
+from relibra.rl.update.policy_update import BeforeFirstStep, PolicyUpdate, update_policy
 from relibra.rl.update.recompute import (
     Comparison,
+    PassScores,
     Recomputed,
     micro_batches_to_recompute,
     recompute,
     reference_log_probs,
 )
+from relibra.rl.update.sampler_watch import SamplerWatch
 from relibra.rl.update.value_update import update_values
 
 
@@ -95,6 +97,7 @@ class Progress:
     explained_variance    share of the variance of returns that the value model explained last; None: not known
     planned               whether a step was planned, so that the next plan starts from the current homes
     residents             experts `[L][R][B]` in slots of layers that last, chosen from the step before; None: none
+    sampler_history       of accepted steps, as JSON data (`SamplerHistory`); None: no step yet
     """
 
     live: Sequence[Response] = ()
@@ -109,6 +112,7 @@ class Progress:
     explained_variance: float | None = None
     planned: bool = False
     residents: list | None = None
+    sampler_history: Mapping[str, Any] | None = None
 
     def as_state(self) -> dict[str, Any]:
         """Return the part of a checkpoint beside responses, for `from_state`; the same on all ranks."""
@@ -121,7 +125,7 @@ class Progress:
         raises    ConfigError for a checkpoint of another version of relibra
         """
         later = dict.fromkeys(("policy_skips", "value_skips", "untrained_steps"), 0)  # 0.2.0 had none
-        state = {**later, "residents": None, **state}
+        state = {**later, "residents": None, "sampler_history": None, **state}
         if missing := [name for name in ("next_sample", "passed_over", *_STATE) if name not in state]:
             raise ConfigError(
                 f"the checkpoint lacks {', '.join(missing)}: another version of relibra wrote it; finish the run with "
@@ -137,7 +141,7 @@ class Progress:
 
 _STATE = (
     *("finished", "policy_steps", "value_steps", "policy_skips", "value_skips"),
-    *("untrained_steps", "explained_variance", "planned", "residents"),
+    *("untrained_steps", "explained_variance", "planned", "residents", "sampler_history"),
 )
 
 
@@ -228,13 +232,15 @@ def rl_step(
     if take is not None:
         batch = replace(batch, responses=with_recorded_values(batch.responses, progress.live))
 
-    def check(compared: Comparison) -> None:  # at equal weights, so before the first optimizer step of the run
-        mismatch = step_metrics.mismatch_metrics_of_ranks(recomputed.compared + compared)
-        check_mismatch(mismatch, largest_mismatch(config), where=f"step {step}")
+    watch = SamplerWatch(step, learner.policy, config, progress.sampler_history)
 
-    first = progress.policy_steps == 0
-    if first:
-        check(Comparison())
+    def before_first_step(scored: PassScores | None, batch: TrainingBatch, compared: Comparison) -> bool:
+        if progress.policy_steps == 0:
+            mismatch = step_metrics.mismatch_metrics_of_ranks(recomputed.compared + compared)
+            check_mismatch(mismatch, largest_mismatch(config), where=f"step {step}")
+        return watch.accepts(scored, batch)
+
+    before_first_step(None, batch, Comparison())  # what a pass has found already
     with clock.stage("trace"):
         traces.write_plan(step, batch.plan, batch.demand)
     progress, credit, value_metrics = _run_value_model(step, learner, progress, batch.responses, config, clock)
@@ -245,7 +251,7 @@ def rl_step(
     )
     trains = _trains_policy(step, learner, progress, config)
     if trains:
-        update = _update_policy(learner, update.count, batch, config, clock, check if first else None)
+        update = _update_policy(learner, update.count, batch, config, clock, before_first_step)
     mismatch = step_metrics.mismatch_metrics_of_ranks(recomputed.compared + update.compared)
     with clock.stage("sync"):
         canary = sync_weights(learner.engine, learner.policy, step + 1, learner.canary)
@@ -263,6 +269,7 @@ def rl_step(
         **step_metrics.balance_metrics(batch, recomputed, update, learner.policy.shape, clock.skews),
         **step_metrics.prompt_metrics(batch),
         "canary": canary and asdict(canary),
+        "sampler_check": watch.metrics(),
         "bytes": step_metrics.route_bytes(batch, routed=prepared.routed, traced=prepared.traced),
         "ahead": take and step_metrics.ahead_metrics(step, rollout.responses, prepared.begun_ahead, clock.seconds),
         "seconds": {name: round(seconds, 4) for name, seconds in clock.seconds.items()},
@@ -273,7 +280,7 @@ def rl_step(
         without_signal = metrics["equal_groups"] == 1 and not terms
         untrained = untrained + 1 if not metrics["trained_tokens"] or without_signal else 0
     metrics["untrained_steps"] = untrained
-    metrics["alarms"] = alarms(metrics)
+    metrics["alarms"] = [*alarms(metrics), *filter(None, [watch.sentence])]
     progress = replace(
         progress,
         cursor=rollout.cursor,
@@ -283,6 +290,7 @@ def rl_step(
         untrained_steps=untrained,
         planned=progress.planned or batch.plan is not None,
         residents=residents,
+        sampler_history=watch.state,
     )
     check_live_responses(progress.live, cursor=progress.cursor, finished=progress.finished, settings=config.rollout)
     return StepResult(metrics=metrics, responses=rollout.responses, progress=progress)
@@ -552,7 +560,7 @@ def _update_policy(
     batch: TrainingBatch,
     config: RunConfig,
     clock: Stopwatch,
-    before_first_step: Callable[[Comparison], None] | None,
+    before_first_step: BeforeFirstStep,
 ) -> PolicyUpdate:
     if learner.activations is not None:
         learner.activations.prepare(batch)

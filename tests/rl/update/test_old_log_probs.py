@@ -14,8 +14,8 @@ from relibra.rl.config.run_config import load_config
 from relibra.rl.model.optimizer import StepCount
 from relibra.rl.model.token_scores import learn_logits
 from relibra.rl.run.step_metrics import update_metrics
-from relibra.rl.update.policy_update import update_policy
-from relibra.rl.update.recompute import micro_batches_to_recompute
+from relibra.rl.update.policy_update import loss_totals, update_policy
+from relibra.rl.update.recompute import micro_batches_to_recompute, score_tokens
 from tests.replay.tiny_models import tiny_model
 from tests.rl.made_up import response_of
 from tests.rl.update.test_recompute import batch_of, native_log_probs, run
@@ -174,7 +174,9 @@ def test_the_sampler_is_compared_as_by_a_whole_pass():
     filled, passed = skipping(model, batch, config)
     assert [old is None for old in passed.log_probs] == (batch.schedule.mini_batch_M == 0).tolist()
     checked = []
-    update = updated(model, filled, config, before_first_step=checked.append)
+    update = updated(
+        model, filled, config, before_first_step=lambda _own, _batch, compared: checked.append(compared) or True
+    )
     ours = passed.compared + update.compared
     assert 0 < update.compared.tokens < ours.tokens == whole.tokens
     assert ours.entropy == pytest.approx(whole.entropy, rel=1e-5)
@@ -190,7 +192,7 @@ def test_what_is_refused_before_the_first_step_trains_nothing():
     batch, _ = skipping(model, step_of(model, 1, replayed=True), config)
     before = [weights.detach().clone() for weights in model.parameters()]
 
-    def refuse(compared):
+    def refuse(_own, _batch, compared):
         raise EngineError(f"{compared.tokens} tokens differ")
 
     with pytest.raises(EngineError, match="tokens differ"):
@@ -215,6 +217,8 @@ def test_passes_that_are_needed_run():
     schedule = batch_of(RESPONSES, replayed=False, mini_batches=2, tokens=1).schedule
     assert schedule.mini_batch_M.tolist() == [0, 0, 1, 1]
     for overrides, trains, expected in (
+        (("algorithm.old_log_probs=sampler",), True, []),
+        (("algorithm.old_log_probs=sampler",), False, [0, 1, 2, 3]),
         ((), True, [2, 3]),
         ((), False, [0, 1, 2, 3]),
         (("algorithm.replay=R2",), True, [0, 1, 2, 3]),
@@ -222,3 +226,63 @@ def test_passes_that_are_needed_run():
     ):
         settings = config_of("grpo", *overrides).algorithm
         assert micro_batches_to_recompute(schedule, settings, trains=trains) == expected
+
+
+def sampler_updates(config, accepts):
+    """Train from the sampler's log-probs where they are accepted; return weights and sums."""
+    model = fresh_model()
+    update = updated(model, step_of(model, 4, replayed=True), config, before_first_step=lambda *_: accepts)
+    return update, list(model.parameters())
+
+
+def test_log_probs_of_an_accepted_sampler_are_the_old_ones():
+    config = config_of("grpo", "algorithm.old_log_probs=sampler", "update.epochs=2")
+    model = fresh_model()
+    batch = step_of(model, 4, replayed=True)
+    expected = with_old(batch, [None, *(one.sampled_log_probs_X for one in batch.micro_batches[1:])])
+    one, other = updated(model, expected, config), sampler_updates(config, accepts=True)
+    assert one.sums == pytest.approx(other[0].sums, abs=1e-6)
+    for a, b in zip(model.parameters(), other[1], strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2, 4])
+def test_a_refused_sampler_falls_back_to_the_pass(mini_batches):
+    config = config_of("ppo", "algorithm.old_log_probs=sampler")
+    found = []
+    for skips in (False, True):
+        model = fresh_model()
+        batch = step_of(model, mini_batches, replayed=True)
+        if skips:
+            batch = skipping(model, batch, config_of("ppo"))[0]
+        update = updated(model, batch, config, before_first_step=lambda *_: False)
+        found.append((update, list(model.parameters())))
+    (one, ours), (_, theirs) = found
+    tokens = [
+        int(one.in_window_X.sum())
+        for _, one in (pair for m in range(1, mini_batches) for pair in batch.of_mini_batch(m))
+    ]
+    assert one.compared.tokens == found[1][0].compared.tokens + sum(tokens)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("correction", "high"), [("tis", None), ("icepop", 5.0), ("mis", 2.0)])
+def test_corrections_of_the_sampler_only_mask(correction, high):
+    """tis is 1 by itself; icepop and mis drop tokens by policy / sampler, and weigh none."""
+    config = config_of("grpo", "algorithm.old_log_probs=sampler", f"algorithm.correction={correction}")
+    model = fresh_model()
+    batch = step_of(model, 1, replayed=False)
+    shift = torch.log(torch.tensor([1.0, 0.3, 3.0, 7.0]))
+    found, loss = [], find_loss(config)
+    for one in batch.micro_batches:
+        read = loss.of_tokens_read(one)
+        scores = score_tokens(model, read, 1.0)
+        sampled_X = scores.log_probs_X.detach() - shift.repeat(len(read.row_X))[: len(read.row_X)]
+        read = replace(read, sampled_log_probs_X=sampled_X, old_log_probs_X=sampled_X, advantages_X=read.advantages_X)
+        [totals] = loss_totals(batch)
+        found.append((loss(scores, read, totals)[1]["masked_fraction"], len(read.row_X)))
+    ratio_X = torch.tensor([1.0, 0.3, 3.0, 7.0])
+    for masked, tokens in found:
+        dropped = 0 if high is None else ((ratio_X < 0.5) | (ratio_X > high)).repeat(tokens)[:tokens].sum()
+        assert int(masked) == int(dropped)

@@ -28,13 +28,19 @@ def loss(inputs: LossInputs, log_ratio_Y: Tensor | None = None) -> LossResult:
 
     log_ratio_Y   log r of each trained token; None: of the token itself
     """
+    import torch
+
     from relibra.rl.algorithms import terms  # imports torch, which settings do without
 
     settings, inputs = inputs.settings, inputs.trained()  # from here on its X tokens are the Y trained ones
     old_Y = inputs.old_log_probs_X
-    correction_Y = terms.correction_weights(
-        settings, old_Y - inputs.sampled_log_probs_X, inputs.response_X, inputs.num_responses
-    )
+    mismatch_Y, response_Y, sizes = old_Y - inputs.sampled_log_probs_X, inputs.response_X, inputs.num_responses
+    correction_Y = terms.correction_weights(settings, mismatch_Y, response_Y, sizes)
+    if settings.old_log_probs == "sampler" and settings.correction in ("icepop", "mis"):
+        # Where the old policy is the sampler, its ratio is corrected already: these only mask, by pi / sampler.
+        now_Y = inputs.log_probs_X - inputs.sampled_log_probs_X
+        kept_Y = terms.correction_weights(settings, now_Y, response_Y, sizes) > 0
+        correction_Y = torch.where(mismatch_Y == 0, kept_Y.to(correction_Y.dtype), correction_Y)
     surrogate_Y, clipped_Y = terms.clipped_surrogate(
         inputs.log_probs_X - old_Y if log_ratio_Y is None else log_ratio_Y,
         inputs.advantages_X,

@@ -48,6 +48,19 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
     if ":" not in algorithm.loss and algorithm.loss not in PRESETS:
         yield "algorithm.loss", f"allowed are {', '.join(PRESETS)}, or a function of yours as 'module:function'", ""
 
+    # Old log-probs of the sampler.
+    if algorithm.old_log_probs == "sampler" and algorithm.loss not in ("ppo", "grpo", "dapo"):
+        why = (
+            "is for ratios of single tokens, the losses ppo, grpo and dapo: in others a mismatch is more than a factor"
+        )
+        yield "algorithm.old_log_probs", f"{why}, and algorithm.loss is {algorithm.loss!r}", "set skip_first"
+    if algorithm.old_log_probs == "sampler" and algorithm.replay == "R2":
+        why = "leaves out the recompute pass, from which algorithm.replay 'R2' takes routes"
+        yield "algorithm.old_log_probs", why, "set skip_first, or algorithm.replay=R3"
+    if update.on_mismatch == "fall_back" and algorithm.old_log_probs != "sampler":
+        why = f"computes what algorithm.old_log_probs {algorithm.old_log_probs!r} computes anyway"
+        yield "update.on_mismatch", why, "set warn or stop"
+
     # What leaves the device comes back before it is used.
     follows = config.follows_plans and not config.plan.live
     if update.activations == "plan" and (algorithm.replay == "off" or (ranks > 1 and not follows)):

@@ -157,10 +157,10 @@ class AlgorithmSettings(Section):
     """Weight of the entropy bonus."""
     replay: Literal["off", "R2", "R3"] = "R3"
     """Experts in training: the router's; of the recompute pass (R2); of the rollout (R3, arXiv 2510.11370)."""
-    old_log_probs: Literal["recompute", "skip_first"] = "skip_first"
+    old_log_probs: Literal["recompute", "skip_first", "sampler"] = "skip_first"
     """Log-probs before the update, to which the probability ratio compares: "skip_first" takes those of the update
     itself for the first mini-batch, where the ratio is 1, and a forward pass computes the others; "recompute": the pass
-    computes all."""
+    computes all; "sampler": the others are the sampler's, where the first one passes the check (update.on_mismatch)."""
     correction: Literal["off", "tis", "sequence_tis", "icepop", "mis"] = "off"
     """Token weights that correct the mismatch of sampler and trainer: importance sampling per token (tis) or per
     response, truncated at 2; or 0 outside 0.5..5, the ratio inside (icepop); or 0 outside 0.5..2, 1 inside (mis)."""
@@ -202,6 +202,10 @@ class UpdateSettings(Section):
     """Largest mean difference of the log-probs of trainer and sampler before the first update (log_ratio_mean_abs);
     a larger one ends the run. None: 0.005 in float32; 0.05 in bfloat16, and with servers of your own; both divided by
     a rollout.temperature below 1."""
+    on_mismatch: Literal["fall_back", "stop", "warn"] | None = None
+    """What follows where log-ratios of trainer and sampler in the first mini-batch are not those of steps before, by
+    server, age, position or expert: "fall_back" computes old log-probs in a pass (algorithm.old_log_probs=sampler),
+    "stop" ends the run, "warn" goes on. None: fall_back with old_log_probs=sampler, else warn."""
 
 
 class CriticSettings(Section):

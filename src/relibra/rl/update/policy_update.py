@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from relibra.parallel import LiveBalancing
+from relibra.parallel.homes.logical_order import reshard
 from relibra.rl.algorithms.loss import PolicyLoss
 from relibra.rl.algorithms.terms import LossTotals
 from relibra.rl.batch.token_batch import TokenBatch
@@ -19,7 +20,12 @@ from relibra.rl.config.settings import UpdateSettings
 from relibra.rl.model.optimizer import StepCount, step_or_skip
 from relibra.rl.run.ranks import sum_over_ranks
 from relibra.rl.update.gradient_reduction import each_micro_batch
-from relibra.rl.update.recompute import Comparison, PassScores, model_device, score_tokens
+from relibra.rl.update.recompute import Comparison, PassScores, model_device, recompute, score_tokens
+
+BeforeFirstStep = Callable[[PassScores | None, TrainingBatch, Comparison], bool]
+"""Called before the first optimizer step with the scores of the mini-batch whose log-probs are the old ones, None if a
+pass had computed them; the batch; and `PolicyUpdate.compared`. Returns whether the sampler computes what the trainer
+does, on all ranks alike; collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +61,7 @@ def update_policy(
     *,
     count: StepCount,
     num_ranks: int,
-    before_first_step: Callable[[Comparison], None] | None = None,
+    before_first_step: BeforeFirstStep | None = None,
 ) -> PolicyUpdate:
     """Train the policy on a step, a mini-batch at a time; collective.
 
@@ -63,15 +69,15 @@ def update_policy(
     of them (`gradient_reduction.py`), so each rank's sum is multiplied by the number of ranks. A mini-batch that trains
     no token on any rank is left out; one whose gradient is not finite is skipped (`step_or_skip`).
 
-    Old log-probs that no pass has computed are those of the first epoch, detached; later epochs use the same.
+    Old log-probs that no pass has computed are those of the first epoch, detached, in the first mini-batch; later
+    epochs use the same. In the others they are the sampler's, or computed now where `before_first_step` says no.
 
-    count               optimizer steps made before
-    before_first_step   called with `PolicyUpdate.compared` before the first optimizer step; collective
+    count    optimizer steps made before
     """
     device, temperature = model_device(model), loss.config.rollout.temperature
     all_totals, reduces_each = loss_totals(batch), each_micro_batch(model)
     sums, norms, skipped = defaultdict[str, float](float), list[float](), 0
-    compared = Comparison()
+    compared, is_first = Comparison(), True
     for mini_batch, totals in list(enumerate(all_totals)) * update.epochs:
         if not totals.tokens and (not totals.positive_tokens or ":" in loss.config.algorithm.loss):
             continue
@@ -92,14 +98,16 @@ def update_policy(
         added = loss.add_up(found)
         if own is not None:
             compared, log_probs = own.read(device, batch, loss.config.algorithm)
-            kept = [one.old_log_probs_X for one in batch.micro_batches]
-            batch = batch.filled(
-                old_log_probs_X=[old if new is None else new for old, new in zip(kept, log_probs, strict=True)]
-            )
+            batch = _with_old_log_probs(batch, log_probs)
             added["at_ratio_1"] = added.get("tokens", 0.0)
-        if before_first_step is not None:
-            before_first_step(compared)
-            before_first_step = None
+        if is_first and (before_first_step is None or before_first_step(own, batch, compared)):
+            batch = _with_old_log_probs(batch, [one.sampled_log_probs_X for one in batch.micro_batches])
+        elif is_first:
+            missing = [m for m, one in enumerate(batch.micro_batches) if one.old_log_probs_X is None]
+            passed = recompute(model, batch, context, loss.config.algorithm, temperature=temperature, numbers=missing)
+            reshard(model)  # the optimizer steps on shards
+            batch, compared = _with_old_log_probs(batch, passed.log_probs), compared + passed.compared
+        is_first = False
         count, norm = step_or_skip(model, optimizer, count, update, learning_rate=update.learning_rate, name="policy")
         if norm is None:
             skipped += 1
@@ -108,6 +116,12 @@ def update_policy(
             sums[name] += value
         norms.append(norm)
     return PolicyUpdate(sums=sums, compared=compared, grad_norms=norms, count=count, skipped=skipped)
+
+
+def _with_old_log_probs(batch: TrainingBatch, log_probs: Sequence[Tensor | None]) -> TrainingBatch:
+    """Return the batch with old log-probs of micro-batches that have none yet."""
+    kept = [one.old_log_probs_X for one in batch.micro_batches]
+    return batch.filled(old_log_probs_X=[new if old is None else old for old, new in zip(kept, log_probs, strict=True)])
 
 
 def loss_totals(batch: TrainingBatch) -> list[LossTotals]:

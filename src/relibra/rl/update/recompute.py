@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -57,6 +57,11 @@ class PassScores:
         self._found: dict[int, tuple[TokenScores, TokenBatch]] = {}
         self._differing: list[Tensor] = []
         self._routers = RouterComparison()
+
+    @property
+    def found(self) -> Mapping[int, tuple[TokenScores, TokenBatch]]:
+        """Scores on the host by micro-batch, and the tokens that they are of."""
+        return self._found
 
     def add(self, number: int, scores: TokenScores, batch: TokenBatch, replay: RoutingReplay | None) -> None:
         """Keep the scores of a micro-batch's tokens, and what its replay counted; `batch` is on the host."""
@@ -119,10 +124,12 @@ def micro_batches_to_recompute(schedule: Schedule, settings: AlgorithmSettings, 
     """Return the micro-batches whose old log-probs a pass before the update computes, in their order.
 
     None of the first mini-batch: no optimizer step comes before it, so the update's own log-probs are the old ones. R2
-    takes the routes of all from the pass.
+    takes the routes of all from the pass. With "sampler" none: the update decides after its first mini-batch.
 
     trains   the policy is trained in this step; else only the pass compares it with the sampler
     """
+    if settings.old_log_probs == "sampler" and trains:
+        return []
     leaves_out = settings.old_log_probs == "skip_first" and settings.replay != "R2" and trains
     return np.flatnonzero(schedule.mini_batch_M >= leaves_out).tolist()
 

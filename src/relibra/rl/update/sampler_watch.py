@@ -1,0 +1,101 @@
+"""`SamplerWatch`: the check of the sampler in a step, on the first mini-batch before the optimizer step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from relibra.errors import EngineError
+from relibra.rl.batch.training_batch import TrainingBatch
+from relibra.rl.config.run_config import RunConfig
+from relibra.rl.model.policy import Policy
+from relibra.rl.run.ranks import sum_over_ranks
+from relibra.rl.update.recompute import PassScores
+from relibra.routing.sampler_check import SampledTokens, SamplerHistory, SamplerVerdict, check_sampler, sampler_sums
+
+_log = logging.getLogger(__name__)
+
+
+class SamplerWatch:
+    """Compares a step's tokens with those of accepted steps, and does what `update.on_mismatch` says.
+
+    verdict   of the step; None: no log-probs of the update were the old ones
+    state     history as JSON data, with this step once it is accepted; None: no step yet
+    """
+
+    def __init__(self, step: int, policy: Policy, config: RunConfig, state: Mapping[str, Any] | None) -> None:
+        """Start with the history that the step before left."""
+        self.verdict: SamplerVerdict | None = None
+        self.state, self._step, self._policy, self._config = state, step, policy, config
+
+    def accepts(self, scored: PassScores | None, batch: TrainingBatch) -> bool:
+        """Return whether old log-probs may be the sampler's; collective.
+
+        raises    EngineError with `update.on_mismatch` "stop" where tokens are not like those of steps before
+        """
+        if scored is None:
+            return True
+        own = sampler_sums(self._tokens(scored, batch))
+        sums = own.shaped(sum_over_ranks(torch.from_numpy(own.flat())).numpy())
+        history = SamplerHistory() if self.state is None else SamplerHistory.from_state(self.state)
+        self.verdict = check_sampler(sums, history, layer_ids=self._policy.layer_ids)
+        if self.verdict.accepted:
+            self.state = history.with_step(sums).as_state()
+            return True
+        uses = self._config.algorithm.old_log_probs == "sampler"
+        reaction = self._config.update.on_mismatch or ("fall_back" if uses else "warn")
+        if reaction == "stop":
+            raise EngineError(
+                f"step {self._step}: {self.sentence}; look at what it names, or set update.on_mismatch=warn"
+            )
+        if dist.get_rank() == 0:
+            _log.warning("step %d: %s", self._step, self.sentence)
+        return reaction != "fall_back"
+
+    @property
+    def sentence(self) -> str:
+        """What differs, in a sentence; "": nothing."""
+        if self.verdict is None or self.verdict.accepted:
+            return ""
+        listed = ", ".join(self.verdict.differs[:5]) + ", ..." * (len(self.verdict.differs) > 5)
+        return f"trainer and sampler differ more than in steps before, or than is allowed: {listed}"
+
+    def metrics(self) -> dict[str, Any] | None:
+        """Return the verdict for the row of a step; None: nothing was checked."""
+        return None if self.verdict is None else {**asdict(self.verdict), "differs": list(self.verdict.differs)}
+
+    def _tokens(self, scored: PassScores, batch: TrainingBatch) -> SampledTokens:
+        """Return this rank's scored tokens of last windows; a rank may have none."""
+        layers, choices = (
+            len(self._policy.layer_ids),
+            self._policy.top_k if self._config.algorithm.replay == "R3" else 0,
+        )
+        pieces, responses = list[tuple[Tensor, ...]](), 0
+        for number, (scores, read) in scored.found.items():
+            tokens, routes = read.of_tokens(read.in_window_X), batch.micro_batches[number].routes
+            none_XLK = torch.zeros(len(tokens.row_X), layers, choices, dtype=torch.uint8)  # filler, or no replay
+            pieces.append(
+                (
+                    scores.log_probs_X[read.in_window_X] - tokens.sampled_log_probs_X,
+                    tokens.response_X + responses,
+                    tokens.position_1T[0, tokens.row_X],
+                    self._step - tokens.versions_X,
+                    none_XLK if routes is None else routes.experts_TLK[tokens.row_X],
+                )
+            )
+            responses += tokens.num_responses
+        names = ("log_ratio_X", "response_X", "position_X", "age_X", "experts_XLK")
+        arrays = [torch.cat(one).numpy() for one in zip(*pieces, strict=True)]
+        return SampledTokens(
+            **dict(zip(names, arrays, strict=True)),
+            server_S=np.zeros(responses, dtype=np.int64),
+            num_servers=max(1, len(self._config.rollout.url)),
+            num_experts=self._policy.num_experts,
+        )
