@@ -5,7 +5,8 @@
 `prepare_micro_batches`, where the routes of rollout routing replay are at hand. The installed function calls that of
 verl, gathers the loads of all samples, lets rank 0 exchange samples between micro-batches of their rank, and cuts
 again. Where routes are missing, or no schedule can help, verl's micro-batches are used; the log says why, once for each
-reason.
+reason. `old_log_probs` and `rollout_log_probs` of batches to train on are compared by `check_sampler`; the log warns of
+what differs.
 
 Read: verl 0.9.1 (2026-09-20), and main of 2026-08-22. Megatron engines only: others have no expert parallelism, or
 replay no routes on it.
@@ -34,6 +35,7 @@ from relibra.integrations.expert_layout import ExpertLayout
 from relibra.integrations.hooks import WarnOnce, check_parameters, noting_calls, wrap_function
 from relibra.integrations.repacking import RepackedStep, TrainerSchedule, count_samples, of_used_layers, repack_step
 from relibra.integrations.shared_failures import on_all_ranks
+from relibra.routing.sampler_check import SampledTokens, SamplerHistory, check_sampler, sampler_sums
 
 _log = logging.getLogger("relibra.verl")
 _log.setLevel(logging.INFO)  # verl shows warnings only
@@ -99,6 +101,8 @@ def planned(stock: Callable[..., Any]) -> Callable[..., Any]:
         since = time.perf_counter()
         micro_batches, indices = stock(data, dp_group, *arguments, **options)
         current = _current.get()
+        if current is not None and not current.forward_only:
+            watch_sampler(data, dp_group, current.engine)
         if current is None or not _replays(current, data) or indices is None:
             return micro_batches, indices
         try:
@@ -115,6 +119,62 @@ def planned(stock: Callable[..., Any]) -> Callable[..., Any]:
         return [tensors.index_select_tensor_dict(data, item) for item in chosen], chosen
 
     return prepare_micro_batches
+
+
+_HISTORY = "_relibra_sampler_history"
+"""Attribute of an engine: the `SamplerHistory` of its batches."""
+
+
+def watch_sampler(data: Any, dp_group: Any, engine: Any) -> None:
+    """Compare the tokens of a batch with those of batches before, and warn of what differs; collective in the group.
+
+    Needs actor_rollout_ref.rollout.calculate_log_probs=True and recorded routes; without them nothing is compared.
+    """
+    wanted = {"old_log_probs", "rollout_log_probs", "routed_experts"}
+    if getattr(engine, "is_value_model", False) or not wanted <= set(data.keys()):
+        return
+    sums = sampler_sums(sampled_tokens(data, num_experts=int(engine.tf_config.num_moe_experts)))
+    if _size(dp_group) > 1:
+        added = torch.from_numpy(sums.flat()).to(_device(dp_group))
+        dist.all_reduce(added, group=dp_group)
+        sums = sums.shaped(added.cpu().numpy())
+    history = getattr(engine, _HISTORY, SamplerHistory())
+    verdict = check_sampler(sums, history)
+    if verdict.accepted:
+        setattr(engine, _HISTORY, history.with_step(sums))
+    elif not dist.is_initialized() or dist.get_rank() == 0:
+        differs = ", ".join(verdict.differs[:5])
+        _log.warning("relibra: trainer and rollout differ more than in batches before, or than is allowed: %s", differs)
+
+
+def sampled_tokens(data: Any, *, num_experts: int) -> SampledTokens:
+    """Return the response tokens of a batch to train on, with the log-probs of verl's pass and of its rollout.
+
+    raises    TraceError where routes are missing, or padded
+    """
+    responses, routes, pieces = data["responses"], sample_routes(data), []
+    lengths_S = (
+        responses.offsets().diff() if responses.is_nested else data["attention_mask"][:, -responses.shape[1] :].sum(1)
+    )
+    of_tokens = zip(
+        *(data[name].unbind() for name in ("old_log_probs", "rollout_log_probs", "response_mask")), strict=True
+    )
+    for s, (tokens, length, values) in enumerate(zip(sample_lengths(data), lengths_S.tolist(), of_tokens, strict=True)):
+        old_X, rollout_X, mask_X = (one[:length].float().cpu().numpy() for one in values)
+        chosen = np.flatnonzero(mask_X)
+        rows = tokens - length + chosen - 1  # whose output predicts the token
+        pieces.append(((old_X - rollout_X)[chosen], np.full(len(rows), s), rows, routes[s][rows]))
+    log_ratio_X, response_X, row_X, experts_XLK = (np.concatenate(one) for one in zip(*pieces, strict=True))
+    return SampledTokens(
+        log_ratio_X=log_ratio_X,
+        response_X=response_X,
+        position_X=row_X,
+        age_X=np.zeros_like(response_X),
+        server_S=np.zeros(len(pieces), dtype=np.int64),
+        num_servers=1,
+        experts_XLK=experts_XLK,
+        num_experts=num_experts,
+    )
 
 
 def _replays(current: _Pass, data: Any) -> bool:

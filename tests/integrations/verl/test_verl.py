@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from relibra.errors import EngineError
 from relibra.integrations import verl
@@ -133,6 +134,44 @@ def test_a_schedule_that_verl_makes_elsewhere_is_said_once(engine, caplog):
     engine.cut(data)
     engine.cut(data)
     assert caplog.text.count("dynamic context parallelism") == 1
+
+
+def with_log_probs(lengths, routes, *, prompt=3, sd=0.005, broken=None, seed=0):
+    """Return a batch with log-probs of a pass and of a rollout; `broken`: (layer, expert) whose tokens differ more."""
+    rng, rows = np.random.default_rng(seed), []
+    for length, routes_TLK in zip(lengths, routes, strict=True):
+        noise = rng.normal(0, sd, length - prompt)
+        if broken is not None:
+            layer, expert = broken
+            uses = (routes_TLK[prompt - 1 : length - 1, layer] == expert).any(axis=-1)
+            noise += np.where(uses, rng.normal(0, 0.1, length - prompt), 0.0)
+        rows.append(torch.from_numpy(noise.astype(np.float32)))
+
+    def nested(tensors):
+        return torch.nested.nested_tensor(list(tensors), layout=torch.jagged)
+
+    batch = make_batch(lengths, routes)
+    batch["old_log_probs"] = nested(rows)
+    batch["rollout_log_probs"] = nested(torch.zeros_like(one) for one in rows)
+    batch["response_mask"] = nested(torch.ones(len(one), dtype=torch.int64) for one in rows)
+    batch["responses"] = nested(torch.zeros(len(one), dtype=torch.int64) for one in rows)
+    return batch
+
+
+def test_log_probs_of_the_rollout_are_checked(engine, caplog):
+    lengths, routes = draw_samples(5, 64)
+    expert = int(np.bincount(np.concatenate([one[:, 1].ravel() for one in routes])).argmin())
+    for seed in range(4):
+        verl.watch_sampler(with_log_probs(lengths, routes, seed=seed), None, engine)
+    assert not caplog.records
+    tokens = verl.sampled_tokens(with_log_probs(lengths, routes), num_experts=16)
+    assert len(tokens.log_ratio_X) == sum(lengths) - 3 * len(lengths)
+    assert np.array_equal(tokens.experts_XLK[: lengths[0] - 3], routes[0][2 : lengths[0] - 1])
+    verl.watch_sampler(with_log_probs(lengths, routes, broken=(1, expert), seed=9), None, engine)
+    assert f"layer 1, expert {expert}" in caplog.text
+    caplog.clear()
+    verl.watch_sampler(make_batch(lengths, routes), None, engine)
+    assert not caplog.records
 
 
 def test_other_versions_of_verl_are_refused(engine):
