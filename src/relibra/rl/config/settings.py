@@ -204,7 +204,7 @@ class UpdateSettings(Section):
     a rollout.temperature below 1."""
     on_mismatch: Literal["fall_back", "stop", "warn"] | None = None
     """What follows where log-ratios of trainer and sampler in the first mini-batch are not those of steps before, by
-    server, age, position or expert: "fall_back" computes old log-probs in a pass (algorithm.old_log_probs=sampler),
+    age of the weights, position or expert: "fall_back" computes old log-probs in a pass (old_log_probs=sampler),
     "stop" ends the run, "warn" goes on. None: fall_back with old_log_probs=sampler, else warn."""
 
 

@@ -96,6 +96,6 @@ class SamplerWatch:
         return SampledTokens(
             **dict(zip(names, arrays, strict=True)),
             server_S=np.zeros(responses, dtype=np.int64),
-            num_servers=max(1, len(self._config.rollout.url)),
+            num_servers=1,  # responses do not say which server sampled them
             num_experts=self._policy.num_experts,
         )
