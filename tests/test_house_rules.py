@@ -276,13 +276,13 @@ def test_nobody_pickles():
 
 
 LINE_CEILINGS = {
-    "src/relibra": (63_400, ""),
+    "src/relibra": (65_900, ""),
     "planning without deployment and baselines": (7_500, r"planning/(?!deployment/|baselines/)"),
     "planning/baselines": (1_300, "planning/baselines/"),
     "parallel": (5_000, "parallel/"),
 }
 """Most lines of Python and templates, and the start of the paths of the files that count."""
-MOST_SETTINGS = 104
+MOST_SETTINGS = 112
 
 
 @pytest.mark.parametrize("name", LINE_CEILINGS)
