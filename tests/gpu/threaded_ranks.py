@@ -146,7 +146,7 @@ def _make_group(store: Any, rank: int, world_size: int, timeout: Any) -> dist.Pr
 if BACKEND not in dist.Backend.backend_list:
     dist.Backend.register_backend(BACKEND, _make_group, devices=["cpu", "cuda"])
 if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch below 2.12: read where a group ends
-    threaded.ThreadLocalWorld.comms = ()
+    threaded.ThreadLocalWorld.comms = []
 
 
 def run_threads(work: Callable[[int], Any], num_ranks: int) -> list[Any]:
