@@ -18,7 +18,7 @@ MACHINE = ("--ranks", RANKS, "--ranks-per-node", "2")
 CONFIG = {
     "run": {"seed": SEED},
     "update": {"mini_batches": 4, "micro_batch_tokens": TOKENS},
-    "algorithm": {"advantage": "group", "group_filter": "off"},
+    "algorithm": {"preset": "grpo", "group_filter": "off"},
 }
 
 

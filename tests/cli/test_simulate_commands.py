@@ -378,7 +378,10 @@ def test_an_iteration_has_stages_as_measured_and_levers(run, routes, tmp_path):
     groups = replace(routes, group_ids=np.arange(160) // 8, prompt_lengths=np.full(160, 2))
     folder = tmp_path / "runs" / "mine"
     write_trace(groups, folder / "traces" / "step-00003")
-    config = {"update": {"micro_batch_tokens": 40, "mini_batches": 2}, "algorithm": {"advantage": "group"}}
+    config = {
+        "update": {"micro_batch_tokens": 40, "mini_batches": 2},
+        "algorithm": {"preset": "grpo", "old_log_probs": "skip_first"},
+    }
     (folder / "config.json").write_text(json.dumps(config))
     seconds = {"rollout": 4.0, "reward": 0.5, "recompute": 1.0, "update": 3.0, "other": 1.5}
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, "idle_share": 0.25, "seconds": seconds}) + "\n")

@@ -60,7 +60,9 @@ def test_with_weights_that_stay_a_run_ahead_is_one_that_waits(tmp_path, small_ca
             found[ahead] = run_alone(settings, folder / "run")
         assert server.version == "4"
         check_counts(folder / "run", 4, windows=preset is TPPO)
-    for one, other in zip(*(comparable(found[ahead], "canary", "ahead") for ahead in (0, 2)), strict=True):
+    for one, other in zip(
+        *(comparable(found[ahead], "canary", "ahead", "sampler_check") for ahead in (0, 2)), strict=True
+    ):
         assert one == other
     assert found[0][0]["ahead"] is None
     assert all(row["k3_kl"] < 1e-9 and row["router_disagreement"] == 0.0 for row in found[2])

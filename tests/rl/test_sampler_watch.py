@@ -74,7 +74,7 @@ def test_a_resumed_run_checks_against_the_same_steps(tmp_path):
         for name in ("whole", "cut")
     ]
     assert states[0]["sampler_history"] == states[1]["sampler_history"]
-    assert len(states[0]["sampler_history"]["recent_XZ3"]) == 4
+    assert len(states[0]["sampler_history"]["steps"]["recent_XZ3"]) == 4
 
 
 @pytest.mark.slow

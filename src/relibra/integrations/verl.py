@@ -63,6 +63,7 @@ class _Pass:
 
 _current: ContextVar[_Pass | None] = ContextVar("relibra_verl_pass", default=None)
 unplanned = WarnOnce(_log, "micro-batches of verl are used as they are")
+unchecked = WarnOnce(_log, "log-probs of the rollout are not compared")
 
 
 def install() -> None:
@@ -133,7 +134,17 @@ def watch_sampler(data: Any, dp_group: Any, engine: Any) -> None:
     wanted = {"old_log_probs", "rollout_log_probs", "routed_experts"}
     if getattr(engine, "is_value_model", False) or not wanted <= set(data.keys()):
         return
-    sums = sampler_sums(sampled_tokens(data, num_experts=int(engine.tf_config.num_moe_experts)))
+    experts = int(engine.tf_config.num_moe_experts)
+    try:
+        sums = on_all_ranks(
+            lambda: sampler_sums(sampled_tokens(data, num_experts=experts)),
+            "read its log-probs",
+            device=_device(dp_group),
+            group=dp_group,
+        )
+    except RelibraError as error:  # the same on all ranks
+        unchecked.warn(str(error))
+        return
     if _size(dp_group) > 1:
         added = torch.from_numpy(sums.flat()).to(_device(dp_group))
         dist.all_reduce(added, group=dp_group)
@@ -143,8 +154,7 @@ def watch_sampler(data: Any, dp_group: Any, engine: Any) -> None:
     if verdict.accepted:
         setattr(engine, _HISTORY, history.with_step(sums))
     elif not dist.is_initialized() or dist.get_rank() == 0:
-        differs = ", ".join(verdict.differs[:5])
-        _log.warning("relibra: trainer and rollout differ more than in batches before, or than is allowed: %s", differs)
+        _log.warning("relibra: %s", verdict.sentence)
 
 
 def sampled_tokens(data: Any, *, num_experts: int) -> SampledTokens:

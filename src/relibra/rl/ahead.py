@@ -43,7 +43,7 @@ class _BegunStep:
     """Responses of a step on their way.
 
     active    of this rank, as they were when the step began
-    cursor    samples that have not begun then
+    cursor    samples that had not begun when the step began
     """
 
     step: int

@@ -225,6 +225,7 @@ def rl_step(
         prepared = prepare_step(step, learner, rollout, homes_before(learner, progress), config, traces, clock)
     else:
         prepared = take(clock)
+    waited = dict(clock.seconds)
     rollout, signal, advantage_of = prepared.rollout, prepared.signal, prepared.advantage_of
     batch, recomputed = _recompute(
         learner, progress, prepared.batch, config, clock, trains=_trains_policy(step, learner, progress, config)
@@ -271,7 +272,7 @@ def rl_step(
         "canary": canary and asdict(canary),
         "sampler_check": watch.metrics(),
         "bytes": step_metrics.route_bytes(batch, routed=prepared.routed, traced=prepared.traced),
-        "ahead": take and step_metrics.ahead_metrics(step, rollout.responses, prepared.begun_ahead, clock.seconds),
+        "ahead": take and step_metrics.ahead_metrics(step, rollout.responses, prepared.begun_ahead, waited),
         "seconds": {name: round(seconds, 4) for name, seconds in clock.seconds.items()},
     }
     untrained = progress.untrained_steps
@@ -536,7 +537,7 @@ def _with_targets(
     learner: Learner, batch: TrainingBatch, recomputed: Recomputed, credit: Credit, config: RunConfig, clock: Stopwatch
 ) -> TrainingBatch:
     """Return the batch with all that the policy loss reads."""
-    if config.rollout.mixed_routes == "mask":
+    if config.rollout.mixed_routes == "mask" and config.algorithm.replay == "R3":
         credit = without_mixed_routes(credit, batch.responses)
     batch = with_credit(
         batch.filled(old_log_probs_X=recomputed.log_probs),

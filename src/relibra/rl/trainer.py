@@ -338,7 +338,7 @@ def _build_learner(
                 move_to_host(model)
     activations = None
     if config.update.activations == "plan":
-        activations = PlannedActivations.of_run(run, policy.trained, cluster, policy.shape)
+        activations = PlannedActivations.of_run(run, policy.trained, cluster, policy.shape, config.plan.memory_gib)
     learner = Learner(
         policy=policy,
         optimizer=optimizer,

@@ -1,10 +1,10 @@
 """`check_sampler`: do a sampler's log-probs come from the trainer's weights? By server, age, positions and expert.
 
-Tokens that the trainer scores under the weights that sampled them have d = log-prob by the trainer - by the sampler:
-rounding, unless something is wrong. u is its limited square, and v = root of u / mean root of u in the response: it has
-fewer outliers, and few tokens use an expert. Each test compares a mean of this step with those of steps accepted
-before: of x = log of a response's mean u by server, age of the weights and range of positions (there: minus that of the
-positions before), and of v by layer and expert.
+Tokens that the trainer scores before it changes its weights have d = log-prob by the trainer - by the sampler:
+rounding, and what was learned since they were sampled (`age`), unless something is wrong. u is its limited square, and
+v = root of u / mean root of u in the response: it has fewer outliers, and few tokens use an expert. Each test compares
+a mean of this step with those of steps accepted before: of x = log of a response's mean u by server, age of the weights
+and range of positions (there: minus that of the positions before), and of v by layer and expert.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _GUESSES = 8
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampledTokens:
-    """X response tokens of S responses, scored by the trainer under the weights that sampled them.
+    """X response tokens of S responses, scored by the trainer before the first optimizer step of a step.
 
     log_ratio_X   log-prob by the trainer - by the sampler
     response_X    response of each, 0 .. S - 1
@@ -128,7 +128,8 @@ class SamplerHistory:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> SamplerHistory:
         """Return the history of `as_state`."""
-        return cls(**{name: np.array(values, dtype=np.float64) for name, values in state.items()})
+        arrays = {name: np.array(values, dtype=np.float64) for name, values in state.items()}
+        return cls(**{name: one.reshape(one.shape + (0,) * (3 - one.ndim)) for name, one in arrays.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +150,12 @@ class SamplerVerdict:
     p: float = 1.0
     count: int = 0
     ratio: float = 1.0
+
+    @property
+    def sentence(self) -> str:
+        """Return what differs, in a sentence; "": nothing."""
+        listed = ", ".join(self.differs[:5]) + ", ..." * (len(self.differs) > 5)
+        return f"trainer and sampler differ more than in steps before, or than is allowed: {listed}" if listed else ""
 
 
 def sampler_sums(tokens: SampledTokens) -> SamplerSums:

@@ -159,6 +159,7 @@ def test_samples_are_the_best_worst_and_longest_that_finished(tmp_path):
         "tokens": 9,
         "finish": "stop",
         "windows": 1,
+        "versions": [[0, 9]],
     }
 
 

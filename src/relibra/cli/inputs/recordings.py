@@ -48,7 +48,8 @@ class RecordedStep:
     @property
     def keeps_groups(self) -> bool:
         """Whether the run keeps the responses to a prompt in one mini-batch."""
-        return self._setting("algorithm", "advantage") == "group"
+        of_group = ("grpo", "dapo", "gspo")
+        return self._setting("algorithm", "preset") in of_group or self._setting("algorithm", "advantage") == "group"
 
     @property
     def shares_prompts(self) -> bool:

@@ -30,15 +30,19 @@ STAGES = (
 def levers_of(recording: Recording) -> Levers:
     """Return the levers of a run; what its configuration does not say is as in a plain GRPO run."""
     ahead, kl = recording.setting("rollout", "ahead"), recording.setting("algorithm", "kl_coefficient")
-    algorithm = {name: recording.setting("algorithm", name) for name in ("old_log_probs", "replay")}
-    recomputes = algorithm["old_log_probs"] == "recompute" or algorithm["replay"] == "R2"
+    old, replay, preset = (recording.setting("algorithm", name) for name in ("old_log_probs", "replay", "preset"))
+    before = recording.is_run and old is None  # a run of a version that had no such setting
     kinds: dict[str, Activations] = {"keep": "kept", "plan": "chosen"}
     return Levers(
-        old_log_probs="all" if recomputes else "later",
+        old_log_probs="all"
+        if old == "recompute" or replay == "R2" or before
+        else "none"
+        if old == "sampler"
+        else "later",
         activations=kinds.get(str(recording.setting("update", "activations")), "recomputed"),
         ahead=ahead if isinstance(ahead, int) else 0,
         reference=isinstance(kl, int | float) and kl > 0,
-        values=recording.setting("algorithm", "advantage") == "gae",
+        values=preset in ("ppo", "tppo"),
     )
 
 
@@ -62,7 +66,9 @@ def measured_stages(metrics: Metrics) -> dict[str, float]:
     The tail is the rollout's idle share of places, of its seconds.
     """
     found = {stage: fmean(metrics.known("seconds", stage)) for stage in metrics.seconds()}
-    if "rollout" in found:
+    if metrics.known("ahead", "waited_rollout"):  # the rollout is beside the step
+        found["waits"] = found.pop("rollout", 0.0)
+    elif "rollout" in found:
         tail = fmean(metrics.known("idle_share") or [0.0]) * found["rollout"]
         found |= {"rollout": found["rollout"] - tail, "tail": tail}
     return found

@@ -57,9 +57,25 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
     if algorithm.old_log_probs == "sampler" and algorithm.replay == "R2":
         why = "leaves out the recompute pass, from which algorithm.replay 'R2' takes routes"
         yield "algorithm.old_log_probs", why, "set skip_first, or algorithm.replay=R3"
+    if algorithm.old_log_probs == "sampler" and rollout.ahead:
+        why = "takes log-probs of the weights before the update, and with rollout.ahead older ones sample"
+        yield "algorithm.old_log_probs", why, "set skip_first"
     if update.on_mismatch == "fall_back" and algorithm.old_log_probs != "sampler":
         why = f"computes what algorithm.old_log_probs {algorithm.old_log_probs!r} computes anyway"
         yield "update.on_mismatch", why, "set warn or stop"
+    if update.on_mismatch and (algorithm.old_log_probs == "recompute" or algorithm.replay == "R2"):
+        why = "checks log-probs that the update itself computes, and here a pass has computed them all"
+        yield (
+            "update.on_mismatch",
+            why,
+            "leave it out, or set skip_first and algorithm.replay=R3",
+        )
+    if rollout.mixed_routes != "replay" and not rollout.ahead:
+        yield (
+            "rollout.mixed_routes",
+            "is for answers that an update of the weights cuts",
+            "set rollout.ahead, or leave it out",
+        )
 
     # What leaves the device comes back before it is used.
     follows = config.follows_plans and not config.plan.live

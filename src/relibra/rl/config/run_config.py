@@ -222,6 +222,8 @@ def drop_operational(base: dict[str, Any]) -> list[str]:
         base["task"].setdefault("prompt_format", "text")
     if isinstance(base.get("algorithm"), dict):
         base["algorithm"].setdefault("old_log_probs", "recompute")
+    if isinstance(base.get("update"), dict):
+        base["update"].setdefault("shared_prompts", False)
     _, refused = without_removed(base)
     dropped = [(name, value) for name, value in refused if name.startswith(_GONE)]
     for name, _ in dropped:

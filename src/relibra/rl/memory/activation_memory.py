@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy import ndarray
 
 from relibra.cluster import Cluster
 from relibra.planning.plan import StepPlan
+from relibra.rl.memory.estimate import GIB
 from relibra.routing.demand import ScheduledDemand
 from relibra.simulation import ModelShape
 from relibra.simulation.cost_model import rows_and_scores
@@ -33,7 +34,7 @@ class ActivationMemory:
     slot_bytes_L    that its experts save, per token-slot that the rank computes
     loss_bytes      all that the rank holds where every layer is recomputed, at most outside of layers
     layer_bytes     at most while layers run backward, with `slots` token-slots in each
-    room_bytes      that may be filled; None: no limit is known
+    room_bytes      that may be filled, by slots too; None: no limit is known
     """
 
     token_bytes_L: Sequence[float]
@@ -42,6 +43,10 @@ class ActivationMemory:
     layer_bytes: float
     slots: int
     room_bytes: float | None
+
+    def beside_slots(self, slot_gib: float | None) -> ActivationMemory:
+        """Return it with the room that slots leave, which take at most so many GiB; None: nothing is kept for them."""
+        return self if self.room_bytes is None else replace(self, room_bytes=self.room_bytes - GIB * (slot_gib or 0.0))
 
     def choose(self, plan: StepPlan, demand: ScheduledDemand, cluster: Cluster, model: ModelShape) -> ActivationChoice:
         """Return what layers keep in a step; `demand` is under the schedule of the plan."""

@@ -10,6 +10,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ _LEAST_HOST_BYTES = 1 << 20
 _MOST_WRITTEN = 1 << 26
 """Larger tensors of the host keep the values that memory happens to have."""
 _MOST_FRAMES = 90
+_PACKAGE = f"{Path(__file__).parents[2]}/"
 _NOT_OURS = ("/torch/", "/rl/memory/", "/jaxtyping/", "/contextlib.py")
 
 
@@ -357,7 +359,7 @@ def _function() -> str:
     other = ""
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/rl/memory/" not in name and "/relibra/" in name:
+        if name.startswith(_PACKAGE) and "/rl/memory/" not in name:
             return f"{_short(name)} {frame.f_code.co_name}"
         if not other and not name.startswith("<") and not any(part in name for part in _NOT_OURS):
             other = f"{_short(name)} {frame.f_code.co_name}"

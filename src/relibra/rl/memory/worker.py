@@ -73,8 +73,9 @@ def estimate_run(config: RunConfig, device: Device, memory: DeviceMemory, *, who
     activations, choice = None, None
     if config.update.activations == "plan":
         step = make_up_step(config, structure, cluster, vocabulary=text.vocab_size, memory_gib=0.0)
-        activations = _activation_memory(config, runs, peaks, layers, memory)
-        peaks, choice = _with_activations(peaks, activations, step.batch, cluster, structure)
+        activations = _activation_memory(runs, peaks, layers, memory)
+        beside_slots = activations.beside_slots(config.plan.memory_gib)
+        peaks, choice = _with_activations(peaks, beside_slots, step.batch, cluster, structure)
     offload = {way: _offloaded(runs, layers, way, config) for way in ("host", "device")}
     if config.rollout.engine == "embedded":
         peaks = _with_cache(peaks, _cache_bytes(config, text, ranks))
@@ -96,13 +97,13 @@ def estimate_run(config: RunConfig, device: Device, memory: DeviceMemory, *, who
 
 
 def _activation_memory(
-    config: RunConfig, runs: Sequence[DryRun], peaks: Sequence[Peak], layers: int, memory: DeviceMemory
+    runs: Sequence[DryRun], peaks: Sequence[Peak], layers: int, memory: DeviceMemory
 ) -> ActivationMemory:
     """Return what layers may keep; those that no dry run has are as those of their kind in the last one."""
     last, kinds = runs[-1], runs[-1].layers - runs[0].layers
     saved = [last.saved[n if n < last.layers else runs[0].layers + (n - last.layers) % kinds] for n in range(layers)]
     totals = {one.phase: one.total for one in peaks}
-    room = None if memory.nbytes is None else (1 - RESERVE) * memory.nbytes - GIB * (config.plan.memory_gib or 0.0)
+    room = None if memory.nbytes is None else (1 - RESERVE) * memory.nbytes
     return ActivationMemory(
         token_bytes_L=[of_token for of_token, _ in saved],
         slot_bytes_L=[of_slot for _, of_slot in saved],

@@ -110,6 +110,8 @@ def _run_as_rank(config: RunConfig, launched: LaunchedRank, resume: Path | None,
         )
     from relibra.rl.run.rank import run_launched
 
+    if resume is not None and launched.rank == 0:
+        (resume / ESTIMATE_FILE).unlink(missing_ok=True)  # it is of other settings
     run, complete = run_launched(config, launched, resume)
     if launched.rank != 0:
         return None
@@ -124,6 +126,7 @@ def _start_ranks(config: RunConfig, resume: Path | None, found: Estimate | None,
     found   estimate of its memory, which is kept in the run folder
     """
     run = create_run_folder(config) if resume is None else resume.absolute()
+    (run / ESTIMATE_FILE).unlink(missing_ok=True)  # that of an earlier start is of other settings
     if found is not None:
         write_text(run / ESTIMATE_FILE, json.dumps(found.as_json(), indent=1) + "\n")
     if resume is not None:

@@ -32,9 +32,12 @@ class PlannedActivations:
 
     @classmethod
     def of_run(
-        cls, run: Path, model: nn.Module, cluster: Cluster, shape: ModelShape | None
+        cls, run: Path, model: nn.Module, cluster: Cluster, shape: ModelShape | None, slot_gib: float | None
     ) -> PlannedActivations | None:
-        """Return it with the figures of the run's estimate; None, with a warning: there are none. Collective."""
+        """Return it with the figures of the run's estimate; None, with a warning: there are none. Collective.
+
+        slot_gib    that slots of layers take at most
+        """
         figures = None
         if dist.get_rank() == 0:
             with suppress(OSError, ValueError, KeyError):
@@ -47,7 +50,7 @@ class PlannedActivations:
                     "every layer is recomputed"
                 )
             return None
-        return cls(ActivationMemory(**figures), model, cluster, shape)
+        return cls(ActivationMemory(**figures).beside_slots(slot_gib), model, cluster, shape)
 
     def prepare(self, batch: TrainingBatch) -> None:
         """Let the layers keep what the choice says, and make it where there is none that fits; collective."""

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 class SamplerWatch:
     """Compares a step's tokens with those of accepted steps, and does what `update.on_mismatch` says.
 
-    verdict   of the step; None: no log-probs of the update were the old ones
+    verdict   of the step; None: no log-probs of the update were the old ones of tokens that its weights sampled
     state     history as JSON data, with this step once it is accepted; None: no step yet
     """
 
@@ -34,6 +34,9 @@ class SamplerWatch:
         """Start with the history that the step before left."""
         self.verdict: SamplerVerdict | None = None
         self.state, self._step, self._policy, self._config = state, step, policy, config
+        given = (config.parallel.ranks, config.rollout.url, config.rollout.transfer, config.plan.balancer)
+        passes = (config.plan.sums, config.update.micro_batch_tokens, config.update.shared_prompts)
+        self._rounding = str((*given, *passes))  # what may change on resume and changes rounding: a history of its own
 
     def accepts(self, scored: PassScores | None, batch: TrainingBatch) -> bool:
         """Return whether old log-probs may be the sampler's; collective.
@@ -44,10 +47,13 @@ class SamplerWatch:
             return True
         own = sampler_sums(self._tokens(scored, batch))
         sums = own.shaped(sum_over_ranks(torch.from_numpy(own.flat())).numpy())
-        history = SamplerHistory() if self.state is None else SamplerHistory.from_state(self.state)
+        if not sums.tokens_4[0]:
+            return True
+        known = self.state is not None and self.state["rounding"] == self._rounding
+        history = SamplerHistory.from_state(self.state["steps"]) if self.state and known else SamplerHistory()
         self.verdict = check_sampler(sums, history, layer_ids=self._policy.layer_ids)
         if self.verdict.accepted:
-            self.state = history.with_step(sums).as_state()
+            self.state = {"rounding": self._rounding, "steps": history.with_step(sums).as_state()}
             return True
         uses = self._config.algorithm.old_log_probs == "sampler"
         reaction = self._config.update.on_mismatch or ("fall_back" if uses else "warn")
@@ -62,28 +68,24 @@ class SamplerWatch:
     @property
     def sentence(self) -> str:
         """What differs, in a sentence; "": nothing."""
-        if self.verdict is None or self.verdict.accepted:
-            return ""
-        listed = ", ".join(self.verdict.differs[:5]) + ", ..." * (len(self.verdict.differs) > 5)
-        return f"trainer and sampler differ more than in steps before, or than is allowed: {listed}"
+        return self.verdict.sentence if self.verdict else ""
 
     def metrics(self) -> dict[str, Any] | None:
         """Return the verdict for the row of a step; None: nothing was checked."""
         return None if self.verdict is None else {**asdict(self.verdict), "differs": list(self.verdict.differs)}
 
     def _tokens(self, scored: PassScores, batch: TrainingBatch) -> SampledTokens:
-        """Return this rank's scored tokens of last windows; a rank may have none."""
-        layers, choices = (
-            len(self._policy.layer_ids),
-            self._policy.top_k if self._config.algorithm.replay == "R3" else 0,
-        )
+        """Return this rank's scored tokens that the weights of this step sampled; a rank may have none."""
+        layers = len(self._policy.layer_ids)
+        choices = self._policy.top_k if self._config.algorithm.replay == "R3" else 0
         pieces, responses = list[tuple[Tensor, ...]](), 0
         for number, (scores, read) in scored.found.items():
-            tokens, routes = read.of_tokens(read.in_window_X), batch.micro_batches[number].routes
+            now_X = read.in_window_X & (read.versions_X == self._step)  # older ones differ by what was learned since
+            tokens, routes = read.of_tokens(now_X), batch.micro_batches[number].routes
             none_XLK = torch.zeros(len(tokens.row_X), layers, choices, dtype=torch.uint8)  # filler, or no replay
             pieces.append(
                 (
-                    scores.log_probs_X[read.in_window_X] - tokens.sampled_log_probs_X,
+                    scores.log_probs_X[now_X] - tokens.sampled_log_probs_X,
                     tokens.response_X + responses,
                     tokens.position_1T[0, tokens.row_X],
                     self._step - tokens.versions_X,

@@ -95,7 +95,7 @@ class _Part:
 
 
 class Sampler:
-    """Samples windows in a thread of its own; its methods are for the thread that trains."""
+    """Samples windows in a thread of its own. Any thread may call `begin`; the rest is for the thread that trains."""
 
     def __init__(self, servers: Sequence[ServerClient], *, seed: int, max_batch: int, retry_seconds: float) -> None:
         """Begin held, without work; the rest as of `ServerEngine`."""
