@@ -1,8 +1,9 @@
 """Whole runs whose responses are sampled while the steps before them train."""
 
 import json
+import threading
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 import pytest
@@ -31,6 +32,18 @@ def served(folder, *settings, dialect="vllm", pace=None):
     with running(AutoModelForCausalLM.from_pretrained(folder / "start").eval(), dialect) as server:
         server.pace = pace
         yield server, (*settings, f"rollout.url={server.url}")
+
+
+def held_until_cut():
+    """Return the pace of a server that holds an answer of each step but the first until an update cuts it."""
+    begun, answer = count(), threading.local()
+
+    def pace(tokens):
+        if tokens == 0:
+            answer.number = next(begun)
+        return 2.0 if tokens == 1 and answer.number and answer.number % PER_STEP == 0 else 0.0
+
+    return pace
 
 
 def traces_of(run, steps):
@@ -78,8 +91,8 @@ def test_with_weights_that_stay_a_run_ahead_is_one_that_waits(tmp_path, small_ca
 @pytest.mark.parametrize(("preset", "dialect"), [((), "vllm"), (TPPO, "sglang")])
 def test_answers_cut_by_updates_are_trained_by_age(tmp_path, small_canary, preset, dialect):
     settings = (*preset, "rollout.ahead=1", "algorithm.group_filter=off", "trace.keep=99", "run.steps=4")
-    pace = lambda n: 0.03 if n % 4 == 3 else 0.0  # noqa: E731
-    with served(tmp_path, *settings, "update.learning_rate=1e-2", dialect=dialect, pace=pace) as (server, run):
+    pace, fast = held_until_cut(), "update.learning_rate=1e-2"
+    with served(tmp_path, *settings, fast, dialect=dialect, pace=pace) as (server, run):
         rows = run_alone(run, tmp_path / "run")
     check_counts(tmp_path / "run", 4, windows=bool(preset))
     assert server.version == "4"
@@ -93,7 +106,7 @@ def test_answers_cut_by_updates_are_trained_by_age(tmp_path, small_canary, prese
 
 def test_masked_tokens_of_mixed_routes_do_not_train(tmp_path, small_canary):
     settings = ("rollout.ahead=1", "rollout.mixed_routes=mask", "algorithm.group_filter=off", "run.steps=3")
-    with served(tmp_path, *settings, pace=lambda n: 0.03 if n % 4 == 3 else 0.0) as (_, run):
+    with served(tmp_path, *settings, pace=held_until_cut()) as (_, run):
         rows = run_alone(run, tmp_path / "run")
     assert max(row["ahead"]["mixed_share"] for row in rows) > 0
     for row in rows:
