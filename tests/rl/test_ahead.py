@@ -64,7 +64,7 @@ def check_counts(run, steps, *, windows=False):
         assert list(map(sorted, ids)) == [list(range(PER_STEP * step, PER_STEP * (step + 1))) for step in range(steps)]
 
 
-@pytest.mark.parametrize("preset", [("algorithm.preset=grpo",), TPPO])
+@pytest.mark.parametrize("preset", [("algorithm.preset=grpo",), pytest.param(TPPO, marks=pytest.mark.slow)])
 def test_with_weights_that_stay_a_run_ahead_is_one_that_waits(tmp_path, small_canary, preset):
     found = {}
     for ahead in (0, 2):
@@ -88,7 +88,7 @@ def test_with_weights_that_stay_a_run_ahead_is_one_that_waits(tmp_path, small_ca
     assert found[2][-1]["ahead"]["begun"] == 0, "nothing begins that no step trains"
 
 
-@pytest.mark.parametrize(("preset", "dialect"), [((), "vllm"), (TPPO, "sglang")])
+@pytest.mark.parametrize(("preset", "dialect"), [pytest.param((), "vllm", marks=pytest.mark.slow), (TPPO, "sglang")])
 def test_answers_cut_by_updates_are_trained_by_age(tmp_path, small_canary, preset, dialect):
     settings = (*preset, "rollout.ahead=1", "algorithm.group_filter=off", "trace.keep=99", "run.steps=4")
     pace, fast = held_until_cut(), "update.learning_rate=1e-2"
