@@ -294,6 +294,14 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         ("p99 ms", lambda row: row["p99_ms"]),
         _of("tokens_per_second"),
     ),
+    "shared_prompts": (
+        "case",
+        "tokens",
+        _of("seconds", "recompute + update s"),
+        _of("ratio", "repeated / it"),
+        "target",
+        "skew",
+    ),
     "beside_vllm": (
         "case",
         _of("tokens_per_second"),
