@@ -120,7 +120,7 @@ class TrainingPasses:
         everything, attention is kept, with moments on the device or on the host.
         """
         choices = [Kept()]
-        for host in (False, True)[: 2 if activations == "chosen" else 1]:
+        for host in (False, True) if activations == "chosen" else (False,):
             for everything in range(0 if activations == "recomputed" else self.layers + 1):
                 beside = Kept(everything=everything, host_moments=host)
                 left = (self.room - self.bytes(beside)) // max(1.0, self.layer_bytes[0])
