@@ -6,7 +6,7 @@ import pytest
 from relibra import Budget, cluster_preset, plan_step
 from relibra.planning.plan import StepPlan
 from relibra.routing.demand import Demand
-from relibra.simulation import Execution, memory_for_slots, memory_use, model_shape
+from relibra.simulation import Execution, cut_model, memory_for_slots, memory_use, model_shape
 from tests.planning.cases import make_demand
 from tests.simulation.steps import random_step
 
@@ -66,14 +66,32 @@ def even_step(model, *, ranks=8, tokens, micro_batches=2, layers=None):
     ],
 )
 def test_the_estimate_is_near_dry_runs_of_the_trainer(name, tokens, measured):
-    """Peaks in GiB of a rank of 8 with checkpointing, float32 masters and AdamW, without slots and full copies."""
+    """Peaks in GiB of a rank of 8 with checkpointing, float32 masters and AdamW, without slots and full copies, when
+    the trainer computed logits of all rows at once."""
     model, cluster = model_shape(name), cluster_preset("h100x8")
     demand = even_step(model, tokens=tokens)
     static = StepPlan.static(demand, cluster.topology)
-    use = memory_use(static, demand, cluster, model, Execution(recompute_activations=True))
+    how = Execution(recompute_activations=True, whole_logits=True)
+    use = memory_use(static, demand, cluster, model, how)
     assert use.total / 2**30 == pytest.approx(measured, rel=0.06)
     left = 0.9 * cluster.memory_bytes - use.total
-    assert memory_for_slots(demand, cluster, model) == pytest.approx(max(0.0, left / 2**30))
+    assert memory_for_slots(demand, cluster, model, how) == pytest.approx(max(0.0, left / 2**30))
+
+
+def test_logits_in_chunks_leave_more_for_slots():
+    model, cluster = model_shape("qwen3-30b-a3b"), cluster_preset("h100x8")
+    demand = even_step(model, tokens=8192)
+    whole, chunks = (
+        memory_for_slots(demand, cluster, model, Execution(recompute_activations=True, whole_logits=at_once))
+        for at_once in (True, False)
+    )
+    assert whole == 0.0
+    assert chunks > 1.0
+    quarter = even_step(model, tokens=8192, layers=12)
+    part = cut_model(model, quarter)
+    assert part.part_of == 4 * part.layers
+    use = memory_use(StepPlan.static(quarter, cluster.topology), quarter, cluster, part, Execution())
+    assert use.parts["logits"] == 3 * 2**28 / 4
 
 
 def test_slots_get_what_the_fullest_stage_leaves():

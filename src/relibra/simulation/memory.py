@@ -27,7 +27,9 @@ from relibra.simulation.units import format_bytes
 _MASTER_BYTES, _MOMENT_BYTES = 4.0, 8.0
 """fp32 master, and two Adam moments, per parameter; sharded over the ranks with equal weights."""
 _LOGIT_BYTES = 12.0
-"""Per logit, three fp32 copies in the backward pass of the loss: log-softmax, zeros and scatter of its gather."""
+"""Per logit, three fp32 tensors in the backward pass of the loss, whole or of a chunk."""
+_CHUNK_BYTES = 3 << 28
+"""Of these tensors: `relibra.rl` computes logits in chunks of 2^28 bytes."""
 RESERVE = 0.1
 """Share of the device memory for what the estimate leaves out."""
 
@@ -160,6 +162,8 @@ def _parts(
     shard_bytes = _MASTER_BYTES if trained else value_bytes * how.shard_dense
     activations, layer = _activations(model, rows_MR, load_MLR, dense_layers, in_flight, how)
     logits = _LOGIT_BYTES * model.vocabulary * float(rows_MR.max(initial=0.0)) if last else 0.0
+    if not how.whole_logits:
+        logits = min(logits, _CHUNK_BYTES * model.layers / (model.part_of or model.layers))
     return {
         "weights": used + shard_bytes * own,
         "gradients": trained * 4.0 * (shared + experts),

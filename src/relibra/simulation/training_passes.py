@@ -32,8 +32,6 @@ Activations = Literal["recomputed", "kept", "chosen"]
 """Of the update: recomputed in all layers; kept whole in as many layers as fit; the fastest that fits."""
 TRAINING = ("relocate", "recompute", "reference", "values", "update values", "update")
 """Stages that train."""
-_LOGIT_BYTES = 3 << 28
-"""Logits are computed in chunks of 2^28 bytes, of which a backward pass holds three."""
 _FOR_WEIGHTS = 0.5
 """Share of a rank's memory that the weights of a rollout engine may take."""
 
@@ -172,7 +170,7 @@ def simulate_passes(
         forward=simulated(forward_only).seconds_without_relocation,
         later=after_first,
         moment_seconds=how.num_mini_batches * float(cluster.host.seconds(parts["optimizer"])),
-        parts={**parts, "logits": min(parts["logits"], share * _LOGIT_BYTES)},
+        parts=parts,
         layer_bytes=(kept_bytes(model)[0] * tokens - inputs, whole["activations"] / model.layers - inputs),
         layers=model.layers,
         room=(1 - RESERVE) * share * cluster.memory_bytes,

@@ -96,9 +96,8 @@ class PlanRunner:
         model: Any = self._model
         L, E = demand.counts_SLE.shape[1:]
         shape = counted_model_shape(model.config.get_text_config().to_dict(), L, E, demand.top_k or 1, self._expert)
-        return memory_for_slots(
-            demand, self._cluster, shape, Execution(recompute_activations=model.is_gradient_checkpointing)
-        )
+        how = Execution(recompute_activations=model.is_gradient_checkpointing, whole_logits=True)
+        return memory_for_slots(demand, self._cluster, shape, how)
 
     def micro_batch(self, number: int, routes: BatchRoutes) -> AbstractContextManager[RoutingReplay | None]:
         """Return the context of the passes of a micro-batch of the current plan; collective."""

@@ -38,6 +38,8 @@ class Execution:
     shard_dense              weights outside of experts are spread over the ranks of a group, gathered for each layer
                              and pass, and their gradients are reduce-scattered (FSDP, replicated over groups), as
                              `relibra.rl` trains; False: every rank holds them
+    whole_logits             those of all rows of a micro-batch are there at once, as in TRL; False: in chunks, as in
+                             `relibra.rl`
     raises                   ConfigError
     """
 
@@ -49,6 +51,7 @@ class Execution:
     recompute_activations: bool = False
     live: bool = False
     shard_dense: bool = True
+    whole_logits: bool = False
 
     @property
     def num_mini_batches(self) -> int:
