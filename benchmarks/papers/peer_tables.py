@@ -149,7 +149,7 @@ def foremoe(quick: bool) -> Iterator[dict]:
     """ForeMoE's stages and its end to end, apart, with the share of the rollout; and ablations of what is planned.
 
     Homes send the weights of replicas in both stages, as in `relibra train`; ForeMoE recomputes from pools in host
-    memory (`Execution(host_pool=True)`).
+    memory.
     """
     paper, name, ranks = "ForeMoE, arXiv 2606.11867", MODELS[0], 16 if quick else 64
     lengths = LengthDistribution(median=1000.0, sigma=0.6, longest=16_384)

@@ -149,7 +149,7 @@ def test_hierarchical_exchanges_have_two_stages(step):
                 assert found_MLR[at].tolist() == [links[number][way, r] for r in range(plan.num_ranks)]
 
 
-def test_a_home_sends_to_nodes_in_turn_and_a_pool_relieves_it():
+def test_a_home_sends_to_nodes_in_turn():
     plan, _ = planned_step(
         np.random.default_rng(0), nodes=4, per_node=1, experts_per_rank=1, micro_batches=1, layers=1, slots=1
     )
@@ -160,7 +160,6 @@ def test_a_home_sends_to_nodes_in_turn_and_a_pool_relieves_it():
     push, _, home = copy_costs(plan, machine, EXPERT)
     assert push.seconds_ML == push.network_ML == 3 * 60 / 2  # fan-out at 2 B/s; each replica takes 60 s
     assert home.seconds_ML == 3 * 60 / 1
-    assert copy_costs(plan, machine, EXPERT, from_pool=True)[0].seconds_ML == 60 / 5
 
 
 @given(planned_steps())
@@ -168,25 +167,17 @@ def test_copies_take_as_long_as_the_busiest_port_of_any_rank(case):
     """Slow and obvious: one copy at a time, out of one rank and into another."""
     plan, _ = case
     machine = cluster_for(plan, intra=Link(latency_seconds=3, bytes_per_second=10))
-    every = copy_costs(plan, machine, EXPERT)
-    pool = copy_costs(plan, machine, EXPERT, from_pool=True)[0]
-    assert not pool.network_ML.any()
-    assert not pool.sent_MLR.any()
-    inter = (machine.inter_send, machine.inter_receive)
-    links = {"intra": (machine.intra,) * 2, "inter": inter, "host": (machine.host,) * 2}
-    pushed = pushed_copies(plan)
-    for costs, copied_MLRB, to_home in zip((*every, pool), (*pushed, pushed[0]), (0, 0, 1, 0), strict=True):
+    links = {"intra": (machine.intra,) * 2, "inter": (machine.inter_send, machine.inter_receive)}
+    each = zip(copy_costs(plan, machine, EXPERT), pushed_copies(plan), (False, False, True), strict=True)
+    for costs, copied_MLRB, to_home in each:
         for m, layer in np.ndindex(*plan.replica_MLRB.shape[:2]):
             copies, sent, received = Counter(), Counter(), Counter()
             for rank, slot in np.argwhere(copied_MLRB[m, layer]).tolist():
                 home = int(plan.home_LE[layer, plan.replica_MLRB[m, layer, rank, slot]])
                 kind = "intra" if home // plan.ranks_per_node == rank // plan.ranks_per_node else "inter"
                 source, target = (rank, home) if to_home else (home, rank)
-                received[target] += 1
-                if costs is pool:
-                    copies["host", 1, rank] += 1
-                    continue
                 sent[source] += 1
+                received[target] += 1
                 copies[kind, 0, source] += 1
                 copies[kind, 1, target] += 1
             found = dict.fromkeys(links, 0.0)
@@ -197,7 +188,6 @@ def test_copies_take_as_long_as_the_busiest_port_of_any_rank(case):
             for r in range(plan.num_ranks):
                 assert (costs.sent_MLR[m, layer, r], costs.received_MLR[m, layer, r]) == (sent[r], received[r])
                 assert costs.takes_part_MLR[m, layer, r] == bool(sent[r] or received[r])
-                assert costs.from_host_MLR[m, layer, r] == (received[r] if costs is pool else 0)
 
 
 def test_a_resident_replica_that_changes_its_slot_is_still_there():

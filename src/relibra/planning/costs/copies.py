@@ -25,7 +25,6 @@ class CopyCosts:
     takes_part_MLR          ranks that send or receive
     sent_MLR, received_MLR  experts that leave and enter a rank
     network_sent_MLR        of those sent, how many go to other nodes
-    from_host_MLR           of those received, how many come out of host memory: all (`from_pool`) or none
     bytes_each              of one expert
     """
 
@@ -35,7 +34,6 @@ class CopyCosts:
     sent_MLR: Int64[ndarray, "M L R"]
     received_MLR: Int64[ndarray, "M L R"]
     network_sent_MLR: Int64[ndarray, "M L R"]
-    from_host_MLR: Int64[ndarray, "M L R"]
     bytes_each: int
 
     def without_last(self) -> CopyCosts:
@@ -44,7 +42,7 @@ class CopyCosts:
         has_ML: ndarray = np.any(self.takes_part_MLR, axis=2)
         last_M = L - 1 - np.argmax(has_ML[:, ::-1], axis=1)
         keep_ML: ndarray = np.not_equal(np.arange(L), last_M[:, None])
-        counts = ("takes_part_MLR", "sent_MLR", "received_MLR", "network_sent_MLR", "from_host_MLR")
+        counts = ("takes_part_MLR", "sent_MLR", "received_MLR", "network_sent_MLR")
         return replace(
             self,
             **{name: getattr(self, name) * keep_ML for name in ("seconds_ML", "network_ML")},
@@ -52,25 +50,19 @@ class CopyCosts:
         )
 
 
-def copy_costs(
-    plan: Placement, cluster: Cluster, expert: ExpertShape, *, from_pool: bool = False
-) -> tuple[CopyCosts, CopyCosts, CopyCosts]:
+def copy_costs(plan: Placement, cluster: Cluster, expert: ExpertShape) -> tuple[CopyCosts, CopyCosts, CopyCosts]:
     """Return the pushes before forward, the pushes again before backward, and the gradients sent home after it.
 
     One transfer per copy, each with the latency of a message, as the executor makes them: homes send weights, one
     replica after another, and receive gradients, by `intra` where home and replica share a node, else out through
     `inter_send` of one and in through `inter_receive` of the other.
-
-    from_pool   the pushes before forward are copies out of the host memory of each replica's own node
-                (ForeMoE's transfer engine), inside a node too, in a pass without gradients
     """
     forward, backward, gradients = pushed_copies(plan)
     first = _count_copies(plan, forward)
     again, returned = (first if copied is forward else _count_copies(plan, copied) for copied in (backward, gradients))
-    push = _from_pool(first, cluster, expert) if from_pool else _copies(*first, cluster, expert.weight_bytes)
     home_2MLR, replica_2MLR = returned
     return (
-        push,
+        _copies(*first, cluster, expert.weight_bytes),
         _copies(*again, cluster, expert.weight_bytes),
         _copies(replica_2MLR, home_2MLR, cluster, expert.returned_bytes(plan.gradient_wire)),
     )
@@ -143,24 +135,7 @@ def _copies(
         sent_MLR=sent_MLR,
         received_MLR=received_MLR,
         network_sent_MLR=sent_2MLR[BETWEEN],
-        from_host_MLR=np.zeros_like(received_MLR),
         bytes_each=bytes_each,
-    )
-
-
-def _from_pool(counts: tuple[ndarray, ndarray], cluster: Cluster, expert: ExpertShape) -> CopyCosts:
-    received_MLR = counts[1].sum(axis=0)
-    busiest_ML = received_MLR.max(axis=-1, initial=0)
-    seconds_ML = cluster.host.seconds(busiest_ML * float(expert.weight_bytes), busiest_ML)
-    return CopyCosts(
-        seconds_ML=seconds_ML,
-        network_ML=np.zeros_like(seconds_ML),
-        takes_part_MLR=received_MLR > 0,
-        sent_MLR=np.zeros_like(received_MLR),
-        received_MLR=received_MLR,
-        network_sent_MLR=np.zeros_like(received_MLR),
-        from_host_MLR=received_MLR,
-        bytes_each=expert.weight_bytes,
     )
 
 

@@ -136,20 +136,18 @@ def layer_costs(
     expert: ExpertShape,
     *,
     distinct: DistinctRows | None = None,
-    from_pool: bool = False,
     live: bool = False,
 ) -> LayerCosts:
     """Return the costs of every micro-batch and layer under a plan.
 
-    demand      under the schedule of the plan
-    distinct    as for `exchange_costs`
-    from_pool   as for `copy_costs`
-    live        the plan is made layer by layer, after the router: as UltraEP and MoonEP do
-    raises      PlanError when plan, demand and cluster do not fit together
+    demand     under the schedule of the plan
+    distinct   as for `exchange_costs`
+    live       the plan is made layer by layer, after the router: as UltraEP and MoonEP do
+    raises     PlanError when plan, demand and cluster do not fit together
     """
     check_fit(plan, demand, cluster)
     home_MLR, replica_MLR = expert_seconds(plan, demand, cluster, expert)
-    push, push_again, gradients = copy_costs(plan, cluster, expert, from_pool=from_pool)
+    push, push_again, gradients = copy_costs(plan, cluster, expert)
     return LayerCosts(
         home_MLR=home_MLR,
         replica_MLR=replica_MLR,

@@ -27,9 +27,6 @@ class Execution:
     mini_batches             optimizer steps; each takes a run of consecutive micro-batches: even runs, or a tuple of
                              the micro-batches of each
     forward_only             log-probabilities under the current policy: no backward pass, no optimizer
-    host_pool                with forward_only: all replicas are copied out of host memory (ForeMoE), and no home sends.
-                             False, as `relibra.rl` computes log-probabilities: homes send. Passes with gradients have
-                             homes send in either case
     overlap                  copies of experts and sums of gradients run beside other work where the cluster can; False:
                              ranks wait for them
     recompute_activations    layers run forward again in the backward pass
@@ -46,7 +43,6 @@ class Execution:
     pipeline_stages: int = 1
     mini_batches: int | tuple[int, ...] = 1
     forward_only: bool = False
-    host_pool: bool = False
     overlap: bool = True
     recompute_activations: bool = False
     live: bool = False
@@ -114,7 +110,6 @@ class GroupRun:
     waited_DR: Float64[ndarray, "D R"]
     sent: dict[str, Float64[ndarray, "D R"]]
     bytes: StepBytes
-    host_DR: Float64[ndarray, "D R"]
     token_slots_DR: Int64[ndarray, "D R"]
     uneven: dict[str, tuple[float, float]]
     flops: float
@@ -158,9 +153,6 @@ def run_group(
                 recomputed=how.recompute_activations,
             )
             for costs in costs_D
-        ),
-        host_DR=np.stack(
-            [costs.push.from_host_MLR.sum(axis=(0, 1)) * float(costs.push.bytes_each) for costs in costs_D]
         ),
         token_slots_DR=np.stack([costs.load_MLR.sum(axis=(0, 1)) for costs in costs_D]),
         uneven={name: _uneven(costs_D, name) for name in ("attention", "experts")},
@@ -211,7 +203,7 @@ def _mini_batch(
 
 
 def _sent(costs: StageCosts, how: Execution, before: int, after: int) -> dict[str, Float64[ndarray, " R"]]:
-    """Return the bytes that each rank of a stage sends, by kind, without host memory.
+    """Return the bytes that each rank of a stage sends, by kind.
 
     before, after   neighbouring stages: 0 or 1 each
     """

@@ -312,9 +312,7 @@ class _Walk:
         self.spent[f"wait {kind}"] += (self.now_MR - start_MR).sum(axis=0)
         self.spent[kind] += ((self.now_MR - begun_MR) * part_MR).sum(axis=0)
         if self.note is not None:
-            # With a host pool every rank checks, also one without copies.
-            checks_MR = part_MR | (copies.from_host_MLR[:, layer].sum(axis=1, keepdims=True) > 0)
-            self.note(f"wait {kind}", self._id(layer), start_MR, self.now_MR, None, checks_MR, "")
+            self.note(f"wait {kind}", self._id(layer), start_MR, self.now_MR, None, part_MR, "")
             sent_MR = copies.sent_MLR[:, layer] * copies.bytes_each
             self.note(kind, self._id(layer), begun_MR, self.now_MR, sent_MR, part_MR, "")
         return done_M

@@ -68,7 +68,6 @@ def stage_costs(
     *,
     overlap: bool,
     distinct: DistinctRows | None = None,
-    from_pool: bool = False,
     live: bool = False,
     shard_dense: bool = True,
 ) -> list[StageCosts]:
@@ -82,14 +81,13 @@ def stage_costs(
     distinct        as for `exchange_costs`
     live            as for `layer_costs`
     shard_dense     weights outside of experts are spread over the ranks of the group (FSDP)
-    from_pool       weights of replicas come from a pool in host memory before forward, as in passes without gradients
     """
     expert = model.expert
     rows_MR, score_flops_MR = rows_and_scores(plan, demand, model)
     attention_MR = dense_seconds(cluster, rows_MR, model.non_expert_parameters, score_flops_MR)
     dense_MR = model.dense_layers * dense_seconds(cluster, rows_MR, model.dense_layer_parameters, score_flops_MR)
     head_MR = dense_seconds(cluster, rows_MR, model.head_parameters)
-    costs = layer_costs(plan, demand, cluster, expert, distinct=distinct, from_pool=from_pool, live=live)
+    costs = layer_costs(plan, demand, cluster, expert, distinct=distinct, live=live)
     load_MLR, nothing_MR = plan.rank_load(demand), np.zeros_like(rows_MR)
     found = []
     for stage, layers in enumerate(layout.stage_layers(len(plan.layer_ids))):

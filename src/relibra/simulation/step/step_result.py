@@ -29,7 +29,6 @@ class SimulatedStep:
     waited_R           seconds that each rank waited before exchanges until the last rank was there
     sent_bytes         by kind, of each rank: dispatch, combine, gates, gather, push, return, handover
     bytes              of all ranks by kind, inside nodes and between them
-    host_bytes_R       weights that each rank fetched from host memory
     token_slots_R      that each rank computed in a forward pass
     expert_skew, attention_skew   seconds of the busiest rank / of the mean rank, each summed over micro-batches and
                        layers; 1 without work
@@ -46,7 +45,6 @@ class SimulatedStep:
     waited_R: Float64[ndarray, " R"]
     sent_bytes: Mapping[str, Float64[ndarray, " R"]]
     bytes: StepBytes
-    host_bytes_R: Float64[ndarray, " R"]
     token_slots_R: Int64[ndarray, " R"]
     expert_skew: float
     attention_skew: float
@@ -98,8 +96,7 @@ class SimulatedStep:
             "terms": dict(self.terms),
             "stage_seconds": seconds,
             "waited_before_exchanges": _of_ranks(self.waited_R),
-            "bytes": {name: float(value_R.sum()) for name, value_R in self.sent_bytes.items()}
-            | {"host": float(self.host_bytes_R.sum())},
+            "bytes": {name: float(value_R.sum()) for name, value_R in self.sent_bytes.items()},
             "bytes_by_kind": self.bytes.as_dict(),
             "hidden_copy_seconds": self.hidden_copy_seconds,
             "expert_skew": self.expert_skew,
