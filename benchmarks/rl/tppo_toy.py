@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.harness.options import measurement_options
 from benchmarks.harness.provenance import quartiles, write_results
-from relibra.rl.algorithms.advantages import Bootstrap, egae, moments, whiten
+from relibra.rl.algorithms.advantages import egae, moments, whiten
 from relibra.rl.algorithms.terms import LossTotals, clipped_surrogate, token_weights
 from relibra.rl.algorithms.value_loss import clipped_value_loss
 
@@ -47,12 +47,15 @@ UNIT = (
 
 @dataclass(frozen=True)
 class Setting:
-    """Where targets come from (D1: mostly short, a heavy tail; D2: all long), the window, and how advantages end."""
+    """Where targets come from (D1: mostly short, a heavy tail; D2: all long), the window, and how advantages end.
+
+    bootstrap   value after the last token of an unfinished response: the one before it, or 0
+    """
 
     targets: Literal["D1", "D2"]
     window: int
     gae_lambda: float = 0.95
-    bootstrap: Bootstrap = "hold"
+    bootstrap: Literal["hold", "zero"] = "hold"
 
     @property
     def name(self) -> str:
@@ -93,9 +96,9 @@ class Slots:
 
 @dataclass(frozen=True)
 class Window:
-    """What one step added: states `[B, W + 1]`, tokens `[B, W]`, their number, which responses finished, rewards."""
+    """What one step added: states and tokens `[B, W]`, their number, which responses finished, rewards."""
 
-    states_BW1: ndarray
+    states_BW: ndarray
     actions_BW: ndarray
     added_B: ndarray
     finished_B: ndarray
@@ -137,7 +140,7 @@ def fill(slots: Slots, free_B: ndarray, targets: Literal["D1", "D2"], rng: Gener
 def decode(slots: Slots, policy_SA: ndarray, window: int, rng: Generator) -> Window:
     """Add up to `window` tokens to every response, by the policy as it is now."""
     count, cumulative_SA = len(slots.target_B), policy_SA.cumsum(axis=1)
-    states_BW1 = np.zeros((count, window + 1), dtype=np.int64)
+    states_BW = np.zeros((count, window), dtype=np.int64)
     actions_BW = np.zeros((count, window), dtype=np.int64)
     added_B = np.zeros(count, dtype=np.int64)
     ended_B, reward_B = np.zeros(count, dtype=bool), np.zeros(count, dtype=np.float32)
@@ -148,7 +151,7 @@ def decode(slots: Slots, policy_SA: ndarray, window: int, rng: Generator) -> Win
             break
         state_B = _state(slots)
         action_B = np.minimum((cumulative_SA[state_B] < rng.random((count, 1))).sum(axis=1), END)
-        states_BW1[running_B, t], actions_BW[running_B, t] = state_B[running_B], action_B[running_B]
+        states_BW[running_B, t], actions_BW[running_B, t] = state_B[running_B], action_B[running_B]
         slots.states_BC[rows[running_B], slots.length_B[running_B]] = state_B[running_B]
         slots.sum_B += np.where(running_B, ADDED_A[action_B], 0)
         slots.length_B += running_B
@@ -156,8 +159,7 @@ def decode(slots: Slots, policy_SA: ndarray, window: int, rng: Generator) -> Win
         ends_B = running_B & (action_B == END)
         reward_B[ends_B & (slots.sum_B == slots.target_B)] = 1.0
         ended_B |= ends_B
-    states_BW1[rows, added_B] = _state(slots)
-    return Window(states_BW1, actions_BW, added_B, ended_B | (slots.length_B == CAP), reward_B)
+    return Window(states_BW, actions_BW, added_B, ended_B | (slots.length_B == CAP), reward_B)
 
 
 def _state(slots: Slots) -> ndarray:
@@ -188,13 +190,12 @@ class Learner:
         columns_1W = torch.arange(setting.window).unsqueeze(0)
         rewards_BW = torch.from_numpy(window.reward_B)[:, None] * (columns_1W == length_B[:, None] - 1)
         advantage_BW = egae(
-            self.values_S.detach()[torch.from_numpy(window.states_BW1)],
+            self.values_S.detach()[torch.from_numpy(window.states_BW)],
             rewards_BW,
             length_B,
-            finished_B,
+            finished_B if setting.bootstrap == "hold" else torch.ones_like(finished_B),
             gamma=1.0,
             lambda_B=torch.full((len(length_B),), setting.gae_lambda),
-            bootstrap=setting.bootstrap,
         )
         mask_BW = columns_1W < (length_B - torch.where(finished_B, 0, TAIL_DROP))[:, None]
         return whiten(advantage_BW, mask_BW, moments(advantage_BW, mask_BW)).clamp(-CLAMP, CLAMP), mask_BW
@@ -219,7 +220,7 @@ class Learner:
 
     def train_policy(self, window: Window, advantage_BW: Tensor, mask_BW: Tensor) -> None:
         """Make passes over the tokens of the window; one mini-batch, which is the whole step."""
-        state_X = torch.from_numpy(window.states_BW1[:, :-1])[mask_BW]
+        state_X = torch.from_numpy(window.states_BW)[mask_BW]
         action_X, advantage_X = torch.from_numpy(window.actions_BW)[mask_BW], advantage_BW[mask_BW]
         tokens = len(state_X)
         weight_X = token_weights(
@@ -278,7 +279,7 @@ def train(setting: Setting, seed: int) -> Outcome:
 
 
 def _remember_values(slots: Slots, start_B: ndarray, window: Window, learner: Learner) -> None:
-    values_BW = learner.values_S.detach().numpy()[window.states_BW1[:, :-1]]
+    values_BW = learner.values_S.detach().numpy()[window.states_BW]
     row, column = np.nonzero(np.arange(values_BW.shape[1]) < window.added_B[:, None])
     slots.old_values_BC[row, start_B[row] + column] = values_BW[row, column]
 

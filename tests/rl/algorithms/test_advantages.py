@@ -18,14 +18,12 @@ from relibra.rl.algorithms.advantages import (
 )
 
 
-def egae_reference(values, rewards, finished, gamma, lam, bootstrap):
-    """Walk one window back from its last token; values has one entry more than rewards."""
+def egae_reference(values, rewards, finished, gamma, lam):
+    """Walk one window back from its last token."""
     n = len(rewards)
     if n == 0:
         return []
-    following = {"hold": values[n - 1], "value": values[n], "zero": 0.0}[bootstrap]
-    if finished:
-        following = 0.0
+    following = 0.0 if finished else values[n - 1]
     advantages, last = [0.0] * n, 0.0
     for t in reversed(range(n)):
         residual = rewards[t] + gamma * following - values[t]
@@ -38,49 +36,41 @@ def random_windows(seed, rows, columns, shortest=0):
     """Values, rewards, lengths; nan beyond the length, where nothing may look."""
     rng = np.random.default_rng(seed)
     length_B = rng.integers(shortest, columns + 1, size=rows)
-    values_BN1, rewards_BN = rng.normal(size=(rows, columns + 1)), rng.normal(size=(rows, columns))
-    values_BN1[np.arange(columns + 1) > length_B[:, None]] = math.nan
-    rewards_BN[np.arange(columns) >= length_B[:, None]] = math.nan
-    return torch.from_numpy(values_BN1), torch.from_numpy(rewards_BN), torch.from_numpy(length_B)
+    values_BN, rewards_BN = rng.normal(size=(2, rows, columns))
+    for array_BN in (values_BN, rewards_BN):
+        array_BN[np.arange(columns) >= length_B[:, None]] = math.nan
+    return torch.from_numpy(values_BN), torch.from_numpy(rewards_BN), torch.from_numpy(length_B)
 
 
-@given(
-    st.integers(0, 1 << 32),
-    st.integers(1, 4),
-    st.integers(1, 9),
-    st.sampled_from(["hold", "value", "zero"]),
-    st.floats(0.5, 1.0),
-)
-def test_egae_is_its_walk_back(seed, rows, columns, bootstrap, gamma):
-    values_BN1, rewards_BN, length_B = random_windows(seed, rows, columns)
+@given(st.integers(0, 1 << 32), st.integers(1, 4), st.integers(1, 9), st.floats(0.5, 1.0))
+def test_egae_is_its_walk_back(seed, rows, columns, gamma):
+    values_BN, rewards_BN, length_B = random_windows(seed, rows, columns)
     rng = np.random.default_rng(seed)
     lambda_B, finished_B = rng.random(rows), rng.random(rows) < 0.5
     got_BN = egae(
-        values_BN1,
+        values_BN,
         rewards_BN,
         length_B,
         torch.from_numpy(finished_B),
         gamma=gamma,
         lambda_B=torch.from_numpy(lambda_B),
-        bootstrap=bootstrap,
     )
     for b, n in enumerate(length_B.tolist()):
-        values, rewards = values_BN1[b, : n + 1].tolist(), rewards_BN[b, :n].tolist()
-        expected = egae_reference(values, rewards, finished_B[b], gamma, lambda_B[b], bootstrap)
+        values, rewards = values_BN[b, :n].tolist(), rewards_BN[b, :n].tolist()
+        expected = egae_reference(values, rewards, finished_B[b], gamma, lambda_B[b])
         assert got_BN[b, :n].tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
         assert not got_BN[b, n:].any()
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.99])
 @pytest.mark.parametrize("lam", [1.0, 0.95, 0.5])
-@pytest.mark.parametrize("bootstrap", ["hold", "value"])
-def test_egae_of_complete_responses_is_gae(gamma, lam, bootstrap):
+def test_egae_of_complete_responses_is_gae(gamma, lam):
     """GAE, arXiv 1506.02438, eq. 16, as the sum that it is."""
-    values_BN1, rewards_BN, length_B = random_windows(1, 10, 40, shortest=1)
+    values_BN, rewards_BN, length_B = random_windows(1, 10, 40, shortest=1)
     lambda_B, done_B = torch.full((10,), lam, dtype=torch.float64), torch.ones(10, dtype=torch.bool)
-    found_BN = egae(values_BN1, rewards_BN, length_B, done_B, gamma=gamma, lambda_B=lambda_B, bootstrap=bootstrap)
+    found_BN = egae(values_BN, rewards_BN, length_B, done_B, gamma=gamma, lambda_B=lambda_B)
     for b, n in enumerate(length_B.tolist()):
-        rewards, values = rewards_BN[b, :n].tolist(), values_BN1[b, : n + 1].tolist()
+        rewards, values = rewards_BN[b, :n].tolist(), values_BN[b, :n].tolist()
         residuals = [rewards[t] + gamma * (values[t + 1] if t + 1 < n else 0.0) - values[t] for t in range(n)]
         for t in range(n):
             total = sum((gamma * lam) ** k * residual for k, residual in enumerate(residuals[t:]))
@@ -101,13 +91,12 @@ def test_with_an_exact_value_model_the_cut_has_no_bias():
     rewards_BN = np.zeros((walks, cut))
     rewards_BN[np.arange(walks), length_B - 1] = finished_B & (place_BN1[np.arange(walks), length_B] == 20)
     advantage_BN = egae(
-        torch.from_numpy(place_BN1 / 20),
+        torch.from_numpy(place_BN1[:, :-1] / 20),
         torch.from_numpy(rewards_BN),
         torch.from_numpy(length_B),
         torch.from_numpy(finished_B),
         gamma=1.0,
         lambda_B=torch.full((walks,), 0.95, dtype=torch.float64),
-        bootstrap="hold",
     ).numpy()
     for t in (0, 5, 10):
         here_B = advantage_BN[length_B > t, t]

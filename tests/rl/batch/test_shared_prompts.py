@@ -55,14 +55,13 @@ def test_a_prompt_is_fed_once_and_predicts_each_first_token():
     assert batch.shared_B.tolist() == [0, 5, 5]
     assert batch.row_X.tolist() == [4, 5, 6, 7, 4, 4, *range(8, 13)]
     assert batch.target_X.tolist() == [*first.tokens_n[5:], *second.tokens_n[5:], *third.tokens_n[5:]]
-    assert batch.last_row_B.tolist() == [7, 4, 12], "a response of one token has no row of its own"
 
 
 def test_alone_the_layout_is_as_before():
     for responses in (RESPONSES, [RESPONSES[1]]):
         own = np.arange(len(responses))
         one, other = shared_batch(responses, own), make_token_batch(responses, own.tolist())
-        for name in ("tokens_1T", "position_1T", "row_X", "last_row_B", "token_X"):
+        for name in ("tokens_1T", "position_1T", "row_X", "token_X"):
             assert getattr(one, name).tolist() == getattr(other, name).tolist()
 
 
@@ -188,9 +187,8 @@ def test_values_are_computed_behind_shared_prompts_too():
     batches = make_value_batches(responses, range(6), 100, shares_prompts=True)
     [batch] = batches
     assert [responses[s].sample_id for s in batch.samples_B] == [0, 1, 2, 3, 4, 5]
-    assert batch.tokens_1T.shape[1] == sum(len(one.tokens_n) for one in responses) - 2 * 5 - 3
-    last = [responses[s].tokens_n[-1] for s in batch.samples_B.tolist()]
-    assert batch.tokens_1T[0, batch.last_row_B].tolist() == last
+    assert batch.tokens_1T.shape[1] == sum(len(one.tokens_n) - 1 for one in responses) - 2 * 5 - 3
+    assert batch.target_X.tolist() == [token for one in RESPONSES for token in one.tokens_n[one.prompt_length :]]
 
 
 CONFIG = load_config(

@@ -53,14 +53,6 @@ def test_layout_of_a_micro_batch():
     assert batch.num_responses == 2
 
 
-def test_with_last_tokens_fed_too_the_rows_after_them_are_known():
-    batch = make_token_batch(RESPONSES, [2, 1], feed_last=True)
-    lengths = [len(RESPONSES[s].tokens_n) for s in (2, 1)]
-    assert batch.last_row_B.tolist() == [lengths[0] - 1, sum(lengths) - 1]
-    assert batch.tokens_1T[0, batch.last_row_B].tolist() == [RESPONSES[s].tokens_n[-1] for s in (2, 1)]
-    assert batch.tokens_1T[0, batch.row_X + 1].tolist() == batch.target_X.tolist()
-
-
 @settings(max_examples=10)
 @given(st.permutations(range(len(RESPONSES))))
 def test_routes_lie_on_the_rows_of_their_tokens(order):

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from relibra.rl.config.run_config import load_config
 from relibra.rl.update import credit as credit_of
 from relibra.rl.update.credit import (
-    ResponseValues,
     broadcast_advantages,
     compute_gae,
     compute_group_advantages,
@@ -32,15 +31,12 @@ def config_of(*overrides, preset="tppo"):
 
 def values_for(responses, seed=0):
     rng = np.random.default_rng(seed)
-    return [rng.normal(size=response.length + 1).astype(np.float32) for response in responses]
+    return [rng.normal(size=response.length).astype(np.float32) for response in responses]
 
 
 def flat(values_Sr):
-    """Return values before each token and after the last, one array per response, as `ResponseValues`."""
-    return ResponseValues(
-        before_X=torch.cat([torch.zeros(0), *(torch.from_numpy(values[:-1]) for values in values_Sr)]),
-        after_S=torch.tensor([float(values[-1]) for values in values_Sr]),
-    )
+    """Return values before each token, one array per response, as one tensor."""
+    return torch.cat([torch.zeros(0), *(torch.from_numpy(values) for values in values_Sr)])
 
 
 @dataclass
@@ -86,13 +82,13 @@ def advantages_by_hand(response, expected, config, window=WINDOW):
     """Estimate the advantages of a response's last window, residual by residual; the slow reference."""
     s, w = config.algorithm, response.window_length
     finished = response.finish_reason is not None
-    values = expected[response.length - w :].astype(np.float64)
+    values = expected[len(expected) - w :].astype(np.float64)
     total = response.length if finished else response.length + window / 2
     decay = max(0.95, 1 - 1 / (0.05 * total)) if s.lambda_policy == "length_adaptive" else s.lambda_policy
     last_value = 0.0 if finished else values[w - 1]
-    following = [*values[1:w], last_value]
+    following = [*values[1:], last_value]
     rewards = [0.0] * (w - 1) + [response.reward if finished else 0.0]
-    residuals = [reward + after - value for reward, after, value in zip(rewards, following, values, strict=False)]
+    residuals = [reward + after - value for reward, after, value in zip(rewards, following, values, strict=True)]
     return [sum(decay ** (later - t) * residuals[later] for later in range(t, w)) for t in range(w)]
 
 
@@ -151,7 +147,7 @@ def test_advantages_are_clamped_after_whitening(monkeypatch):
     monkeypatch.setattr(credit_of, "LARGEST_ADVANTAGE", 1.5)
     responses = [response_of(s, length=6, reward=0.0, routed=False) for s in range(8)]
     responses.append(response_of(8, length=6, reward=1000.0, routed=False))
-    expected_Sr = [np.zeros(7, dtype=np.float32) for _ in responses]
+    expected_Sr = [np.zeros(6, dtype=np.float32) for _ in responses]
     credit = estimate(responses, expected_Sr, config_of(), train_unfinished=True)
     assert max(advantage.max() for advantage in credit.advantage_Sr) == 1.5
 
@@ -250,15 +246,12 @@ def test_explained_variance_is_over_tokens_of_finished_responses():
         response_of(1, length=4, reward=0.0),
         response_of(2, length=3, finished=False),
     ]
-    config_free = [np.full(3, 1.0, np.float32), np.zeros(5, np.float32), np.full(4, 9.0, np.float32)]
+    config_free = [np.full(2, 1.0, np.float32), np.zeros(4, np.float32), np.full(3, 9.0, np.float32)]
     assert variance_explained(responses, config_free) == pytest.approx(1.0)
     constant = [np.full(len(one), 0.3, np.float32) for one in config_free]
     assert variance_explained(responses, constant) == pytest.approx(0.0, abs=1e-6)
     wrong = [1 - one for one in config_free]
     assert variance_explained(responses, wrong) == pytest.approx(-3.0)
-    # the value after the last token is of no token
-    beyond = [np.append(one[:-1], np.float32(7.0)) for one in config_free]
-    assert variance_explained(responses, beyond) == pytest.approx(1.0)
 
 
 def test_returns_that_are_all_alike_explain_nothing():

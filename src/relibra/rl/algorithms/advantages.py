@@ -2,49 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from jaxtyping import Bool, Float, Float64, Int, Real
 from torch import Tensor
-
-Bootstrap = Literal["hold", "value", "zero"]
-"""Value after the last token of an unfinished response: the one before it, the value model's, or 0 (for tests)."""
 
 _SMALLEST_VARIANCE = 1e-8
 """Added to the variance that `whiten` divides by."""
 
 
 def egae(
-    values_BN1: Float[Tensor, "B N1"],
+    values_BN: Float[Tensor, "B N"],
     rewards_BN: Float[Tensor, "B N"],
     length_B: Int[Tensor, " B"],
     finished_B: Bool[Tensor, " B"],
     *,
     gamma: float,
     lambda_B: Float[Tensor, " B"],
-    bootstrap: Bootstrap,
 ) -> Float[Tensor, "B N"]:
     """Estimate the advantage of the tokens of a window, whether its response goes on after it or not.
 
     Extended GAE of T-PPO, arXiv 2506.15050. For a finished response it is GAE (arXiv 1506.02438, eq. 16), to the bit.
-    The sum of residuals ends with the window; with "hold", the value after the last token is taken to be that before
-    it, so that at gamma 1 the last token of an unfinished response has advantage 0.
+    The sum of residuals ends with the window: the value after the last token of an unfinished response is taken to be
+    that before it, so that at gamma 1 the token has advantage 0.
 
-    values_BN1   one column more than tokens: t = value before the t-th token of the window, length = value after its
-                 last one, which only "value" reads
+    values_BN    before each token of the window
     rewards_BN   for each token of the window
     length_B     tokens of each window; columns beyond are ignored, and 0 in the result
     """
-    values_BN, following_BN = values_BN1[:, :-1], values_BN1[:, 1:]
     column_1N = torch.arange(values_BN.shape[1], device=length_B.device).unsqueeze(0)
     inside_BN, last_BN = column_1N < length_B[:, None], column_1N == length_B[:, None] - 1
-    if bootstrap == "zero":
-        after_window_BN = torch.zeros_like(values_BN)
-    else:
-        after_window_BN = values_BN if bootstrap == "hold" else following_BN
-    after_window_BN = torch.where(finished_B[:, None], 0.0, after_window_BN)
-    following_BN = torch.where(last_BN, after_window_BN, following_BN)
+    after_window_BN = torch.where(finished_B[:, None], 0.0, values_BN)
+    following_BN = torch.where(last_BN, after_window_BN, values_BN.roll(-1, dims=1))
     residual_BN = torch.where(inside_BN, rewards_BN + gamma * following_BN - values_BN, 0.0)
     return _discounted_suffix_sums(residual_BN, gamma * lambda_B)
 

@@ -28,11 +28,9 @@ class TokenBatch:
 
     samples_B             index of each response among those of the rank. B = 0 is a filler micro-batch: it keeps
                           collectives aligned on ranks without responses
-    tokens_1T             tokens that are fed: without the last token of a response, whose output is not needed; the
-                          value model is fed that one too
+    tokens_1T             tokens that are fed: without the last token of a response, whose output is not needed
     position_1T           position of each token in its response
     shared_B              first tokens of each that are not fed: the rows of a prompt that stands before it
-    last_row_B            row of the last token of each response that is fed
     row_X                 row whose output predicts the response token: that of the token before it
     target_X              the response tokens
     response_X            response of each, 0 .. B - 1
@@ -56,7 +54,6 @@ class TokenBatch:
     tokens_1T: Int[Tensor, "1 T"]
     position_1T: Int[Tensor, "1 T"]
     shared_B: Int[Tensor, " B"]
-    last_row_B: Int[Tensor, " B"]
     row_X: Int[Tensor, " X"]
     target_X: Int[Tensor, " X"]
     response_X: Int[Tensor, " X"]
@@ -98,17 +95,12 @@ class TokenBatch:
 
 
 def make_token_batch(
-    responses: Sequence[Response],
-    chosen: Sequence[int],
-    *,
-    feed_last: bool = False,
-    piece_s: Int[ndarray, " s"] | None = None,
+    responses: Sequence[Response], chosen: Sequence[int], *, piece_s: Int[ndarray, " s"] | None = None
 ) -> TokenBatch:
     """Return the chosen responses of a rank as one batch; without any, a filler batch of one token.
 
-    feed_last   feed last tokens too, for the value after them
-    piece_s     of each response of the rank: those with an equal number share the rows of their prompt, and follow each
-                other among the chosen; None: each has its own
+    piece_s   of each response of the rank: those with an equal number share the rows of their prompt, and follow each
+              other among the chosen; None: each has its own
     """
     lengths_S = np.array([response.length for response in responses], dtype=np.int64)
     first_token_S = np.cumsum(lengths_S) - lengths_S
@@ -119,7 +111,7 @@ def make_token_batch(
     lead_B = np.maximum.accumulate(np.where(leads_B, np.arange(len(picked)), 0))  # whose prompt each one follows
     _check_prompts(picked, lead_B)
     shared_B = np.where(leads_B, 0, prompt_B)
-    ends_B = np.array([len(response.tokens_n) - (not feed_last) for response in picked], dtype=np.int64)
+    ends_B = np.array([len(response.tokens_n) - 1 for response in picked], dtype=np.int64)
     start_B = np.cumsum(ends_B - shared_B) - (ends_B - shared_B)
     after_prompt_B = start_B[lead_B] + prompt_B - 1  # the row that predicts the first token of a response
     rows = [
@@ -136,7 +128,6 @@ def make_token_batch(
         tokens_1T=_join([none_1, *(one.tokens_n[rows] for one, rows in zip(picked, fed, strict=True))], np.int64)[None],
         position_1T=_join([none_1, *(np.arange(rows.start, rows.stop) for rows in fed)], np.int64)[None],
         shared_B=torch.from_numpy(shared_B),
-        last_row_B=torch.from_numpy(np.where(ends_B > shared_B, start_B + ends_B - shared_B - 1, after_prompt_B)),
         row_X=_join([np.array(one) for one in rows], np.int64),
         target_X=_join([one.tokens_n[one.prompt_length :] for one in picked], np.int64),
         response_X=torch.from_numpy(np.repeat(np.arange(len(picked)), [one.length for one in picked])),

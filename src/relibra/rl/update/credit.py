@@ -49,18 +49,6 @@ class Credit:
     loss_mask_X: Bool[Tensor, " X"]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ResponseValues:
-    """Values of this rank's responses, response after response.
-
-    before_X   before each response token
-    after_S    after the last token of each response
-    """
-
-    before_X: Float32[Tensor, " X"]
-    after_S: Float32[Tensor, " S"]
-
-
 def groups_with_signal(
     responses: Sequence[Response], settings: AlgorithmSettings, *, max_response: int
 ) -> dict[int, bool]:
@@ -123,10 +111,9 @@ def broadcast_advantages(responses: Sequence[Response], advantage_of: Mapping[in
 @torch.no_grad()
 def compute_values(
     critic: nn.Module, responses: Sequence[Response], micro_batch_tokens: int, *, shares_prompts: bool = False
-) -> ResponseValues:
-    """Return the values of all tokens of this rank's responses; collective."""
-    before_X = torch.zeros(sum(response.length for response in responses))
-    after_S = torch.zeros(len(responses))
+) -> Float32[Tensor, " X"]:
+    """Return the value before each token of this rank's responses, response after response; collective."""
+    values_X = torch.zeros(sum(response.length for response in responses))
     device, found = next(critic.parameters()).device, list[Tensor]()
     batches = make_value_batches(responses, range(len(responses)), micro_batch_tokens, shares_prompts=shares_prompts)
     for batch in batches:
@@ -134,14 +121,13 @@ def compute_values(
         found.append(download(token_values(critic, there.tokens_1T, there.position_1T)))
     wait_for_copies(device)
     for batch, values_T in zip(batches, found, strict=True):
-        before_X[batch.token_X] = values_T[batch.row_X]
-        after_S[batch.samples_B] = values_T[batch.last_row_B]
-    return ResponseValues(before_X=before_X, after_S=after_S)
+        values_X[batch.token_X] = values_T[batch.row_X]
+    return values_X
 
 
-def record_values(responses: Sequence[Response], computed: ResponseValues) -> list[Response]:
+def record_values(responses: Sequence[Response], values_X: Float32[Tensor, " X"]) -> list[Response]:
     """Return the responses with the values of the tokens of their last windows; earlier ones were recorded then."""
-    pieces = computed.before_X.split([response.length for response in responses])
+    pieces = values_X.split([response.length for response in responses])
     return [
         replace(response, values_r=np.where(response.in_window_r, values_r.numpy(), response.values_r))
         for response, values_r in zip(responses, pieces, strict=True)
@@ -187,14 +173,14 @@ def make_value_batches(
         chosen = sorted(chosen, key=lambda s: (group_s[s], s))
         again = np.diff(group_s[chosen], prepend=-1) == 0
         shared = [responses[s].prompt_length if once else 0 for s, once in zip(chosen, again.tolist(), strict=True)]
-    runs = cut_into_runs([len(responses[s].tokens_n) for s in chosen], micro_batch_tokens, shared)
+    runs = cut_into_runs([len(responses[s].tokens_n) - 1 for s in chosen], micro_batch_tokens, shared)
     runs += [[]] * (largest_over_ranks(len(runs)) - len(runs))
-    return [make_token_batch(responses, [chosen[i] for i in run], feed_last=True, piece_s=group_s) for run in runs]
+    return [make_token_batch(responses, [chosen[i] for i in run], piece_s=group_s) for run in runs]
 
 
 def compute_gae(
     responses: Sequence[Response],
-    values: ResponseValues,
+    values_X: Float32[Tensor, " X"],
     settings: AlgorithmSettings,
     *,
     window_tokens: int,
@@ -204,32 +190,26 @@ def compute_gae(
 
     Rows of `N = window_tokens` columns hold the last window of each response.
 
+    values_X           before each response token
     train_unfinished   train on unfinished responses too, whose reward is not known yet
     """
     S, N = len(responses), window_tokens
     finished_S = torch.tensor([response.finish_reason is not None for response in responses], dtype=torch.bool)
     length_S = torch.tensor([response.window_length for response in responses], dtype=torch.int64)
     window_X = torch.from_numpy(np.concatenate([np.zeros(0, dtype=bool), *(one.in_window_r for one in responses)]))
-    column_N = torch.arange(N + 1)
-    inside_SN = column_N[:N] < length_S[:, None]
-    values_SN1, rewards_SN = torch.zeros(S, N + 1), torch.zeros(S, N)
-    values_SN1[:, :N][inside_SN] = values.before_X[window_X]
-    values_SN1[column_N == length_S[:, None]] = values.after_S
+    column_N = torch.arange(N)
+    inside_SN = column_N < length_S[:, None]
+    values_SN, rewards_SN = torch.zeros(S, N), torch.zeros(S, N)
+    values_SN[inside_SN] = values_X[window_X]
     for s, response in enumerate(responses):
         if finished_S[s]:
             assert response.reward is not None, f"sample {response.sample_id} is finished, so it has a reward"
             rewards_SN[s, length_S[s] - 1] = response.reward
     trained_S = torch.where(finished_S, length_S, (length_S - settings.tail_drop) * train_unfinished)
-    mask_SN = column_N[:N] < trained_S[:, None]
+    mask_SN = column_N < trained_S[:, None]
     total_S = torch.tensor([response.length for response in responses]) + torch.where(finished_S, 0, N / 2)
     advantage_SN = egae(
-        values_SN1,
-        rewards_SN,
-        length_S,
-        finished_S,
-        gamma=GAMMA,
-        lambda_B=_lambda(total_S.float(), settings),
-        bootstrap="hold",
+        values_SN, rewards_SN, length_S, finished_S, gamma=GAMMA, lambda_B=_lambda(total_S.float(), settings)
     )
     if settings.whiten:
         advantage_SN = whiten(advantage_SN, mask_SN, sum_over_ranks(moments(advantage_SN, mask_SN)))
@@ -251,16 +231,16 @@ def with_credit(batch: TrainingBatch, credit: Credit, *, max_response: int, over
     )
 
 
-def variance_explained(responses: Sequence[Response], values: ResponseValues) -> float | None:
+def variance_explained(responses: Sequence[Response], values_X: Float32[Tensor, " X"]) -> float | None:
     """Return the share of the variance of returns that the value model explains; collective.
 
     Over all response tokens of finished responses of all ranks; None if there are none, or all returns are equal.
     """
     finished_S = torch.tensor([response.finish_reason is not None for response in responses], dtype=torch.bool)
     lengths_S = torch.tensor([response.length for response in responses], dtype=torch.int64)
-    values_X = values.before_X[finished_S.repeat_interleave(lengths_S)]
+    finished_X = finished_S.repeat_interleave(lengths_S)
     returns_X = returns_of([one for one in responses if one.finish_reason is not None])
-    share = explained_variance(sum_over_ranks(value_sums(values_X, returns_X)))
+    share = explained_variance(sum_over_ranks(value_sums(values_X[finished_X], returns_X)))
     return None if math.isnan(share) else share
 
 
