@@ -26,8 +26,8 @@ from relibra.parallel.group_state import GroupState
 from relibra.parallel.grouped_product import is_grouped, run_sorted
 from relibra.parallel.process_groups import make_same_ranks_group
 from relibra.parallel.rows.sorted_rows import SortedRows
+from relibra.replay.device_copies import upload
 from relibra.replay.routers import DECODER_LAYER
-from relibra.replay.upload import upload
 
 NAME = "relibra"
 """Value of `DistributedConfig.ep_implementation` that selects this implementation."""

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from relibra.errors import EngineError, TraceError
 from relibra.replay.batch import BatchRoutes
+from relibra.replay.device_copies import upload
 from relibra.replay.routers import RouterSite, RuleChecks, awaits_recompute, decoder_of, find_routers, is_recompute
-from relibra.replay.upload import upload
 
 _SUSPICIOUS_ROWS = 16
 """With one choice per token, so many rows that all took expert 0 are refused as an empty recording."""

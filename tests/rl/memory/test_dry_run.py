@@ -21,7 +21,7 @@ SHARD = 4 * (EXPERT_PARAMETERS + OTHER_PARAMETERS) / RANKS
 SERVED = ("rollout.engine=vllm", "rollout.url=http://127.0.0.1:1", "rollout.server_weights=/tmp")
 WAITS = {
     ("optimizer", "item", "rl/model/optimizer.py clip_gradients"),
-    ("recompute", "synchronize", "rl/batch/device_copies.py wait_for_copies"),
+    ("recompute", "synchronize", "replay/device_copies.py wait_for_copies"),
     ("update", "tolist", "replay/routers.py read"),
     ("update", "tolist", "rl/algorithms/loss.py read_numbers"),
 }

@@ -127,7 +127,7 @@ _ACTIVE = threading.local()
 
 def follow_copies(monkeypatch: Any) -> None:
     """Let the copies of the trainer tell the mode of their thread what they move."""
-    monkeypatch.setattr(token_batch, "upload", _upload)
+    monkeypatch.setattr(token_batch, "upload_together", _upload)
     for user in (recompute, credit):
         monkeypatch.setattr(user, "download", _download)
         monkeypatch.setattr(user, "wait_for_copies", _wait_for_copies)

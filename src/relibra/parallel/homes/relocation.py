@@ -28,7 +28,7 @@ from relibra.parallel.balanced import BalancedEP, agreement_of, balanced_layers
 from relibra.parallel.homes.home_shards import StoredRows, home_mesh, home_ranks, rows_by_expert
 from relibra.parallel.rows.exchange import all_gather, explain_peer_failure
 from relibra.planning.traffic.rank_tables import Place
-from relibra.replay.upload import upload
+from relibra.replay.device_copies import upload
 
 
 @dataclass(frozen=True, kw_only=True)

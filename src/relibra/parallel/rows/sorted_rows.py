@@ -15,7 +15,7 @@ from jaxtyping import Int, Int32
 from torch import Tensor
 
 from relibra.planning.traffic.rank_tables import RankTables
-from relibra.replay.upload import upload
+from relibra.replay.device_copies import upload
 
 
 class SortedRows(NamedTuple):

@@ -13,7 +13,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from relibra.replay import BatchRoutes
-from relibra.rl.batch.device_copies import upload
+from relibra.replay.device_copies import upload_together
 from relibra.rl.model.packed_sequences import find_segments, keep_segments
 from relibra.rl.rollout.response import Response
 
@@ -85,7 +85,7 @@ class TokenBatch:
     def to(self, device: torch.device) -> TokenBatch:
         """Return the batch of the host with its tensors on a device, without a wait; routes stay where they are."""
         named = self._tensors()
-        moved: dict[str, Any] = dict(zip(named, upload(list(named.values()), device), strict=True))
+        moved: dict[str, Any] = dict(zip(named, upload_together(list(named.values()), device), strict=True))
         keep_segments(moved["position_1T"], find_segments(self.position_1T[0].numpy()))
         return replace(self, **moved)
 

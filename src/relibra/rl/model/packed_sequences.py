@@ -30,8 +30,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import create_masks_for_generate, eager_mask, sdpa_mask
 
+from relibra.replay.device_copies import upload
 from relibra.replay.forward_cache import CACHE_NAME
-from relibra.replay.upload import upload
 from relibra.rl.model.attention_sinks import BLOCK, Segment, SegmentRows, attend_with_sinks
 from relibra.rl.run.ranks import gather_json
 

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Float32
 from numpy import ndarray
 from torch import Tensor, nn
 
+from relibra.replay.device_copies import download, wait_for_copies
 from relibra.rl.algorithms.advantages import (
     egae,
     group_advantages,
@@ -21,7 +22,6 @@ from relibra.rl.algorithms.advantages import (
     whiten,
 )
 from relibra.rl.algorithms.value_loss import auroc, explained_variance, value_sums
-from relibra.rl.batch.device_copies import download, wait_for_copies
 from relibra.rl.batch.schedule import cut_into_runs
 from relibra.rl.batch.token_batch import TokenBatch, make_token_batch
 from relibra.rl.batch.training_batch import TrainingBatch

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from relibra.parallel import LiveBalancing
 from relibra.replay import RoutingReplay, record_routing
+from relibra.replay.device_copies import download, wait_for_copies
 from relibra.replay.replay import RouterComparison
 from relibra.rl.algorithms.mismatch import MismatchSums, mismatch_sums
 from relibra.rl.algorithms.terms import correction_weights
-from relibra.rl.batch.device_copies import download, wait_for_copies
 from relibra.rl.batch.schedule import Schedule
 from relibra.rl.batch.token_batch import TokenBatch
 from relibra.rl.batch.training_batch import MicroBatchContext, TrainingBatch
