@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 from jaxtyping import Bool, Float, Int
 
 from relibra.errors import missing_packages
-from relibra.rl.config.settings import AlgorithmSettings
+from relibra.rl.config.settings import Aggregate, AlgorithmSettings, Estimator
 
 with missing_packages("relibra.rl.algorithms"):
     import torch
     from torch import Tensor
-
-Aggregate = Literal["token", "token_over_step", "response", "constant"]
-"""How a mini-batch's loss is averaged over tokens; see `token_weights`."""
-Estimator = Literal["k1", "k2", "k3", "k3+"]
-"""See `kl_estimate`."""
 
 _LARGEST_LOG_RATIO = 20.0
 """Log-ratios are clamped to this, so that no exponential overflows: 0 x infinity has no gradient."""

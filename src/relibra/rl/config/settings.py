@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, field_validator
 
@@ -13,7 +13,8 @@ from relibra.planning.costs.expert_shape import GradientWire
 from relibra.rl.config.rollout_settings import MAX_LENGTH, RolloutSettings, Section
 
 Preset = Literal["ppo", "tppo", "grpo", "dapo", "gspo"]
-PRESET_NAMES: tuple[str, ...] = get_args(Preset)
+Aggregate = Literal["token", "token_over_step", "response", "constant"]
+Estimator = Literal["k1", "k2", "k3", "k3+"]
 LONGEST = 1 << 24
 """Most steps of anything."""
 NO_EXPERTS = "a model without experts has nothing to balance, so plan.* has no effect"
@@ -140,7 +141,7 @@ class AlgorithmSettings(Section):
     loss: str = "dapo"
     """Policy loss: that of a preset (a probability ratio per token; gspo: one per response), or your own
     `module:function`, called as function(inputs) (docs/extending.md)."""
-    aggregate: Literal["token", "token_over_step", "response", "constant"] = "token"
+    aggregate: Aggregate = "token"
     """Mean of token losses in a mini-batch: over its tokens; over the step's mean number of tokens per mini-batch; mean
     over responses of their means; or over responses of their sums / max_response (Dr. GRPO)."""
     clip_low: float = Field(0.2, gt=0, lt=1)
@@ -151,7 +152,7 @@ class AlgorithmSettings(Section):
     """Largest ratio of a token with negative advantage, above 1; 0: unlimited."""
     kl_coefficient: float = Field(0.0, ge=0, le=1e3)
     """Weight of the KL divergence from the policy before the first RL step; 0: no reference policy in memory."""
-    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
+    kl_estimator: Estimator = "k3"
     """Estimator of that divergence from sampled tokens; "k3+" is k3 with an unbiased gradient, as in verl."""
     entropy_coefficient: float = Field(0.0, ge=0, le=1e3)
     """Weight of the entropy bonus."""
