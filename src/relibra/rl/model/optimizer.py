@@ -60,8 +60,8 @@ def new_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: st
     return zeros(parameter, key) if zeros else torch.zeros_like(parameter.detach())
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, base: float, step: int, warmup_steps: int) -> float:
-    """Set the learning rate of the next optimizer step, and return it.
+def set_learning_rate(optimizer: torch.optim.Optimizer, base: float, step: int, warmup_steps: int) -> None:
+    """Set the learning rate of the next optimizer step.
 
     base           learning rate after the warm-up: `update.learning_rate`, or `critic.learning_rate`
     step           optimizer steps made so far
@@ -73,7 +73,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, base: float, step: int, 
             group["lr"].fill_(rate)  # torchao reads the same tensor in each step
         else:
             group["lr"] = rate
-    return rate
 
 
 def step_or_skip(
