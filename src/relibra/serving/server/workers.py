@@ -138,7 +138,6 @@ async def connection_to(worker: Worker) -> Connection:
     return Connection(worker, *await asyncio.open_connection(sock=worker.control.take_socket()))
 
 
-_log = logging.getLogger(__name__)
 WORTH_A_CHANGE = 1.05
 """Imbalance of workers over that after a change, from which on the change is made."""
 LEAST_ROWS = 100
