@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relibra.planning.levers.homes import heaviest_first
+from relibra.planning.levers.homes import SwapPrices, heaviest_first
 from relibra.planning.relibra_paper.annealing import COLD, WARM, anneal_nodes, home_cost
 from relibra.planning.relibra_paper.nodes_and_ranks import (
-    HomeWeights,
     busiest,
     place_homes,
     ranks_inside_nodes,
@@ -80,7 +79,7 @@ def test_individual_micro_batches_count_not_their_sum():
     load_ME = np.array([[90, 10, 90, 10], [10, 90, 10, 90]], dtype=np.int64)
     source_MNE = np.zeros((2, 2, 4), dtype=np.int64)
     home_E = place_homes(
-        load_ME, source_MNE, np.array([0, 1, 0, 1]), 1, weights=HomeWeights(), temperature=COLD, proposals=500, seed=0
+        load_ME, source_MNE, np.array([0, 1, 0, 1]), 1, prices=SwapPrices(), temperature=COLD, proposals=500, seed=0
     )
     assert home_E[0] != home_E[2]
     assert busiest(load_ME, home_E) == 200
@@ -95,7 +94,7 @@ def test_homes_stay_when_moving_costs_more_than_it_brings():
             np.zeros((1, 2, 4), dtype=np.int64),
             previous_E,
             1,
-            weights=HomeWeights(move=move),
+            prices=SwapPrices(move=move),
             temperature=WARM,
             proposals=300,
             seed=0,

@@ -59,7 +59,7 @@ def _search_homes(request: PlacementRequest, load_ME: ndarray, before_E: Int64[n
         dealt_E = deal_machines(load_ME, N)
         found_E = min((machine_E, dealt_E), key=lambda map_E: busiest(load_ME, map_E))
         nowhere_MNE = np.zeros((len(load_ME), N, E), dtype=np.int64)
-        found_E = swap_nodes(load_ME, nowhere_MNE, found_E, SwapPrices(network=0.0, move=0.0))
+        found_E = swap_nodes(load_ME, nowhere_MNE, found_E, SwapPrices())
         if busiest(load_ME, found_E) < busiest(load_ME, machine_E):
             machine_E = found_E
     total_1E = load_ME.sum(axis=0, keepdims=True)  # level 1b of the paper: longest first by step totals, no annealing

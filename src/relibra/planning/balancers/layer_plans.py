@@ -13,9 +13,8 @@ from relibra.parallel_map import parallel_map
 from relibra.planning.balancer import PlacementRequest
 from relibra.planning.costs.compute import busiest_attention_M
 from relibra.planning.costs.copies import relocation_seconds
-from relibra.planning.costs.exchange import rows_per_crossing
 from relibra.planning.costs.layer_costs import layer_costs
-from relibra.planning.levers.homes import HomeMoves, SwapPrices, deal_inside_nodes, swap_nodes
+from relibra.planning.levers.homes import HomeMoves, deal_inside_nodes, swap_nodes, swap_prices
 from relibra.planning.levers.replication import replicate
 from relibra.planning.levers.resident_replicas import keep_replicas
 from relibra.planning.loads import tokens_of_domains
@@ -129,7 +128,7 @@ def _homes(request: PlacementRequest, demand: ScheduledDemand, choice: LayerChoi
         return before_LE
     load_LE, node_LE = demand.load_MLE.sum(axis=0), before_LE // cluster.ranks_per_node
     every = max(1, len(demand.tokens_MLRE) // _SWAP_MICRO_BATCHES)
-    prices = _swap_prices(request, demand, every)
+    prices = swap_prices(request, demand, cluster.num_nodes, every=every)
 
     def deal(layer: int) -> ndarray:
         node_E = node_LE[layer]
@@ -140,20 +139,6 @@ def _homes(request: PlacementRequest, demand: ScheduledDemand, choice: LayerChoi
         return deal_inside_nodes(load_LE[layer], node_E, before_LE[layer], cluster.num_ranks, cluster.ranks_per_node)
 
     return np.stack(parallel_map(deal, len(before_LE)))
-
-
-def _swap_prices(request: PlacementRequest, demand: ScheduledDemand, every: int) -> SwapPrices:
-    """Return prices relative to the seconds of a token-slot in its expert, forward and backward.
-
-    A token-slot that crosses nodes is 4 rows (dispatch and combine, forward and backward) or, with hierarchical
-    dispatch, its share of them; a move is the expert's state over the links of all nodes, in one of the steps that it
-    serves.
-    """
-    cluster, expert = request.cluster, request.expert
-    compute, rate = 3 * expert.flops_per_token_slot / cluster.flops_per_second, cluster.slowest_bytes_per_second
-    rows = 4 * rows_per_crossing(cluster, demand, request.previous.home_LE)
-    state = expert.state_bytes / request.budget.steps_served / cluster.num_nodes / every
-    return SwapPrices(network=rows * expert.row_bytes / rate / compute, move=state / rate / compute)
 
 
 def _replicas(

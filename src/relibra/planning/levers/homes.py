@@ -10,7 +10,10 @@ from jaxtyping import Int, Int64, Shaped
 from numpy import ndarray
 from scipy.optimize import linear_sum_assignment
 
+from relibra.planning.balancer import PlacementRequest
+from relibra.planning.costs.exchange import rows_per_crossing
 from relibra.routing.compiled import compiled
+from relibra.routing.demand import ScheduledDemand
 
 HomeMoves = Literal["stay", "in nodes", "over nodes"]
 """What experts may do: nothing, change their rank inside their node, or change their node too."""
@@ -23,14 +26,37 @@ UNASSIGNED = -1
 
 @dataclass(frozen=True, kw_only=True)
 class SwapPrices:
-    """Prices of a swap of two experts between nodes, in token-slots of the fullest node.
+    """Prices of a swap of two experts, in token-slots of the fullest node.
 
-    network   of a token-slot that crosses, in the node's busier direction
-    move      of an expert that is on another node than before
+    network       of a token-slot that crosses nodes, in the node's busier direction
+    move          of an expert that is on another node than before
+    move_inside   of an expert that is on another rank of its node, in token-slots of the fullest rank
     """
 
-    network: float
-    move: float
+    network: float = 0.0
+    move: float = 0.0
+    move_inside: float = 0.0
+
+
+def swap_prices(request: PlacementRequest, demand: ScheduledDemand, num_domains: int, *, every: int) -> SwapPrices:
+    """Return prices relative to the seconds of a token-slot in its expert, forward and backward.
+
+    A token-slot that crosses is 4 rows (dispatch and combine, forward and backward) on the slowest link or, with
+    hierarchical dispatch, its share of them. A move is the expert's state over the links of all domains, in one of the
+    steps that it serves.
+
+    num_domains   between which experts are swapped: nodes, or ranks
+    every         every how many micro-batches one is looked at, which stands for the others
+    """
+    cluster, expert = request.cluster, request.expert
+    compute, rate = 3 * expert.flops_per_token_slot / cluster.flops_per_second, cluster.slowest_bytes_per_second
+    rows = 4 * rows_per_crossing(cluster, demand, request.previous.home_LE)
+    state = expert.state_bytes / request.budget.steps_served
+    return SwapPrices(
+        network=rows * expert.row_bytes / rate / compute,
+        move=state / num_domains / every / rate / compute,
+        move_inside=state / cluster.ranks_per_node / every / cluster.intra.bytes_per_second / compute,
+    )
 
 
 def deal_inside_nodes(

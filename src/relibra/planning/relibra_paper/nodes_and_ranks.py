@@ -7,28 +7,12 @@ node, the same way. (ReLibra, arXiv 2605.08639; two levels also in ForeMoE, arXi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from jaxtyping import Int, Int64
 from numpy import ndarray
 
-from relibra.planning.levers.homes import UNASSIGNED, fill_bins, heaviest_first, renumber_bins
+from relibra.planning.levers.homes import UNASSIGNED, SwapPrices, fill_bins, heaviest_first, renumber_bins
 from relibra.planning.relibra_paper.annealing import COLD, anneal_nodes, home_cost
-
-
-@dataclass(frozen=True, kw_only=True)
-class HomeWeights:
-    """Weights of network and moves in the cost of homes, in token-slots of compute on the fullest node.
-
-    network       per token-slot that enters or leaves the node, whichever is more
-    move          per expert that changes its node
-    move_inside   per expert that changes its rank on its node, against one token-slot on the fullest rank
-    """
-
-    network: float = 0.0
-    move: float = 0.0
-    move_inside: float = 0.0
 
 
 def place_homes(
@@ -37,7 +21,7 @@ def place_homes(
     previous_home_E: Int64[ndarray, " E"],
     ranks_per_node: int,
     *,
-    weights: HomeWeights,
+    prices: SwapPrices,
     temperature: float,
     proposals: int,
     seed: int,
@@ -55,7 +39,7 @@ def place_homes(
     previous_node_E = previous_home_E // ranks_per_node
     node_E = previous_node_E
     if num_nodes > 1 and load_ME.any():
-        problem = (load_ME, source_MNE, previous_node_E, weights.network, weights.move)
+        problem = (load_ME, source_MNE, previous_node_E, prices.network, prices.move)
         starts = [previous_node_E, heaviest_first(load_ME.sum(axis=0), num_nodes)]
         start_E = min(starts, key=lambda start: home_cost(start, *problem))
         found_E = anneal_nodes(start_E, *problem, temperature=temperature, proposals=proposals, seed=seed)
@@ -67,11 +51,11 @@ def place_homes(
         previous_home_E,
         ranks_per_node,
         num_nodes,
-        move=weights.move_inside,
+        move=prices.move_inside,
         proposals=proposals // (2 * num_nodes),
         seed=seed,
     )
-    moved = weights.move_inside * int((home_E != previous_home_E).sum())
+    moved = prices.move_inside * int((home_E != previous_home_E).sum())
     same_nodes = bool((node_E == previous_node_E).all())
     if same_nodes and busiest(load_ME, home_E) + moved >= busiest(load_ME, previous_home_E):
         return previous_home_E
