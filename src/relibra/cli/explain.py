@@ -57,7 +57,7 @@ def explain(
         later = read_plan(diff)
         check_same_sizes((str(plan), made), (str(diff), later))
         facts = asdict(compute_difference(made, later))
-        print_result(facts if as_json else {"homes_moved": len(facts.pop("homes"))} | facts, as_json=as_json)
+        print_result(facts if as_json else {"moved_homes": len(facts.pop("homes"))} | facts, as_json=as_json)
         return
     if layer is None:
         choices = [asdict(choice) for choice in made.considered]

@@ -1,4 +1,16 @@
-"""Planning: homes, schedule and replicas of a step. Start with `plan_step`; names load on first use."""
+"""Planning: homes, schedule and replicas of a step. Start with `plan_step`; names load on first use.
+
+What decides, in the balancer "relibra":
+
+homes of experts          `choose_homes`; `cheapest_layers` keeps them in a layer or not (`balancers/layer_plans.py`)
+numbers of slots          `decide` (`balancers/relibra.py`)
+samples of micro-batches  `pack_groups` (`levers/packing.py`)
+replicas, their tokens    `keep_replicas` (`levers/resident_replicas.py`); in slots of all layers `replicate`
+                          (`levers/replication.py`)
+seconds of all of these   `layer_costs` (`costs/layer_costs.py`)
+
+Why an expert moved: the list `moved` of `relibra explain runs/X/traces/step-N/plan.safetensors --layer L`.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relibra.planning.balancers.physical_placement import choose_homes, count_copies, relabel_ranks
+from relibra.planning.balancers.physical_placement import choose_homes_among_copies, count_copies, relabel_ranks
 from relibra.planning.balancers.shares import even_quotas, local_first_quotas, optimal_quotas
 from tests.planning.splits import lowest_busiest_rank, rank_load
 
@@ -96,7 +96,7 @@ def test_homes_are_even_and_fit_the_slots(seed, R, per_rank, B):
     E = R * per_rank
     placement_RP = rng.permutation(np.concatenate([np.arange(E), rng.integers(0, E, R * B)])).reshape(R, per_rank + B)
     before_E = rng.permutation(np.repeat(np.arange(R), per_rank))
-    home_E, copies_RE = choose_homes(count_copies(placement_RP, E), before_E, rng.random(E), B)
+    home_E, copies_RE = choose_homes_among_copies(count_copies(placement_RP, E), before_E, rng.random(E), B)
     assert np.bincount(home_E, minlength=R).tolist() == [per_rank] * R
     assert copies_RE.sum() == R * (per_rank + B)
     assert (copies_RE.sum(axis=0) == np.bincount(placement_RP.ravel())).all()
@@ -107,7 +107,9 @@ def test_homes_are_even_and_fit_the_slots(seed, R, per_rank, B):
 
 def test_two_copies_trade_places_on_an_overfull_rank():
     placement_RP = np.array([[0, 1, 2], [3, 4, 4], [5, 4, 5]])
-    home_E, copies_RE = choose_homes(count_copies(placement_RP, 6), np.repeat(np.arange(3), 2), np.arange(6.0), 1)
+    home_E, copies_RE = choose_homes_among_copies(
+        count_copies(placement_RP, 6), np.repeat(np.arange(3), 2), np.arange(6.0), 1
+    )
     assert np.bincount(home_E).tolist() == [2, 2, 2]
     guests_R = [int(((copies_RE[r] > 0) & (home_E != r)).sum()) for r in range(3)]
     assert max(guests_R) <= 1

@@ -103,7 +103,7 @@ def plan_layers(
     home_LE   given homes; None: those of the choice
     held_LRB  experts that stay in the slots over all micro-batches; None: chosen
     """
-    home_LE = _homes(request, demand, choice) if home_LE is None else home_LE
+    home_LE = choose_homes(request, demand, choice) if home_LE is None else home_LE
     replica_MLRB, quota_MLRB = _replicas(request, demand, home_LE, slots, choice, held_LRB)
     placement = request.placement(
         home_LE, replica_MLRB, quota_MLRB, schedule=demand, resident=slots.resident, scope="cluster"
@@ -122,7 +122,8 @@ def plan_layers(
     )
 
 
-def _homes(request: PlacementRequest, demand: ScheduledDemand, choice: LayerChoice) -> Int64[ndarray, "L E"]:
+def choose_homes(request: PlacementRequest, demand: ScheduledDemand, choice: LayerChoice) -> Int64[ndarray, "L E"]:
+    """Return the home rank of each expert: as before, dealt again inside its node, or swapped between nodes first."""
     before_LE, cluster = request.previous.home_LE.astype(np.int64), request.cluster
     if choice.homes == "stay":
         return before_LE

@@ -1,4 +1,4 @@
-"""Physical placements of systems with static replicas: count copies, choose homes among them, relabel ranks."""
+"""Physical placements of peers with static replicas (EPLB): count copies, choose homes among them, relabel ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def count_copies(placement_RP: Int[ndarray, "R P"], num_experts: int) -> Int64[n
     return copies_RE
 
 
-def choose_homes(
+def choose_homes_among_copies(
     copies_RE: Int64[ndarray, "R E"], previous_home_E: Int64[ndarray, " E"], share_E: Float64[ndarray, " E"], slots: int
 ) -> tuple[Int64[ndarray, " E"], Int64[ndarray, "R E"]]:
     """Choose a home for each expert among the ranks that hold it, with E / R homes on every rank.

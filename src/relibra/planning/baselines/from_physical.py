@@ -14,7 +14,7 @@ from jaxtyping import Int, Int16, Int64
 from numpy import ndarray
 
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.balancers.physical_placement import choose_homes, count_copies
+from relibra.planning.balancers.physical_placement import choose_homes_among_copies, count_copies
 from relibra.planning.balancers.shares import even_quotas, local_first_quotas, optimal_quotas
 from relibra.planning.placement import Placement
 
@@ -38,7 +38,7 @@ def placement_from_physical(request: PlacementRequest, physical_LRP: Int[ndarray
         home_E = before_LE[layer].astype(np.int64)
         if budget.move_homes:
             share_E = request.total_LE[layer] / np.maximum(1, copies_RE.sum(axis=0))
-            home_E, copies_RE = choose_homes(copies_RE, home_E, share_E, request.slots)
+            home_E, copies_RE = choose_homes_among_copies(copies_RE, home_E, share_E, request.slots)
         replica_RB, copies_RB = _assign_slots(copies_RE, home_E, request.total_LE[layer], request.slots)
         home_copies_E = copies_RE[home_E, np.arange(E)]
         load_ME = load_MLE[:, layer]
