@@ -18,16 +18,16 @@ def random_step(seed, layers=None, micro_batches=None, ranks=None):
     L, M, R = layers or rng.integers(1, 9), micro_batches or rng.integers(1, 4), ranks or rng.integers(1, 5)
     tokens_MR = rng.integers(0, 100, (M, R)) * rng.integers(0, 2, (M, R))
     tokens_MR[rng.integers(M), rng.integers(R)] = 200
-    slots_MLR = rng.integers(0, 800, (M, L, R))
+    token_slots_MLR = rng.integers(0, 800, (M, L, R))
     token_bytes_LX = np.sort(rng.integers(0, 50, (L, 3)), axis=1) * [0, 1, 1]
-    slot_bytes_LX = rng.integers(1, 30, (L, 3)) * [0, 0, 1]
+    token_slot_bytes_LX = rng.integers(1, 30, (L, 3)) * [0, 0, 1]
     seconds_LX = rng.random((L, 3)) * [0, 1, 2]
     of_tokens_LMR = token_bytes_LX[:, 2, None, None] * tokens_MR
-    most = (of_tokens_LMR + slot_bytes_LX[:, 2, None, None] * slots_MLR.swapaxes(0, 1)).sum(0)
+    most = (of_tokens_LMR + token_slot_bytes_LX[:, 2, None, None] * token_slots_MLR.swapaxes(0, 1)).sum(0)
     free = rng.uniform(0.0, 1.2, (L + 1, 1, 1)) * most.max() if seed % 2 else rng.uniform(-0.1, 1.1) * most.max()
     return {
-        "options": OPTIONS, "token_bytes_LX": token_bytes_LX, "slot_bytes_LX": slot_bytes_LX, "seconds_LX": seconds_LX,
-        "tokens_MR": tokens_MR, "slots_MLR": slots_MLR, "free": free,
+        "options": OPTIONS, "token_bytes_LX": token_bytes_LX, "token_slot_bytes_LX": token_slot_bytes_LX,
+        "seconds_LX": seconds_LX, "tokens_MR": tokens_MR, "token_slots_MLR": token_slots_MLR, "free": free,
     }  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def overflow(step, option_L):
             for layer in range(running):
                 o = OPTIONS.index(option_L[layer])
                 kept += step["token_bytes_LX"][layer, o] * tokens
-                kept += step["slot_bytes_LX"][layer, o] * step["slots_MLR"][m, layer, r]
+                kept += step["token_slot_bytes_LX"][layer, o] * step["token_slots_MLR"][m, layer, r]
             worst = max(worst, kept - free_LMR[running, m, r] if kept else 0.0)
     return worst
 
@@ -75,7 +75,7 @@ def test_a_full_search_of_four_layers_saves_one_option_more():
 
 def test_equal_layers_are_kept_from_the_last_one_on():
     step = random_step(0, layers=4, micro_batches=1, ranks=1) | {
-        "token_bytes_LX": np.array([[0, 1, 10]] * 4), "slot_bytes_LX": np.zeros((4, 3)),
+        "token_bytes_LX": np.array([[0, 1, 10]] * 4), "token_slot_bytes_LX": np.zeros((4, 3)),
         "seconds_LX": np.array([[0.0, 0.1, 3.0]] * 4),
     }  # fmt: skip
     found = choose_activations(**step | {"free": 10.0 * 2 * step["tokens_MR"].max()})

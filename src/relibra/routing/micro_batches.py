@@ -35,23 +35,23 @@ def cut_recorded(trace: RoutingTrace, tokens: int, num_ranks: int) -> ScheduledD
     if tokens < 1:
         raise TraceError(f"micro-batches of {tokens} tokens: at least 1 token each")
     sets = task_sets(trace, tokens)
-    starts = []
+    rows_of = []
     for turn in range(max((len(rows) // tokens for rows in sets), default=0)):
-        starts += [rows[turn * tokens : (turn + 1) * tokens] for rows in sets if (turn + 1) * tokens <= len(rows)]
-    if not starts:
+        rows_of += [rows[turn * tokens : (turn + 1) * tokens] for rows in sets if (turn + 1) * tokens <= len(rows)]
+    if not rows_of:
         raise TraceError(f"{trace.num_rows} rows do not fill one micro-batch of {tokens} tokens: choose fewer")
     sample_T = np.repeat(np.arange(trace.num_samples), np.diff(trace.offsets))
     bounds, micro_batch_S = [], np.zeros(0, dtype=np.int32)
-    for m, rows in enumerate(starts):
+    for m, rows in enumerate(rows_of):
         edges = np.flatnonzero((np.diff(sample_T[rows]) != 0) | (np.diff(rows) != 1)) + 1
         pieces = np.split(rows, edges)
         bounds += [np.array([piece[0], piece[-1] + 1]) for piece in pieces]
         micro_batch_S = np.append(micro_batch_S, np.full(len(pieces), m, dtype=np.int32))
     counts = [count_token_slots(trace.experts_TLK, trace.valid_T, some, trace.num_experts) for some in bounds]
     counts_SLE = np.concatenate(counts).astype(np.int32)
-    slots_S, rank_S = counts_SLE[:, 0].sum(axis=1), np.zeros(len(bounds), dtype=np.int64)
-    for start, stop in pairwise(np.searchsorted(micro_batch_S, np.arange(len(starts) + 1)).tolist()):
-        _fill_ranks(slots_S[start:stop].tolist(), trace.num_rows * trace.top_k, num_ranks, rank_S[start:stop])
+    token_slots_S, rank_S = counts_SLE[:, 0].sum(axis=1), np.zeros(len(bounds), dtype=np.int64)
+    for start, stop in pairwise(np.searchsorted(micro_batch_S, np.arange(len(rows_of) + 1)).tolist()):
+        _fill_ranks(token_slots_S[start:stop].tolist(), trace.num_rows * trace.top_k, num_ranks, rank_S[start:stop])
     demand = Demand(
         counts_SLE=counts_SLE,
         layer_ids=trace.layer_ids,

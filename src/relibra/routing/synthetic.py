@@ -59,13 +59,13 @@ def domain_trace(
     returns   group id = domain
     """
     S, L, E = len(shape.rows_per_sample), shape.num_layers, shape.num_experts
-    ends_2DLE = rng.normal(scale=sigma, size=(2, num_domains, L, E))
+    ends_2XLE = rng.normal(scale=sigma, size=(2, num_domains, L, E))
     domain_S = rng.integers(num_domains, size=S)
     angle_S = drift * np.pi / 2 * np.arange(S) / max(1, S - 1)
     sample_T = np.repeat(np.arange(S), shape.rows_per_sample)
     experts_LTK = []
     for layer in range(L):
-        start_SE, end_SE = ends_2DLE[0, domain_S, layer], ends_2DLE[1, domain_S, layer]
+        start_SE, end_SE = ends_2XLE[0, domain_S, layer], ends_2XLE[1, domain_S, layer]
         log_weight_SE = np.cos(angle_S)[:, None] * start_SE + np.sin(angle_S)[:, None] * end_SE
         experts_LTK.append(_draw_experts(log_weight_SE[sample_T], shape.top_k, rng))
     return _build_trace(shape, experts_LTK, f"synthetic domains, {num_domains}, drift {drift:g}", domain_S)
@@ -103,8 +103,8 @@ def demo_demand(
 
 def balanced_trace(shape: TraceShape) -> RoutingTrace:
     """Generate round-robin routes: every run of E / gcd(E, K) tokens loads all experts equally."""
-    slot_TK = np.arange(shape.num_rows * shape.top_k, dtype=np.int64).reshape(shape.num_rows, shape.top_k)
-    experts_LTK = [(slot_TK + layer) % shape.num_experts for layer in range(shape.num_layers)]
+    number_TK = np.arange(shape.num_rows * shape.top_k, dtype=np.int64).reshape(shape.num_rows, shape.top_k)
+    experts_LTK = [(number_TK + layer) % shape.num_experts for layer in range(shape.num_layers)]
     return _build_trace(shape, experts_LTK, "synthetic, forced balance")
 
 

@@ -61,11 +61,11 @@ class ActivationChoice:
 def choose_activations(
     options: Sequence[str],
     token_bytes_LX: Num[ndarray, "L X"],
-    slot_bytes_LX: Num[ndarray, "L X"],
+    token_slot_bytes_LX: Num[ndarray, "L X"],
     seconds_LX: Float[ndarray, "L X"],
     *,
     tokens_MR: Num[ndarray, "M R"],
-    slots_MLR: Num[ndarray, "M L R"],
+    token_slots_MLR: Num[ndarray, "M L R"],
     free: float | ndarray,
 ) -> ActivationChoice:
     """Return what each layer keeps: of all that fits, what saves most seconds but at most one layer's option.
@@ -74,14 +74,14 @@ def choose_activations(
     by falling seconds per byte on the fullest rank; of equal layers the last first, which is freed first.
 
     options         names, X of them; the first keeps nothing, and is taken even where nothing fits
-    token_bytes_LX  of a token of the rank; slot_bytes_LX of a token-slot that it computes
+    token_bytes_LX  of a token of the rank; token_slot_bytes_LX of a token-slot that it computes
     seconds_LX      that a step is faster with an option
     free            bytes `[L + 1, M, R]`, or what broadcasts to it, beside recomputing all layers: while a layer runs
                     backward, and last of the loss
     """
     L, num_options = seconds_LX.shape
     bytes_LXMR = token_bytes_LX[:, :, None, None] * tokens_MR
-    bytes_LXMR = bytes_LXMR + slot_bytes_LX[:, :, None, None] * slots_MLR.transpose(1, 0, 2)[:, None]
+    bytes_LXMR = bytes_LXMR + token_slot_bytes_LX[:, :, None, None] * token_slots_MLR.transpose(1, 0, 2)[:, None]
     free_LMR = np.broadcast_to(np.asarray(free, dtype=np.float64), (L + 1, *tokens_MR.shape))
     share_MR = bytes_LXMR.max(axis=1, initial=0).sum(axis=0) / np.maximum(free_LMR[-1], 1.0)
     fullest = np.unravel_index(int(share_MR.argmax()), share_MR.shape) if share_MR.size else None

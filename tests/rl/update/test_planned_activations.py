@@ -24,8 +24,8 @@ from tests.rl.ranks_at_work import assert_same_bits, assert_trained, outcome_of,
 
 LAST_LAYER = {
     "token_bytes_L": [1e9, 1.0],
-    "slot_bytes_L": [0.0, 0.0],
-    "slots": 0,
+    "token_slot_bytes_L": [0.0, 0.0],
+    "token_slots": 0,
     "loss_bytes": 0.0,
     "layer_bytes": 0.0,
     "room_bytes": 1e6,
@@ -74,10 +74,10 @@ def planned(monkeypatch):
     monkeypatch.setattr(planned_activations, "keep_activations", lambda _model, option_L: kept.append(option_L))
     memory = ActivationMemory(
         token_bytes_L=[10.0] * 3,
-        slot_bytes_L=[0.0, 1.0, 1.0],
+        token_slot_bytes_L=[0.0, 1.0, 1.0],
         loss_bytes=5e5,
         layer_bytes=5e5,
-        slots=8192,
+        token_slots=8192,
         room_bytes=5.9e5,
     )
     chosen = PlannedActivations(memory, nn.Module(), cluster_preset("h100x8"), model_shape("qwen3-30b-a3b"))

@@ -29,45 +29,45 @@ from relibra.simulation.kept_activations import (
 class ActivationMemory:
     """Bytes of an update on a rank.
 
-    token_bytes_L   that a decoder layer saves for its backward pass beside its input and outside of its routed experts,
-                    per token of the rank
-    slot_bytes_L    that its experts save, per token-slot that the rank computes
-    loss_bytes      all that the rank holds where every layer is recomputed, at most outside of layers
-    layer_bytes     at most while layers run backward, with `slots` token-slots in each
-    room_bytes      that may be filled, by slots too; None: no limit is known
+    token_bytes_L        that a decoder layer saves for its backward pass beside its input and outside of its routed
+                         experts, per token of the rank
+    token_slot_bytes_L   that its experts save, per token-slot that the rank computes
+    loss_bytes           all that the rank holds where every layer is recomputed, at most outside of layers
+    layer_bytes          at most while layers run backward, with `token_slots` in each
+    room_bytes           that may be filled, by replica slots too; None: no limit is known
     """
 
     token_bytes_L: Sequence[float]
-    slot_bytes_L: Sequence[float]
+    token_slot_bytes_L: Sequence[float]
     loss_bytes: float
     layer_bytes: float
-    slots: int
+    token_slots: int
     room_bytes: float | None
 
-    def beside_slots(self, slot_gib: float | None) -> ActivationMemory:
-        """Return it with the room that slots leave, which take at most so many GiB; None: nothing is kept for them."""
+    def beside_replica_slots(self, slot_gib: float | None) -> ActivationMemory:
+        """Return it with the room beside replica slots of at most so many GiB; None: no room is kept for them."""
         return self if self.room_bytes is None else replace(self, room_bytes=self.room_bytes - GIB * (slot_gib or 0.0))
 
     def choose(self, plan: StepPlan, demand: ScheduledDemand, cluster: Cluster, model: ModelShape) -> ActivationChoice:
         """Return what layers keep in a step; `demand` is under the schedule of the plan."""
-        tokens_MR, slots_MLR = self._rows(plan, demand, model)
+        tokens_MR, token_slots_MLR = self._rows(plan, demand, model)
         return choose_activations(
             OPTIONS,
             np.outer(self.token_bytes_L, [0, 1, 1]),
-            np.outer(self.slot_bytes_L, [0, 0, 1]),
+            np.outer(self.token_slot_bytes_L, [0, 0, 1]),
             seconds_saved(plan, demand, cluster, model, len(self.token_bytes_L)),
             tokens_MR=tokens_MR,
-            slots_MLR=slots_MLR,
-            free=self._free(slots_MLR),
+            token_slots_MLR=token_slots_MLR,
+            free=self._free(token_slots_MLR),
         )
 
     def kept_LMR(self, option_L: Sequence[str], plan: StepPlan, demand: ScheduledDemand, model: ModelShape) -> ndarray:
         """Return the bytes that layers keep on each rank in each micro-batch, `[L, M, R]`."""
-        tokens_MR, slots_MLR = self._rows(plan, demand, model)
+        tokens_MR, token_slots_MLR = self._rows(plan, demand, model)
         named_L = np.array(option_L)
-        of_token_L, of_slot_L = self.token_bytes_L * (named_L != RECOMPUTE), self.slot_bytes_L * (named_L == ALL)
+        of_token_L, of_slot_L = self.token_bytes_L * (named_L != RECOMPUTE), self.token_slot_bytes_L * (named_L == ALL)
         kept_LMR: ndarray = of_token_L[:, None, None] * tokens_MR
-        return kept_LMR + of_slot_L[:, None, None] * slots_MLR.swapaxes(0, 1)
+        return kept_LMR + of_slot_L[:, None, None] * token_slots_MLR.swapaxes(0, 1)
 
     def fits(self, option_L: Sequence[str], plan: StepPlan, demand: ScheduledDemand, model: ModelShape) -> bool:
         """Return whether a choice fits into a step, another one than it was made for."""
@@ -77,19 +77,20 @@ class ActivationMemory:
     def _rows(self, plan: StepPlan, demand: ScheduledDemand, model: ModelShape) -> tuple[ndarray, ndarray]:
         """Return tokens `[M, R]` and token-slots of all decoder layers `[M, L, R]`."""
         tokens_MR, _ = rows_and_scores(plan, demand, model)
-        slots_MLR = np.zeros((len(tokens_MR), len(self.token_bytes_L), plan.num_ranks))
-        slots_MLR[:, plan.layer_ids] = plan.rank_load(demand)
-        return tokens_MR, slots_MLR
+        token_slots_MLR = np.zeros((len(tokens_MR), len(self.token_bytes_L), plan.num_ranks))
+        token_slots_MLR[:, plan.layer_ids] = plan.rank_load(demand)
+        return tokens_MR, token_slots_MLR
 
-    def _free(self, slots_MLR: ndarray) -> ndarray:
+    def _free(self, token_slots_MLR: ndarray) -> ndarray:
         """Return what is left beside recomputing all layers, `[L + 1, M, R]`.
 
         The dry run has as many tokens as any rank gets. Token-slots beyond its own take what a layer saves, and as much
         again for the gradients of that.
         """
-        M, L, R = slots_MLR.shape
+        M, L, R = token_slots_MLR.shape
         room = np.inf if self.room_bytes is None else self.room_bytes
-        beyond_MR = np.maximum(0, slots_MLR.max(axis=1, initial=0) - self.slots)
-        free_LMR = np.full((L + 1, M, R), room - self.layer_bytes) - 2 * max(self.slot_bytes_L, default=0) * beyond_MR
+        beyond_MR = np.maximum(0, token_slots_MLR.max(axis=1, initial=0) - self.token_slots)
+        beyond_bytes_MR = 2 * max(self.token_slot_bytes_L, default=0) * beyond_MR
+        free_LMR = np.full((L + 1, M, R), room - self.layer_bytes) - beyond_bytes_MR
         free_LMR[-1] = room - self.loss_bytes
         return free_LMR

@@ -75,7 +75,7 @@ def dry_run(
         run.steps(step)
         device_peaks, host_peaks = mode.device.peaks(), mode.host.peaks()
     device_peaks.pop("", None)  # of a pass that no run has
-    saved, slots = list(run.saved), run.slots
+    saved, token_slots = list(run.saved), run.token_slots
     device.stand_ins.routes = {}
     del run
     gc.collect()
@@ -87,5 +87,5 @@ def dry_run(
         waits=[(one.kind, one.line, one.phase, one.inside, times) for one, times in mode.waits.items()],
         mixed=mode.mixed,
         saved=saved,
-        slots=slots,
+        token_slots=token_slots,
     )

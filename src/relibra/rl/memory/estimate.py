@@ -42,11 +42,11 @@ Peaks = dict[str, dict[str, dict[str, int]]]
 class DryRun:
     """What a dry run of some layers counted on rank 0.
 
-    device, host   peaks of the storages of each
-    traffic        bytes between host and device, by phase and target, as "update to host"
-    waits          of the host for the device, in planned passes: kind, line, phase, whether between layers; how often
-    mixed          operations on tensors of two devices
-    saved, slots   of `StepRun`
+    device, host         peaks of the storages of each
+    traffic              bytes between host and device, by phase and target, as "update to host"
+    waits                of the host for the device, in planned passes: kind, line, phase, whether between layers; how often
+    mixed                operations on tensors of two devices
+    saved, token_slots   of `StepRun`
     """
 
     layers: int
@@ -56,7 +56,7 @@ class DryRun:
     waits: list[tuple[str, str, str, bool, int]]
     mixed: list[str]
     saved: list[tuple[float, float]] = field(default_factory=list)
-    slots: int = 0
+    token_slots: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

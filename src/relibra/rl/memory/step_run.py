@@ -85,13 +85,13 @@ class StepRun:
 
     The process group and the device may be real ones: benchmarks compare what a meter says of both.
 
-    saved   bytes that each decoder layer saves beside its input, per token and per token-slot; after `steps`, where a
-            plan decides what layers keep
-    slots   token-slots of a layer, the most
+    saved         bytes that each decoder layer saves beside its input, per token and per token-slot; after `steps`,
+                  where a plan decides what layers keep
+    token_slots   of a layer, the most
     """
 
     saved: Sequence[tuple[float, float]] = ()
-    slots = 0
+    token_slots = 0
 
     def __init__(
         self,
@@ -215,8 +215,8 @@ class StepRun:
         batch, layers = step.batch, decoder_layers(self.policy.trained)
         assert batch.demand is not None, "routes are replayed"
         plan = batch.plan or StepPlan.static(batch.demand, self.cluster.topology)
-        slots_L = plan.rank_load(batch.demand)[0, :, 0]
-        slots_of = dict(zip(plan.layer_ids.tolist(), slots_L.tolist(), strict=True))
+        token_slots_L = plan.rank_load(batch.demand)[0, :, 0]
+        token_slots_of = dict(zip(plan.layer_ids.tolist(), token_slots_L.tolist(), strict=True))
         balanced = balanced_layers(self.policy.trained) if self.policy.balanced else {}
         experts = {number: layer.experts for number, layer in balanced.items()}
         keep_activations(self.policy.trained, [ALL] * len(layers))
@@ -228,9 +228,10 @@ class StepRun:
             read = batch.micro_batches[0].to(self._device)
             score_tokens(self.policy.trained, read, self.config.rollout.temperature)
         tokens = batch.micro_batches[0].tokens_1T.shape[1]
-        of_layers = enumerate(found)
-        self.saved = [(outside / tokens, inside / max(1, slots_of.get(n, 1))) for n, (outside, inside) in of_layers]
-        self.slots = int(slots_L.max(initial=0))
+        self.saved = [
+            (outside / tokens, inside / max(1, token_slots_of.get(n, 1))) for n, (outside, inside) in enumerate(found)
+        ]
+        self.token_slots = int(token_slots_L.max(initial=0))
 
     def _after_layers(self, _layer: nn.Module, _given: Any, output: Any) -> None:
         """Count the loss apart, between forward and backward pass of the last layer: all layers keep theirs then."""

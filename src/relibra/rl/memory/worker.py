@@ -74,8 +74,8 @@ def estimate_run(config: RunConfig, device: Device, memory: DeviceMemory, *, who
     if config.update.activations == "plan":
         step = make_up_step(config, structure, cluster, vocabulary=text.vocab_size, memory_gib=0.0)
         activations = _activation_memory(runs, peaks, layers, memory)
-        beside_slots = activations.beside_slots(config.plan.memory_gib)
-        peaks, choice = _with_activations(peaks, beside_slots, step.batch, cluster, structure)
+        beside_replica_slots = activations.beside_replica_slots(config.plan.memory_gib)
+        peaks, choice = _with_activations(peaks, beside_replica_slots, step.batch, cluster, structure)
     offload = {way: _offloaded(runs, layers, way, config) for way in ("host", "device")}
     if config.rollout.engine == "embedded":
         peaks = _with_cache(peaks, _cache_bytes(config, text, ranks))
@@ -106,10 +106,10 @@ def _activation_memory(
     room = None if memory.nbytes is None else (1 - RESERVE) * memory.nbytes
     return ActivationMemory(
         token_bytes_L=[of_token for of_token, _ in saved],
-        slot_bytes_L=[of_slot for _, of_slot in saved],
+        token_slot_bytes_L=[of_token_slot for _, of_token_slot in saved],
         loss_bytes=totals["update"],
         layer_bytes=totals[LAYERS],
-        slots=last.slots,
+        token_slots=last.token_slots,
         room_bytes=room,
     )
 

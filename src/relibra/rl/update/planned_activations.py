@@ -50,7 +50,7 @@ class PlannedActivations:
                     "every layer is recomputed"
                 )
             return None
-        return cls(ActivationMemory(**figures).beside_slots(slot_gib), model, cluster, shape)
+        return cls(ActivationMemory(**figures).beside_replica_slots(slot_gib), model, cluster, shape)
 
     def prepare(self, batch: TrainingBatch) -> None:
         """Let the layers keep what the choice says, and make it where there is none that fits; collective."""
