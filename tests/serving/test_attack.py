@@ -164,7 +164,7 @@ def test_special_tokens_are_looked_for_once():
 def test_bytes_and_time_of_bodies_are_limited(monkeypatch):
     assert status_of(CompletionBody, b" " * (MOST_BODY_BYTES + 1)) == 413
     monkeypatch.setattr(reading, "BODY_SECONDS", 0.05)
-    monkeypatch.setattr(reading, "MOST_BYTES", 3 * SMALL_BYTES)
+    monkeypatch.setattr(reading, "MOST_BYTES_UNDER_WAY", 3 * SMALL_BYTES)
 
     async def send():
         reader = BodyReader("tiny", CODEC, 50_000)

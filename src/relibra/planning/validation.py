@@ -211,8 +211,8 @@ def _check_quotas(plan: StepPlan, demand: Demand) -> np.ndarray:
         )
     per_rank = E // R
     for r in range(R):
-        experts_Lk = plan.physical_to_logical_map[:, r * per_rank : (r + 1) * per_rank].astype(np.int64)
-        load_MLR[:, :, r] += np.take_along_axis(home_left_MLE, experts_Lk[None].repeat(M, axis=0), axis=2).sum(axis=2)
+        experts_LX = plan.physical_to_logical_map[:, r * per_rank : (r + 1) * per_rank].astype(np.int64)
+        load_MLR[:, :, r] += np.take_along_axis(home_left_MLE, experts_LX[None].repeat(M, axis=0), axis=2).sum(axis=2)
     assert np.array_equal(load_MLR.sum(axis=2), load_MLE.sum(axis=2)), "a token-slot is computed twice or never"
     return load_MLR
 

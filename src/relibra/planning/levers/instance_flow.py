@@ -115,13 +115,13 @@ def assign_tokens(load_E, source_XE, home_E, instances) -> None:
         load_R[home] += load_E[e]
         if X < 2:
             continue
-        served = home // ranks_per_domain
+        last_domain = home // ranks_per_domain
         for i in range(1, instances.count_E[e]):  # replicas come by rank, so those of a domain follow one another
             r = instances.rank_EI[e, i]
             x = r // ranks_per_domain
-            if x == served or x == home // ranks_per_domain:
+            if x == last_domain or x == home // ranks_per_domain:
                 continue
-            served = x
+            last_domain = x
             tokens_ER[e, home] -= source_XE[x, e]
             tokens_ER[e, r] += source_XE[x, e]
             load_R[home] -= source_XE[x, e]

@@ -44,7 +44,8 @@ class DryRun:
 
     device, host         peaks of the storages of each
     traffic              bytes between host and device, by phase and target, as "update to host"
-    waits                of the host for the device, in planned passes: kind, line, phase, whether between layers; how often
+    waits                of the host for the device, in planned passes: kind, line, phase, whether between layers; how
+                         often
     mixed                operations on tensors of two devices
     saved, token_slots   of `StepRun`
     """

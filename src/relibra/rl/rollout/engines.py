@@ -114,11 +114,11 @@ def check_engine(
         return None
     canary = None
     if dist.get_rank() == 0:
-        rank = 0 if rollout.engine == "serve" or rollout.transfer != "folder" else lora_rank  # else they are merged
+        adapter_rank = 0 if rollout.engine == "serve" or rollout.transfer != "folder" else lora_rank  # 0: merged
         served = check_servers(
-            engine.servers, start_seconds=rollout.start_seconds, longest=longest, dtype=dtype, rank=rank
+            engine.servers, start_seconds=rollout.start_seconds, longest=longest, dtype=dtype, rank=adapter_rank
         )
-        engine.published.as_adapter = rank > 0 and any(one.takes_adapters for one in served)
+        engine.published.as_adapter = adapter_rank > 0 and any(one.takes_adapters for one in served)
         canary = Canary(
             [
                 WatchedServer(client, exact=one.dtype == dtype == "float32")

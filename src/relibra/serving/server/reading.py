@@ -20,7 +20,7 @@ from relibra.serving.server.text import TextCodec
 
 MOST_BODY_BYTES = 8 << 20
 """Of a body: 256 prompts of 4,096 tokens fit."""
-MOST_BYTES = 64 << 20
+MOST_BYTES_UNDER_WAY = 64 << 20
 """Of all bodies under way, each without its first SMALL_BYTES."""
 BODY_SECONDS = 60.0
 """Until a body has to be there."""
@@ -51,7 +51,7 @@ class BodyReader:
         async with self._received(request, MOST_BODY_BYTES) as data:
             if len(data) <= SMALL_BYTES:
                 return self._parsed(kind, data)
-            work = run_forked(lambda: self._messages(kind, data), len(data))
+            work = run_forked(lambda: self._parts(kind, data), len(data))
             rest, *prompts = await unless_left(work, request.receive)
             return kind.model_validate(rest), [array("i", prompt).tolist() for prompt in prompts]
 
@@ -69,7 +69,7 @@ class BodyReader:
                     self._under_way, counted = self._under_way + more, counted + more
                     if len(data) > most:
                         raise HTTPException(413, f"the body is longer than {most:,} bytes: send less at once")
-                    if counted and self._under_way > MOST_BYTES:
+                    if counted and self._under_way > MOST_BYTES_UNDER_WAY:
                         raise HTTPException(429, "too many long bodies are under way: send it later", SOON)
             yield bytes(data)
         except TimeoutError as error:
@@ -85,7 +85,7 @@ class BodyReader:
             self._codec.check_length(prompt, self._max_length)
         return body, prompts
 
-    def _messages(self, kind: type[Asked], data: bytes) -> Iterator[Any]:
+    def _parts(self, kind: type[Asked], data: bytes) -> Iterator[Any]:
         """Yield a body without its prompt and unknown fields, then the tokens of each prompt as int32."""
         body, prompts = self._parsed(kind, data)
         for part in (body, getattr(body, "sampling_params", None), getattr(body, "stream_options", None)):

@@ -207,23 +207,23 @@ def _sent(costs: StageCosts, how: Execution, before: int, after: int) -> dict[st
 
     before, after   neighbouring stages: 0 or 1 each
     """
-    back = 0 if how.forward_only else 1
-    ahead = 1 + (back if how.recompute_activations else 0)
+    backwards = 0 if how.forward_only else 1
+    forwards = 1 + (backwards if how.recompute_activations else 0)
     exchange, weights = costs.exchange, costs.gather_bytes
     out_R, in_R, gates_R, gates_back_R = (
         rows_MLR.sum(axis=(0, 1))
         for rows_MLR in (exchange.out_MLR, exchange.in_MLR, exchange.gates_out_MLR, exchange.gates_in_MLR)
     )
-    gathered = weights.root + (1 + back) * (weights.first + (len(costs.layer_ids) - 1) * weights.each)
+    gathered = weights.root + (1 + backwards) * (weights.first + (len(costs.layer_ids) - 1) * weights.each)
     own_R = costs.rows_MR.sum(axis=0) * costs.row_bytes
     return {
-        "dispatch": (ahead + back) * costs.row_bytes * out_R,
-        "combine": (ahead + back) * costs.row_bytes * in_R,
-        "gates": costs.gate_bytes * (ahead * gates_R + back * gates_back_R),
-        "push": np.sum([_copied(copies) for copies in (costs.push, costs.push_again)[: 1 + back]], axis=0),
-        "return": back * _copied(costs.gradients),
+        "dispatch": (forwards + backwards) * costs.row_bytes * out_R,
+        "combine": (forwards + backwards) * costs.row_bytes * in_R,
+        "gates": costs.gate_bytes * (forwards * gates_R + backwards * gates_back_R),
+        "push": np.sum([_copied(copies) for copies in (costs.push, costs.push_again)[: 1 + backwards]], axis=0),
+        "return": backwards * _copied(costs.gradients),
         "gather": np.full(len(own_R), len(costs.rows_MR) * gathered),
-        "handover": own_R * (after + back * before),
+        "handover": own_R * (after + backwards * before),
     }
 
 
