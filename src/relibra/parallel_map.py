@@ -36,8 +36,8 @@ def parallel_map(work: Callable[[int], T], count: int) -> list[T]:
                 numbers.clear()
             raise
 
-    # This thread works too: pieces are small. A piece may call this function itself, so what no thread has begun when
-    # all numbers are taken is not waited for.
+    # This thread works too. Helpers that have not started when all numbers are taken are cancelled: `work` may call
+    # this function, and would wait for itself.
     others = [work_threads().submit(take_numbers) for _ in range(workers - 1)]
     try:
         take_numbers()

@@ -22,11 +22,11 @@ def _one_thread():
 def test_grouped_experts_are_right(dtype):
     experts = grouped.grouped_experts(5, 300, 48, 32, CPU, dtype)
     assert 0 < experts.check() < grouped.ERROR_BOUNDS[dtype]
-    assert experts.check([0, 3, 0, 40]) < grouped.ERROR_BOUNDS[dtype]
     assert experts.work([0, 0])() == ()
     output, of_rows, of_gate_up, of_down = experts.work([7, 0, 5])()
     assert output.shape == of_rows.shape == (12, 48)
     assert (of_gate_up.shape, of_down.shape) == ((2, 64, 48), (2, 48, 32))
+    assert output.equal(experts.work([7, 5])()[0])
 
 
 @pytest.mark.parametrize("factor", [1.1, float("nan")])

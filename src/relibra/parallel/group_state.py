@@ -25,7 +25,7 @@ class GroupState:
     push_group   the same ranks, for replica weights and gradients, which travel beside the rows
     preparation  of the rows of micro-batches, with a third group of the same ranks
     buffer       slots of all layers; None before they are used
-    kept         slots of layers, by position, that outlast an execution: with adapters, whose frozen experts stay there
+    kept         slots of layers, by position, kept after an execution: with adapters, as frozen experts do not change
     live_passes  forward passes that were balanced live
     """
 
@@ -43,8 +43,9 @@ class GroupState:
         self._push: Transfer | None = None
 
     def shapes(self, homes: Callable[[], dict[str, Tensor]] | None = None) -> dict[str, Tensor] | None:
-        """Return tensors `[0, ...]` like the weights of all layers; None before a layer with replicas has run.
+        """Return empty tensors with shapes and types of the expert weights, the same in all layers.
 
+        None before a layer with replicas has run.
         homes   returns the local parameters of a layer that is running: they have the type of the forward pass
         """
         if self._like is None and homes is not None:
@@ -71,7 +72,7 @@ class GroupState:
         """Start to fill slots for a (layer, micro-batch), after any push under way; collective.
 
         pushes   of all ranks, the same list on every rank
-        whole    numbers of the pushes with frozen weights too
+        whole    pushes, by number, that send frozen weights too
         homes    returns the local parameters of the layer
         """
         self.wait_for_push()
@@ -88,7 +89,7 @@ class GroupState:
             )
 
     def wait_for_push(self, place: Place | None = None) -> None:
-        """Return when weights of this rank's replicas have arrived, and those of its homes are sent.
+        """Wait until weights of this rank's replicas have arrived, and those of its homes are sent.
 
         place   wait for a push of this (layer, micro-batch) alone; None: for any
         """

@@ -1,8 +1,8 @@
 """Check a plan against the machine and the load, independently of solver code.
 
 Checked is what the executor needs: every expert has one home, every replica its own slot on a rank without its expert,
-every token-slot is computed exactly once, and no maximum is below the bound; samples stay in their group, and ranks
-within limits and memory where these are given.
+every token-slot is computed exactly once, and no busiest rank is below the bound; samples stay in their group, and
+ranks within limits and memory where these are given.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _check_quotas(plan: StepPlan, demand: Demand) -> np.ndarray:
             expert_X = plan.replica_MLRB[m_X, layer_X, r, b]
             taken_X = plan.quota_MLRB[m_X, layer_X, r, b]
             load_MLR[m_X, layer_X, r] += taken_X
-            home_left_MLE[m_X, layer_X, expert_X] -= taken_X  # one slot of one rank: no duplicate pairs
+            home_left_MLE[m_X, layer_X, expert_X] -= taken_X  # each (micro-batch, layer) is there once
     if (home_left_MLE < 0).any():
         m, layer, e = np.argwhere(home_left_MLE < 0)[0].tolist()
         has, too_many = load_MLE[m, layer, e], -home_left_MLE[m, layer, e]

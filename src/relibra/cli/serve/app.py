@@ -11,7 +11,7 @@ from relibra.cli.serve import plan, run
 
 
 class ServeGroup(TyperGroup):
-    """Commands of which `run` may be left out: what is no command is its model."""
+    """Commands; a first word that is none of them is the MODEL of `run`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the named command, else `run` with all words as its arguments."""

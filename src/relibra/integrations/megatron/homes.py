@@ -1,7 +1,7 @@
 """`relocate`: move experts of a Megatron model to other homes, with their optimizer states; between two steps.
 
-The tensors of an expert travel together, as bytes, and are written in place into the slot's own tensors, so optimizers
-and gradient buffers keep theirs. What each rank sends and receives follows from the old and the new map.
+The tensors of an expert travel together, as bytes, and are copied into the tensors at its new position, so optimizers
+and gradient buffers keep their tensors. What each rank sends and receives follows from the old and the new map.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StateTensors:
     """Tensors of one parameter that travel with its expert, by name.
 
     tensors   of this rank: the parameter and its optimizer states, or this rank's part of them
-    part      which part: ranks exchange parts of slots only where they are the same
+    part      (start, end) of that part; experts change places only between equal parts
     write     writes tensors of these names in place
     """
 
@@ -45,9 +45,8 @@ def relocate(chunks: Sequence[nn.Module], physical_to_logical_map: Int[ndarray, 
 
     physical_to_logical_map   logical expert at each position, one row per planned layer of the model on this rank
     optimizer                 a torch optimizer, or Megatron's; None: there is none yet
-    raises                    EngineError before anything moves for maps that are no permutations or differ between
-                              ranks, micro-batches that wait for their backward pass, and optimizer states that cannot
-                              be moved
+    raises                    EngineError, before anything moves: a map is no permutation or differs between ranks; a
+                              micro-batch waits for its backward pass; optimizer states cannot be moved
     """
     layers, wanted_LE = planned_layers(chunks), np.asarray(physical_to_logical_map)
     kinds: dict[int, str] = {}
@@ -155,7 +154,7 @@ def _check_map(layers: dict[int, PlannedMoELayer], wanted_LE: ndarray) -> None:
 
 
 def _kind_of_states(layer: PlannedMoELayer, optimizer: Any) -> str:
-    """Return the names and parts of the tensors of a local expert; raise EngineError where slots differ in them."""
+    """Return the names and parts of the tensors of a local expert; raise EngineError where experts differ."""
     kinds = {repr([(list(s.tensors), s.part) for s in slot]) for slot in _states(layer, optimizer)}
     if len(kinds) > 1:
         raise _other_states(f"layer {layer.layer_id}")
@@ -189,7 +188,7 @@ def _check_agreement(
 def state_tensors(parameter: nn.Parameter, where: str, optimizer: Any) -> StateTensors:
     """Return the tensors of a parameter that travel with its expert.
 
-    Read: torch optimizers; of Megatron-core 0.19, `Float16OptimizerWithFloat16Params`, `FP32Optimizer`,
+    Known optimizers: torch's; of Megatron-core 0.19, `Float16OptimizerWithFloat16Params`, `FP32Optimizer`,
     `DistributedOptimizer`, and `ChainedOptimizer` of these.
 
     raises   EngineError for a parameter that the optimizer does not have

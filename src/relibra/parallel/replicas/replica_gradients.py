@@ -11,9 +11,8 @@ One layer, in the order of the forward pass; the backward pass runs the right co
     RefillSlots              view the outputs       push lacking weights again, wait for them
 
 Autograd runs ready functions latest first, so gradients of replicas travel during the backward pass of the homes.
-Gradients go home where the stay of a replica ends (`residency.py`), summed over its micro-batches; from slots of all
-layers in each one. A sum goes home also where the replica is idle by then, or where the micro-batch does not follow the
-plan (`ReturnWaitingGradients`).
+Gradients go home from slots of all layers in each micro-batch; from slots of a layer as one sum, where the stay ends
+(`residency.py`), also if the replica has no tokens then or the micro-batch runs at home (`ReturnWaitingGradients`).
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ class LayerReplicas:
         self.wait_for_weights()
 
     def wait_for_weights(self) -> None:
-        """Return when the weights of this layer's replicas have arrived."""
+        """Wait until the weights of this layer's replicas have arrived."""
         self.schedule.slots.state.wait_for_push(self.tables.place)
 
     def send_gradients(self, of_slots: Sequence[Tensor | None], trained: Sequence[str]) -> None:

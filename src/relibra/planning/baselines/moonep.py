@@ -1,9 +1,9 @@
 """MoonEP's planner (github.com/MoonshotAI/MoonEP; read in its forks, for example feliang-git/MoonEP 931911d).
 
-Sees the exact loads of one (micro-batch, layer), after gating. Homes never move. All ranks of a domain have the same
-capacity, the mean rounded up: while a rank is above it, the fullest gives to the emptiest what is missing there to the
-capacity, so a rank receives from at most one other. A giver that falls below the capacity is filled in turn. Between
-two ranks the expert with most token-slots left goes to the rank with most left to take. There is no tolerance.
+Sees the exact loads of one (micro-batch, layer), after gating. Homes never move. Capacity: the mean rank of the domain,
+rounded up. While a rank is above it, the fullest fills the emptiest up to it, so a rank receives from at most one
+other; a giver that falls below it is filled in turn. A giver cuts its expert with most token-slots left, for the
+receiver that lacks most. There is no tolerance.
 
 MoonEP reserves E / R slots per rank, as many as a rank has experts at home: no receiver can need more. The plan here
 has as many, whatever the budget gives; only a budget of 0 slots turns replicas off. `replica_MLRB` says how many are
@@ -90,9 +90,9 @@ def _solve_all(load_ME, homes_RB, replica_MRB, quota_MRB) -> None:
 @compiled
 @no_type_check
 def _pair_ranks(load_R, giver_R, quota_R) -> None:
-    """Fill `giver_R` and `quota_R` with who fills each rank (-1: nobody) and by how much; `load_R` becomes level.
+    """Fill `giver_R` and `quota_R` with who fills each rank (-1: nobody) and by how much; ties: the lower rank.
 
-    Ties go to the lower rank.
+    `load_R` ends at most at the capacity.
     """
     giver_R[:], quota_R[:] = -1, 0
     capacity = -(-load_R.sum() // len(load_R))
@@ -109,7 +109,7 @@ def _pair_ranks(load_R, giver_R, quota_R) -> None:
 @compiled
 @no_type_check
 def _cut_experts(giver, home_B, left_B, giver_R, quota_R, replica_RB, quota_RB) -> None:
-    """Cut what a giver gives from its experts, the largest rest first, to the largest quota (ties: lower id, rank)."""
+    """Serve a giver's quotas: its expert with most left to the receiver that lacks most (ties: lower id, rank)."""
     while True:
         receiver = -1
         for r in range(len(quota_R)):

@@ -40,8 +40,8 @@ class Instances(NamedTuple):
     load_R                  token-slots of each rank
     rank_EI, count_E        ranks that hold an expert, its home first, and their number
     movable_RX, movable_R   experts of a rank that other ranks hold too, and their number
-    closed_R                set if the last result was above the ceiling: ranks whose token-slots have no instance
-                            outside of them, so that their mean is the lowest possible busiest rank
+    closed_R                ranks whose experts with token-slots are on no rank but them: their mean load bounds the
+                            busiest rank. Set after a result above the ceiling
     from_R, expert_R, queue_R   path search: rank that gives, what it gives, ranks in the order reached
     """
 
@@ -100,7 +100,7 @@ def list_instances(home_E, held_RB, instances) -> None:
 @compiled
 @no_type_check
 def assign_tokens(load_E, source_XE, home_E, instances) -> None:
-    """Give each expert's token-slots to its home; a domain's own ones to the first instance on its ranks, if any.
+    """Give each expert's token-slots to its home; those from another domain with a replica to the first replica there.
 
     source_XE   token-slots that each domain of ranks sends to each expert; no domains: all go to the homes
     """
@@ -131,9 +131,9 @@ def assign_tokens(load_E, source_XE, home_E, instances) -> None:
 @compiled
 @no_type_check
 def lower_busiest_rank(instances, ceiling, ranks_per_node) -> int:
-    """Move token-slots until no rank exceeds the ceiling, or the lowest possible busiest rank; return its load.
+    """Move token-slots until the busiest rank is at most at the ceiling or as low as possible; return its load.
 
-    `closed_R` is set if that load is above the ceiling: ranks whose token-slots have no instance outside of them.
+    `closed_R` is set as in `Instances`.
     """
     load_R, queue_R = instances.load_R, instances.queue_R
     instances.closed_R[:] = False
@@ -156,7 +156,7 @@ def lower_busiest_rank(instances, ceiling, ranks_per_node) -> int:
 @compiled
 @no_type_check
 def _find_room(s, ceiling, ranks_per_node, instances):
-    """Return the nearest rank below the ceiling that token-slots of rank `s` can reach, or -1, and the ranks seen.
+    """Return the nearest rank below the ceiling that token-slots of rank `s` reach, or -1, and how many ranks were seen.
 
     Among ranks as many steps away, those on the node of the giving rank come first.
     """

@@ -119,7 +119,7 @@ class ServerClient:
         return open_connections(self.url, self.key, most)
 
     async def check_health(self, client: httpx.AsyncClient) -> None:
-        """Return where the server says that it is healthy, or does not know the question.
+        """Check that the server says that it is healthy, or does not know the question.
 
         raises    RequestFailed
         """
@@ -161,7 +161,7 @@ class ServerClient:
         return True
 
     async def bring_up(self, client: httpx.AsyncClient) -> None:
-        """Return when a server can be asked; one that was started again first loads the last weights.
+        """Check that the server can be asked; one that was started again first loads the last weights.
 
         Every rank does so before it asks a server, and after each failure: no request is answered by other weights.
 
