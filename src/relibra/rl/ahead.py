@@ -2,14 +2,14 @@
 
 Three threads of a rank, each with what the others never do:
 
-    training    updates, and at each update of the weights holds the sampler (`rollout/served/cuts.py`)
+    training    updates, and at each update of the weights stops the sampler's requests (`rollout/served/cuts.py`)
     preparing   this file: begins the responses of steps, waits for them in order, and prepares each step as `rl_step`
                 does without `ahead`; its collectives run in a group of their own, in the same order on every rank
     sampler     talks to servers (`rollout/served/sampler.py`)
 
-Step `s` begins when the weights have version `s - ahead` or later, so no token is older than `ahead` steps, and none is
-dropped. What is under way is not in a checkpoint: a resumed run samples it again, from the samples that the checkpoint
-counts as not begun.
+Step `s` begins when the weights have version `s - ahead` or later (`_may_begin`), so no token is older than `ahead`
+steps, and none is dropped. What is under way is not in a checkpoint: a resumed run samples it again, from the samples
+that the checkpoint counts as not begun.
 """
 
 from __future__ import annotations

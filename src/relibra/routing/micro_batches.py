@@ -1,8 +1,8 @@
 """Micro-batches of a recorded trace: a `ScheduledDemand`, for planning and comparing without a trainer.
 
 `schedule_samples` gives whole samples to ranks, like a trainer, and leaves none out. `cut_recorded` is for measurements
-that need micro-batches of exactly as many rows: it cuts every `tokens` rows of a task set, and each part of a sample in
-a micro-batch is a sample of the demand. In recorded order task sets alternate.
+that need micro-batches of exactly as many rows: it cuts every `tokens` rows of a task set; a part of a sample counts as
+a sample. Micro-batches of the task sets alternate.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _fill_ranks(length_X: Sequence[int], rank_tokens: int, num_ranks: int, rank_
 
 
 def draw_samples(trace: RoutingTrace, rows: int, rng: Generator) -> RoutingTrace:
-    """Draw samples of a trace again, each as likely as any other, until they have so many rows or the next has more.
+    """Draw samples with replacement, as many as fit into `rows` rows.
 
     returns   at least one sample; ids are numbered anew
     raises    TraceError for a trace without rows

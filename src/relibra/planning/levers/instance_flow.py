@@ -156,7 +156,7 @@ def lower_busiest_rank(instances, ceiling, ranks_per_node) -> int:
 @compiled
 @no_type_check
 def _find_room(s, ceiling, ranks_per_node, instances):
-    """Return the nearest rank below the ceiling that token-slots of rank `s` reach, or -1, and how many ranks were seen.
+    """Return the nearest rank below the ceiling that token-slots of rank `s` reach, or -1, and how many were seen.
 
     Among ranks as many steps away, those on the node of the giving rank come first.
     """

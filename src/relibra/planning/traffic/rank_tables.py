@@ -2,7 +2,7 @@
 
 Every rank derives its tables from the same plan and demand, so no counts are exchanged: each rank expects what the
 others send. No torch here; rows are moved by `parallel/rows/dispatch.py` in transformers, and by
-`integrations/megatron/dispatcher.py` in Megatron-core.
+`integrations/megatron/moe_layer.py` in Megatron-core.
 """
 
 from __future__ import annotations

@@ -71,8 +71,9 @@ class Summary:
     """What the report shows of the routes. `M` counts the micro-batches of all steps, in order.
 
     own_ranks                  expert-parallel ranks of the run itself, None when unknown
-    ranks                      of the expert-parallel groups that are reported
-    skews                      by ranks, over all micro-batches of all steps; those that do not divide the experts lack
+    ranks                      numbers of ranks that are reported
+    skews                      by ranks, over all micro-batches of all steps; numbers that do not divide the experts are
+                               left out
     expert_skew                max / mean *expert* load of all steps together, mean over layers
     coefficient_of_variation   of the same load, median layer
     """
@@ -118,7 +119,7 @@ class Summary:
 
     @property
     def headline(self) -> tuple[int, RankSkew] | None:
-        """The rank count of the first sentence: the run's own, else 8, else the largest; None with a single expert."""
+        """The rank count in the report's first sentence: the run's own, else 8, else the largest; None: one expert."""
         ranks = min(self.skews, key=lambda ranks: (ranks != self.own_ranks, ranks != 8, -ranks), default=None)
         return None if ranks is None else (ranks, self.skews[ranks])
 

@@ -29,7 +29,7 @@ from relibra.user_function import import_function, user_errors
 class PolicyLoss:
     """The loss of a run.
 
-    function   of `algorithm.loss`; one of the user is called only for mini-batches with tokens to train on
+    function   of `algorithm.loss`; a user's is not called for mini-batches without trained tokens
     metrics    names of the sums that it returns
     """
 

@@ -21,10 +21,11 @@ SETTINGS: dict[str, Any] = {
 
 
 def loss(inputs: LossInputs, log_ratio_Y: Tensor | None = None) -> LossResult:
-    """Return - sum over trained tokens of w (c min(r A, clip(r, 1 - low, 1 + high) A) - k KL + e H), and its metrics.
+    """Return the loss and its metrics.
 
-    With weight w (`token_weights`), correction c (`correction_weights`), ratio r = pi / pi_old, advantage A, divergence
-    KL from the reference (`kl_estimate`), entropy H, and the coefficients k and e of the settings.
+    Loss: minus the sum over trained tokens of w (c min(r A, clip(r, 1 - low, 1 + high) A) - k KL + e H), with weight w
+    (`token_weights`), correction c (`correction_weights`), ratio r = pi / pi_old, advantage A, divergence KL from the
+    reference (`kl_estimate`), entropy H, and the coefficients k and e of the settings.
 
     log_ratio_Y   log r of each trained token; None: of the token itself
     """

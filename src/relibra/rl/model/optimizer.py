@@ -86,7 +86,7 @@ def step_or_skip(
 ) -> tuple[StepCount, float | None]:
     """Make an optimizer step with clipped gradients, or skip it where they are not finite; collective.
 
-    learning_rate   that the warm-up ends at
+    learning_rate   after the warm-up
     name            of the model, for messages
     returns         counts after it, and the norm of the gradient before clipping; None: skipped, on all ranks
     raises          EngineError, on all ranks, after more than MOST_SKIPPED skipped steps in a row

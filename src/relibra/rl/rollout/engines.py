@@ -34,7 +34,7 @@ def make_engine(
 ) -> RolloutEngine:
     """Return this rank's engine: an embedded one, or a client of the servers that all ranks share.
 
-    shortest          tokens that a response begun in the middle of a step needs time for
+    shortest          fewest tokens for which a response begins within a step
     replays_rollout   training replays the routes of the rollout (R3), so a server has to report them
     """
     if rollout.engine == "embedded":
@@ -80,7 +80,8 @@ def make_engine(
         pauses=rollout.ahead > 0,
     )
     servers = tuple(replace(first, url=url) for url in rollout.url)  # they share `published`
-    retry_seconds = 0.0 if rollout.engine == "serve" else rollout.start_seconds  # nobody else starts it again
+    # Nobody restarts a server that the run started.
+    retry_seconds = 0.0 if rollout.engine == "serve" else rollout.start_seconds
     engine = ServerEngine(
         servers=servers,
         seed=seed,
@@ -164,7 +165,8 @@ def sync_weights(
     elif watched:
         scorer([])
     wait_for_ranks()  # no rank asks a server before it has the weights
-    if is_first and engine.servers[0].transfer != "folder":  # what a back end spoils is no error to it
+    if is_first and engine.servers[0].transfer != "folder":
+        # Weights are sent again and scores must stay: a back end may load wrong ones without an error.
         before = None if canary is None else canary.exact_scores()
         wait_for_ranks()
         _load_into_servers(engine, policy, weight_version)

@@ -32,7 +32,7 @@ def main() -> None:
     """Answer until stdin ends."""
     logging.disable()  # the library logs every response that it cannot parse
     answers = os.dup(1)
-    os.dup2(2, 1)  # so that printed text is no answer
+    os.dup2(2, 1)  # what libraries print goes to stderr
     with suppress(ValueError, OSError):  # the system may not support this limit, or has a lower one
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     os.write(answers, b"r")
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def verdict(answer: str, response: str) -> bytes:
-    """Return the answer byte of one response, whose last box decides where it has any."""
+    """Return the answer byte of one response; its last box is its answer, if it has one."""
     gold = parsed_answer(answer)
     if not gold:
         return b"?"

@@ -23,9 +23,9 @@ from relibra.rl.update.gradient_reduction import each_micro_batch
 from relibra.rl.update.recompute import Comparison, PassScores, model_device, recompute, score_tokens
 
 BeforeFirstStep = Callable[[PassScores | None, TrainingBatch, Comparison], bool]
-"""Called before the first optimizer step with the scores of the mini-batch whose log-probs are the old ones, None if a
-pass had computed them; the batch; and `PolicyUpdate.compared`. Returns whether the sampler computes what the trainer
-does, on all ranks alike; collective."""
+"""Called before the first optimizer step with the first mini-batch's scores (None: a pass computed old log-probs), the
+batch, and `PolicyUpdate.compared`. Returns whether the sampler computes what the trainer does, on all ranks alike;
+collective."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""`BodyReader`: the bodies of requests, whose bytes, time and work are bounded before they are spent."""
+"""`BodyReader`: request bodies, read within limits of bytes, time and work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_BODY_BYTES = 8 << 20
 MOST_BYTES_UNDER_WAY = 64 << 20
 """Of all bodies under way, each without its first SMALL_BYTES."""
 BODY_SECONDS = 60.0
-"""Until a body has to be there."""
+"""In which a body has to arrive."""
 Body = TypeVar("Body", bound=BaseModel)
 Asked = TypeVar("Asked", CompletionBody, ChatBody, TokenBody)
 
@@ -35,7 +35,7 @@ class BodyReader:
         """Begin with no body under way, for a model of this name, and this many tokens of prompt and answer."""
         self._name, self._codec, self._max_length = name, codec, max_length
         self._under_way = 0
-        _ = codec.longest_token, codec.special_tokens([""])  # which take a while
+        _ = codec.longest_token, codec.special_tokens([""])  # computed now: the first call takes a while
 
     async def read_call(self, request: Request, kind: type[Body]) -> Body:
         """Return a small body without prompts; raises HTTPException as `read` does."""
@@ -43,7 +43,7 @@ class BodyReader:
             return _parse(kind, data)
 
     async def read(self, request: Request, kind: type[Asked]) -> tuple[Asked, list[list[int]]]:
-        """Return a body and the tokens of its prompts; one that is not small comes without its long fields.
+        """Return a body and the tokens of its prompts; a large one comes without its prompt fields.
 
         raises   HTTPException: 400 and 404 for a wrong one, 408 and 413 where it comes slowly or is long, 415 for other
                  types, 429 where too many are under way

@@ -1,4 +1,4 @@
-"""Who may ask: API keys."""
+"""`serve`: the API server of a model: keys, settings, start and end."""
 
 from __future__ import annotations
 
