@@ -95,7 +95,7 @@ def _fill_in(given: Mapping[str, Any], sources: Sources) -> _Filling:
             fill("algorithm", {"tail_drop": min(8, rollout.window // 4)}, f"algorithm {preset}")
 
     # The value model is trained alone until all responses of the first step have ended.
-    if preset in ("ppo", "tppo"):
+    if config.algorithm.advantage == "gae":
         first_steps, ended = max(10, rollout.max_windows), min(64, rollout.responses_per_step)
         alone = {"pretrain_steps": first_steps, "min_finished": ended, "explained_variance_gate": 0.0}
         fill("critic", alone, f"algorithm {preset}")
