@@ -24,8 +24,8 @@ class Execution:
     """How a plan is executed.
 
     pipeline_stages          parts of the layers, each on ranks of its own
-    mini_batches             optimizer steps; each takes a run of consecutive micro-batches: even runs, or a tuple of
-                             the micro-batches of each
+    mini_batches             optimizer steps: their number (parts as equal as possible), or a tuple with the
+                             micro-batches of each
     forward_only             log-probabilities under the current policy: no backward pass, no optimizer
     overlap                  copies of experts and sums of gradients run beside other work where the cluster can; False:
                              ranks wait for them
@@ -173,7 +173,7 @@ def _uneven(costs_D: list[StageCosts], name: str) -> tuple[float, float]:
 
 
 def mini_batches_of(costs: StageCosts, mini_batches: int | tuple[int, ...]) -> list[Int64[ndarray, " M"]]:
-    """Return the micro-batches of each mini-batch; of even runs the first ones have one more where they do not divide.
+    """Return the micro-batches of each mini-batch; where a number does not divide them, the first have one more.
 
     mini_batches   as in `Execution`
     """
@@ -205,7 +205,7 @@ def _mini_batch(
 def _sent(costs: StageCosts, how: Execution, before: int, after: int) -> dict[str, Float64[ndarray, " R"]]:
     """Return the bytes that each rank of a stage sends, by kind.
 
-    before, after   neighbouring stages: 0 or 1 each
+    before, after   whether a stage is before, after: 0 or 1
     """
     backwards = 0 if how.forward_only else 1
     forwards = 1 + (backwards if how.recompute_activations else 0)
