@@ -46,7 +46,7 @@ def swap_prices(request: PlacementRequest, demand: ScheduledDemand, num_domains:
     steps that it serves.
 
     num_domains   between which experts are swapped: nodes, or ranks
-    every         every how many micro-batches one is looked at, which stands for the others
+    every         of so many micro-batches one is looked at, and stands for all
     """
     cluster, expert = request.cluster, request.expert
     compute, rate = 3 * expert.flops_per_token_slot / cluster.flops_per_second, cluster.slowest_bytes_per_second
