@@ -15,6 +15,7 @@ from relibra.planning.costs.copies import pushed_copies, slot_bytes
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES
 from relibra.planning.planner import plan_step
 from relibra.planning.validation import validate_plan
+from relibra.routing.demand import Demand
 from tests.examples import quick_and_slow
 from tests.planning.balancers.requests import ask
 from tests.planning.cases import seconds_of
@@ -46,6 +47,17 @@ SETTINGS = {
 }
 QUICK = ["one node", "two nodes"]
 of_settings = quick_and_slow("name", QUICK, [name for name in SETTINGS if name not in QUICK])
+
+
+def test_homes_even_out_micro_batches_where_copies_wait():
+    counts_SLE = np.array([[[10, 8, 1, 3]], [[2, 2, 10, 8]]], dtype=np.int32) * 1000  # by totals no expert moves
+    samples = np.arange(2, dtype=np.int32)
+    demand = Demand(counts_SLE=counts_SLE, layer_ids=np.zeros(1, dtype=np.int32), sample_ids=samples, top_k=1)
+    demand = demand.with_schedule(samples, samples, 2)
+    budget = Budget(slots=0, steps_served=100)
+    plan = plan_step(demand, cluster_preset("laptop", 2), budget, expert=replace(QWEN, width=64))
+    assert plan.home_LE[0, 0] == plan.home_LE[0, 2] != plan.home_LE[0, 1]
+    assert plan.skew(demand) == pytest.approx(23 / 22)
 
 
 @cache

@@ -1,11 +1,20 @@
-"""Homes dealt again: swaps of two experts against a slow reference, and ranks inside nodes."""
+"""New homes: swaps of two experts, between nodes and inside them, against slow references."""
+
+from itertools import combinations
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relibra.planning.levers.homes import SwapPrices, deal_inside_nodes, heaviest_first, renumber_bins, swap_nodes
+from relibra.planning.levers.homes import (
+    SwapPrices,
+    deal_inside_nodes,
+    heaviest_first,
+    renumber_bins,
+    swap_nodes,
+    swap_ranks,
+)
 from relibra.planning.relibra_paper.annealing import home_cost
 from tests.planning.relibra_paper.test_nodes_and_ranks import plain_cost
 
@@ -74,6 +83,39 @@ def test_dealing_inside_nodes_keeps_nodes_and_counts(nodes, per_node, per_rank, 
         assert tops[0] == tops[1]
     again_E = deal_inside_nodes(load_E, node_E, dealt_E, R, per_node)
     assert (again_E == dealt_E).all()
+
+
+def cost_on_a_node(load_ME, home_E, before_E, R, move):
+    """Return the loads of the fullest rank of each micro-batch, and the moves."""
+    fullest = sum(np.bincount(home_E, load_E, minlength=R).max() for load_E in load_ME)
+    return fullest + move * sum(now != then for now, then in zip(home_E, before_E, strict=True))
+
+
+@given(
+    st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.sampled_from([0.0, 2.0, 16.5]),
+    st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_swaps_of_ranks_are_those_of_a_slow_search(R, per_rank, micro_batches, move, seed):
+    rng = np.random.default_rng(seed)
+    before_E, load_ME = np.repeat(np.arange(R), per_rank), rng.integers(0, 60, (micro_batches, R * per_rank))
+    home_E = before_E.tolist()
+    for _ in range(SWEEPS):
+        last = home_E
+        for i, j in combinations(range(len(home_E)), 2):
+            tried = home_E.copy()
+            tried[i], tried[j] = home_E[j], home_E[i]
+            cost, now = (cost_on_a_node(load_ME, homes, before_E, R, move) for homes in (tried, home_E))
+            home_E = tried if cost < now else home_E
+        if home_E == last:
+            break
+    assert swap_ranks(load_ME, before_E, R, SwapPrices(move_inside=move)).tolist() == home_E
+
+
+def test_micro_batches_count_not_their_sum():
+    load_ME = np.array([[9, 1, 1, 9], [1, 9, 9, 1]])  # totals are even wherever experts are
+    home_E = swap_ranks(load_ME, np.array([0, 1, 1, 0]), 2, SwapPrices())
+    assert home_E[0] != home_E[3]
+    assert home_E[1] != home_E[2]
 
 
 def test_bins_are_numbered_so_that_most_experts_stay():

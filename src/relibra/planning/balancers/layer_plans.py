@@ -14,7 +14,7 @@ from relibra.planning.balancer import PlacementRequest
 from relibra.planning.costs.compute import busiest_attention_M
 from relibra.planning.costs.copies import relocation_seconds
 from relibra.planning.costs.layer_costs import layer_costs
-from relibra.planning.levers.homes import HomeMoves, deal_inside_nodes, swap_nodes, swap_prices
+from relibra.planning.levers.homes import HomeMoves, deal_inside_nodes, swap_nodes, swap_prices, swap_ranks
 from relibra.planning.levers.replication import replicate
 from relibra.planning.levers.resident_replicas import keep_replicas
 from relibra.planning.loads import tokens_of_domains
@@ -36,7 +36,7 @@ class SlotChoice:
 class LayerChoice:
     """One way to place a layer's experts and replicas.
 
-    homes           whether experts are dealt again
+    homes           which experts move
     traffic_slots   slots for the experts that token-slots of a node (or rank, on a single node) choose most. The
                     others even out loads
     tolerance       accepted load of the busiest rank above the mean, as a share; None: no replicas
@@ -123,7 +123,7 @@ def plan_layers(
 
 
 def choose_homes(request: PlacementRequest, demand: ScheduledDemand, choice: LayerChoice) -> Int64[ndarray, "L E"]:
-    """Return the home rank of each expert: as before, dealt again inside its node, or swapped between nodes first."""
+    """Return the home rank of each expert (`HomeMoves`)."""
     before_LE, cluster = request.previous.home_LE.astype(np.int64), request.cluster
     if choice.homes == "stay":
         return before_LE
@@ -131,15 +131,16 @@ def choose_homes(request: PlacementRequest, demand: ScheduledDemand, choice: Lay
     every = max(1, len(demand.tokens_MLRE) // _SWAP_MICRO_BATCHES)
     prices = swap_prices(request, demand, cluster.num_nodes, every=every)
 
-    def deal(layer: int) -> ndarray:
-        node_E = node_LE[layer]
+    def move(layer: int) -> ndarray:
+        load_ME, node_E = np.ascontiguousarray(demand.load_MLE[::every, layer]), node_LE[layer]
+        if choice.homes == "by micro-batch":
+            return swap_ranks(load_ME, before_LE[layer], cluster.num_ranks, prices)
         if choice.homes == "over nodes":
-            load_ME = np.ascontiguousarray(demand.load_MLE[::every, layer])
             source_MNE = tokens_of_domains(demand.tokens_MLRE, layer, cluster.num_nodes, every=every)
             node_E = swap_nodes(load_ME, source_MNE, node_E, prices)
         return deal_inside_nodes(load_LE[layer], node_E, before_LE[layer], cluster.num_ranks, cluster.ranks_per_node)
 
-    return np.stack(parallel_map(deal, len(before_LE)))
+    return np.stack(parallel_map(move, len(before_LE)))
 
 
 def _replicas(

@@ -5,7 +5,7 @@ cheapest is kept:
 
 once per step    samples stay in their micro-batches, or are packed (`levers/packing.py`);
                  the number of slots, and whether every layer has slots of its own (`SlotChoice`)
-for each layer   homes stay or are dealt again (`levers/homes.py`); slots for traffic: none, half, all; the accepted
+for each layer   homes stay or move (`levers/homes.py`); slots for traffic: none, half, all; the accepted
                  unevenness; replicas inside nodes or anywhere (`LayerChoice`)
 
 Choices are priced on some layers and micro-batches; those that win there are planned for all. `Placement.considered`
@@ -166,7 +166,8 @@ def _try_slots(probe: PlacementRequest, slots: SlotChoice) -> _Tried:
     tolerances = [probe.budget.tolerance * share for share in TOLERANCES]
     add(replace(choice, tolerance=tolerance) for choice in best_two() for tolerance in tolerances)
     if probe.budget.move_homes:
-        homes: tuple[HomeMoves, ...] = ("in nodes", "over nodes") if probe.cluster.num_nodes > 1 else ("in nodes",)
+        several = probe.cluster.num_nodes > 1
+        homes: tuple[HomeMoves, ...] = ("in nodes", "over nodes" if several else "by micro-batch")
         add(replace(choice, homes=name) for choice in [*best_two(), LayerChoice()] for name in homes)
     return _mix(probe, demand, slots, plans)
 

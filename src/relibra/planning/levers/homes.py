@@ -1,4 +1,4 @@
-"""Homes dealt again: experts to ranks of their node by falling load, and swapped between nodes while that pays."""
+"""New homes: experts dealt to the ranks of their node by falling load, or swapped, inside or between nodes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from relibra.planning.costs.exchange import rows_per_crossing
 from relibra.routing.compiled import compiled
 from relibra.routing.demand import ScheduledDemand
 
-HomeMoves = Literal["stay", "in nodes", "over nodes"]
-"""What experts may do: nothing, change their rank inside their node, or change their node too."""
+HomeMoves = Literal["stay", "in nodes", "by micro-batch", "over nodes"]
+"""What experts may do: nothing; be dealt to the ranks of their node by their loads in the whole step; be swapped on the
+only node by their loads in each micro-batch, for steps with few replicas; change nodes too."""
 
 _SWEEPS = 4
 """Most passes over all pairs of experts; a pass without a swap ends the search."""
@@ -80,6 +81,74 @@ def deal_inside_nodes(
         before_X[(before_X < 0) | (before_X >= G)] = UNASSIGNED
         dealt_E[experts] = node * G + renumber_bins(heaviest_first(load_E[experts], G), before_X, G)
     return dealt_E
+
+
+def swap_ranks(
+    load_ME: Int64[ndarray, "M E"], home_E: Int[ndarray, " E"], num_ranks: int, prices: SwapPrices
+) -> Int64[ndarray, " E"]:
+    """Return the home ranks on one node after swaps of two experts, as long as one lowers the cost of the layer.
+
+    Cost: sum over micro-batches of the fullest rank's load, and `move_inside` x the experts that moved.
+
+    home_E   home ranks before
+    """
+    swapped_E, load_EM = home_E.astype(np.int64), np.ascontiguousarray(load_ME.T, dtype=np.int64)
+    _swap_ranks(load_EM, home_E.astype(np.int64), swapped_E, num_ranks, prices.move_inside)
+    return swapped_E
+
+
+@compiled
+@no_type_check
+def _swap_ranks(load_EM, before_E, home_E, R, move) -> None:
+    """Try all pairs. What the micro-batches left can save at most, `most_M1`, ends the pricing of a pair early."""
+    E, M = load_EM.shape
+    load_RM, fullest_3M, most_M1 = np.zeros((R, M), np.int64), np.zeros((3, M), np.int64), np.zeros(M + 1)
+    for e in range(E):
+        load_RM[home_E[e]] += load_EM[e]
+    _find_fullest(load_RM, fullest_3M, most_M1)
+    for _ in range(_SWEEPS):
+        swapped = False
+        for i in range(E):
+            for j in range(i + 1, E):
+                a, c = home_E[i], home_E[j]
+                if a == c:
+                    continue
+                change = move * ((c != before_E[i]) + (a != before_E[j]) - (a != before_E[i]) - (c != before_E[j]))
+                for m in range(M):
+                    if change >= most_M1[m]:
+                        break
+                    more = load_EM[j, m] - load_EM[i, m]
+                    top = max(load_RM[a, m] + more, load_RM[c, m] - more)
+                    for r in fullest_3M[: min(3, R), m]:  # the fullest of the ranks that stay as they are
+                        if r != a and r != c:
+                            top = max(top, load_RM[r, m])
+                            break
+                    change += top - load_RM[fullest_3M[0, m], m]
+                if change >= 0:
+                    continue
+                load_RM[a] += load_EM[j] - load_EM[i]
+                load_RM[c] -= load_EM[j] - load_EM[i]
+                home_E[i], home_E[j], swapped = c, a, True
+                _find_fullest(load_RM, fullest_3M, most_M1)
+        if not swapped:
+            return
+
+
+@compiled
+@no_type_check
+def _find_fullest(load_RM, fullest_3M, most_M1) -> None:
+    """Find up to three fullest ranks, and what this micro-batch and later ones are above their means."""
+    fullest_3M[:] = -1
+    for m in range(load_RM.shape[1] - 1, -1, -1):
+        for r in range(len(load_RM)):
+            new = r
+            for x in range(3):
+                old = fullest_3M[x, m]
+                if old < 0 or load_RM[new, m] > load_RM[old, m]:
+                    fullest_3M[x, m], new = new, old
+                if new < 0:
+                    break
+        most_M1[m] = most_M1[m + 1] + load_RM[fullest_3M[0, m], m] - load_RM[:, m].mean()
 
 
 def swap_nodes(
