@@ -37,7 +37,8 @@ class Execution:
                              `relibra.rl` trains; False: every rank holds them
     whole_logits             those of all rows of a micro-batch are there at once, as in TRL; False: in chunks, as in
                              `relibra.rl`
-    raises                   ConfigError
+
+    raises   ConfigError
     """
 
     pipeline_stages: int = 1
