@@ -194,7 +194,7 @@ def test_importing_relibra_takes_under_200_ms():
 PUBLIC = {  # a name that goes from here breaks somebody's program: say so in CHANGELOG.md
     relibra: """BatchRoutes Budget Cluster ClusterError ConfigError Demand EngineError ExpertShape Homes Placement
         PlanError RelibraError RoutingTrace SampledTokens SamplerHistory ScheduledDemand StepPlan TraceError __version__
-        check_sampler cluster_preset demo_demand
+        check_sampler choose_kept_activations cluster_preset demo_demand
         execute_plan expert_shape explain_plan iterate_trace plan_step read_plan read_trace record_routing relocate
         replay_routing sampler_sums simulate_step validate_plan write_plan write_trace""",
     relibra.replay: """BatchRoutes RouterSite RoutingRecorder RoutingReplay find_routers record_routing
@@ -206,7 +206,7 @@ PUBLIC = {  # a name that goes from here breaks somebody's program: say so in CH
         diff_timelines memory_use overlap_ratio simulate_groups simulate_step memory_for_slots
         with_mini_batches counted_model_shape cut_model model_shape model_shape_from_config
         simulated_timeline rl_iteration simulate_rollout simulate_windowed_rollout speedup
-        end_to_end_speedup needed_stage_speedup""",
+        end_to_end_speedup needed_stage_speedup choose_kept_activations""",
 }
 
 

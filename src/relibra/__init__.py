@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from relibra.routing.trace_files import iterate_trace as iterate_trace
     from relibra.routing.trace_files import read_trace as read_trace
     from relibra.routing.trace_files import write_trace as write_trace
+    from relibra.simulation import choose_kept_activations as choose_kept_activations
     from relibra.simulation import simulate_step as simulate_step
 
 __version__ = "0.2.0"
@@ -66,7 +67,7 @@ _NAMES = {
     "relibra.routing.synthetic": "demo_demand",
     "relibra.routing.trace": "RoutingTrace",
     "relibra.routing.trace_files": "iterate_trace read_trace write_trace",
-    "relibra.simulation": "simulate_step",
+    "relibra.simulation": "choose_kept_activations simulate_step",
 }
 _WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
 

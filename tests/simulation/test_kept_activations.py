@@ -7,9 +7,17 @@ import numpy as np
 import pytest
 
 from relibra import cluster_preset, demo_demand
+from relibra.errors import ConfigError
+from relibra.integrations.megatron.recompute import recompute_flags
 from relibra.planning.plan import StepPlan
-from relibra.simulation import Execution, model_shape, simulate_step
-from relibra.simulation.kept_activations import OPTIONS, choose_activations, seconds_saved
+from relibra.simulation import Execution, memory_use, model_shape, simulate_step
+from relibra.simulation.kept_activations import (
+    OPTIONS,
+    ActivationChoice,
+    choose_activations,
+    choose_kept_activations,
+    seconds_saved,
+)
 
 
 def random_step(seed, layers=None, micro_batches=None, ranks=None):
@@ -100,3 +108,45 @@ def test_seconds_are_those_of_one_more_forward_pass():
     again = simulate_step(plan, demand, cluster, model, Execution(recompute_activations=True))
     whole = seconds_LX[:num_moe, 2].sum()
     assert whole == pytest.approx(again.seconds - step.seconds, rel=0.2)
+
+
+def test_a_plan_and_sizes_say_what_layers_keep():
+    model = replace(model_shape("qwen3-30b-a3b"), moe_layers=6, experts=16, top_k=4)
+    cluster, demand = cluster_preset("h100x8", 4), demo_demand(num_ranks=4, num_layers=6, num_experts=16)
+    plan = StepPlan.static(demand, cluster.topology)
+    choices = [choose_kept_activations(plan, demand, cluster, model, free) for free in (0.0, 2.0**60)]
+    assert [one.layers for one in choices] == [{"recompute": 6}, {"all": 6}]
+    most = choices[1].nbytes
+    half = choose_kept_activations(plan, demand, cluster, model, most / 2)
+    assert 0.3 * most < half.nbytes <= most / 2
+    tokens_MR = np.zeros((len(demand.tokens_MLRE), 4))
+    np.add.at(tokens_MR, (demand.micro_batch_S, demand.rank_S), demand.counts_SLE[:, 0].sum(axis=1) / 4)
+    whole, again = (
+        memory_use(plan, demand, cluster, model, Execution(recompute_activations=of)).parts["activations"]
+        for of in (False, True)
+    )
+    inputs = 6 * model.expert.row_bytes * tokens_MR.max()
+    assert most == pytest.approx(whole - inputs, rel=1e-6)
+    assert again < whole
+
+
+@pytest.mark.parametrize(
+    ("options", "stages", "flags"),
+    [
+        (["all"] * 4, 1, ""),
+        (["attention", "attention", "all", "all"], 1, "--recompute-granularity selective --recompute-modules moe"),
+        (["recompute"] * 3 + ["all"], 1, "full 3"),
+        (["recompute", "attention", "all", "all"], 2, "full 2"),
+        (["recompute", "all", "recompute", "all"], 2, "full 1"),
+    ],
+)
+def test_flags_of_megatron_keep_no_more(options, stages, flags):
+    choice = ActivationChoice(option_L=tuple(options), nbytes=0.0, seconds=0.0)
+    found = " ".join(recompute_flags(choice, stages))
+    block = "--recompute-granularity full --recompute-method block --recompute-num-layers"
+    assert found == flags.replace("full", block)
+
+
+def test_stages_divide_the_layers():
+    with pytest.raises(ConfigError, match="divides"):
+        recompute_flags(ActivationChoice(option_L=("all",) * 3, nbytes=0.0, seconds=0.0), 2)

@@ -6,10 +6,11 @@ simulate_step                 one training step under a plan; `simulate_groups`:
 Execution, ParallelLayout     pipeline stages, mini-batches, overlap; how ranks are numbered
 simulated_timeline            its events, as the executor records them; `diff_timelines` compares two
 memory_use, step_limits       does it fit, and what limits it; `memory_for_slots`: what slots may take;
-                              `overlap_ratio` needs no simulation
+                              `overlap_ratio` needs no simulation; `choose_kept_activations`: what layers keep
 simulate_rollout, rl_iteration, speedup   the stages around a training step (docs/simulation.md)
 """
 
+from relibra.simulation.kept_activations import choose_kept_activations
 from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.limits import StepLimit, overlap_ratio, step_limits
 from relibra.simulation.memory import MemoryUse, memory_for_slots, memory_use
@@ -54,6 +55,7 @@ __all__ = [
     "Speedup",
     "StepLimit",
     "TimelineDifference",
+    "choose_kept_activations",
     "counted_model_shape",
     "cut_model",
     "diff_timelines",

@@ -1,4 +1,4 @@
-"""`choose_activations`: what each layer keeps of the forward pass for the backward pass, the fastest choice that fits.
+"""What each layer keeps of the forward pass for the backward pass, the fastest choice that fits.
 
 Token-slots of every rank, layer and micro-batch are known from recorded routes before a step, and so are its bytes.
 """
@@ -19,6 +19,7 @@ from relibra.planning.costs.layer_costs import layer_costs
 from relibra.planning.plan import StepPlan
 from relibra.routing.demand import ScheduledDemand
 from relibra.simulation.cost_model import rows_and_scores
+from relibra.simulation.memory import kept_bytes
 from relibra.simulation.model_shape import ModelShape
 
 OPTIONS = RECOMPUTE, ATTENTION, ALL = ("recompute", "attention", "all")
@@ -152,3 +153,28 @@ def seconds_saved(
     seconds_LX[plan.layer_ids, 1] = attention_M.sum()
     seconds_LX[plan.layer_ids, 2] = attention_M.sum() + experts_ML.sum(axis=0)
     return seconds_LX
+
+
+def choose_kept_activations(
+    plan: StepPlan, demand: ScheduledDemand, cluster: Cluster, model: ModelShape, free_bytes: float
+) -> ActivationChoice:
+    """Return what each decoder layer keeps in a step of a plan, by sizes of the model alone (label `model`).
+
+    demand       under the schedule of the plan, routes of all expert layers of the model
+    free_bytes   of a rank, beside all that it holds while it recomputes every layer
+    """
+    dense, (per_row, per_slot) = np.ones(model.layers, dtype=bool), kept_bytes(model)
+    dense[plan.layer_ids] = False
+    token_bytes_LX = np.tile([0, 1, 1], (model.layers, 1)) * (per_row - model.expert.row_bytes)
+    token_bytes_LX[dense, 2] += 3 * model.dense_width * model.expert.bytes_per_value
+    token_slots_MLR = np.zeros((len(demand.tokens_MLRE), model.layers, plan.num_ranks), dtype=np.int64)
+    token_slots_MLR[:, plan.layer_ids] = plan.rank_load(demand)
+    return choose_activations(
+        OPTIONS,
+        token_bytes_LX,
+        np.tile([0, 0, per_slot], (model.layers, 1)),
+        seconds_saved(plan, demand, cluster, model, model.layers),
+        tokens_MR=rows_and_scores(plan, demand, model)[0],
+        token_slots_MLR=token_slots_MLR,
+        free=free_bytes,
+    )
