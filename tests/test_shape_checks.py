@@ -7,7 +7,7 @@ import pytest
 from beartype import beartype
 from jaxtyping import Float, TypeCheckError
 
-from tests.shape_checks import build_once
+from tests.shape_checks import ALWAYS, EVERY, build_once
 
 built = []
 
@@ -52,3 +52,20 @@ def test_threads_do_not_take_the_calls_of_one_another():
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(add, range(200))) == [factor % 2 + 1.0 for factor in range(200)]
+
+
+@build_once(typechecker=beartype)
+def length(x_N: Float[np.ndarray, "N"]) -> int:
+    return x_N.size
+
+
+def test_later_calls_of_a_function_are_checked_now_and_then():
+    for _ in range(ALWAYS + 1):
+        length(np.ones(2))
+    refused = 0
+    for _ in range(2 * EVERY):
+        try:
+            length(np.ones((2, 2)))
+        except TypeCheckError:
+            refused += 1
+    assert refused == 2
