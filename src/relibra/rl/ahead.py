@@ -17,9 +17,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -66,6 +67,7 @@ class StepsAhead:
         self._start = response_starter(learner.task, learner.tokenizer, config.rollout)
         self._live: Sequence[Response] = progress.live
         self._cursor, self._homes = progress.cursor, homes_before(learner, progress)
+        self._residents: Callable[[], list | None] = lambda: None
         self._version, self._next, self._closing = step, step, False
         self._error: BaseException | None = None
         self._begun = deque[_BegunStep]()
@@ -171,14 +173,16 @@ class StepsAhead:
         ]
         windows.clear()  # they hold the routes too
         rollout = Rollout(responses=responses, cost=cost, cursor=begun.cursor)
+        homes, residents = self._homes, self._residents()
+        if homes is not None and residents is not None:
+            homes = with_residents(homes, residents)
         prepared = prepare_step(
-            begun.step, self._learner, rollout, self._homes, self._config, self._traces, Stopwatch(begun.step)
+            begun.step, self._learner, rollout, homes, self._config, self._traces, Stopwatch(begun.step)
         )
         self._live = [response for response in prepared.rollout.responses if response.finish_reason is None]
         if (plan := prepared.batch.plan) is not None:
-            residents = exchange_residents(prepared.batch.lasting) if self._config.plan.lasting else None
             learner = self._learner
             self._homes = homes_at(plan.physical_to_logical_map, learner.policy, learner.cluster.topology)
-            if residents is not None:
-                self._homes = with_residents(self._homes, residents)
+            if self._config.plan.lasting:  # waited for when they are needed, so that this step does not wait
+                self._residents = partial(exchange_residents, prepared.batch.lasting)
         return prepared

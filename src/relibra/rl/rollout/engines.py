@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from relibra.rl.rollout.response import RolloutEngine
 from relibra.rl.rollout.served.api_key import read_api_key
 from relibra.rl.rollout.served.canary_probe import Canary, CanaryReport, WatchedServer
 from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
-from relibra.rl.rollout.served.cuts import answers_cut
+from relibra.rl.rollout.served.cuts import cut_answers
 from relibra.rl.rollout.served.engine import ServerEngine
 from relibra.rl.rollout.served.preflight import check_servers
 from relibra.rl.rollout.served.sleep import wake
@@ -148,16 +149,18 @@ def sync_weights(
     if not isinstance(engine, ServerEngine):
         policy.sync()
         return None
-    scorer, report = TrainedScorer(policy.trained, engine.servers[0]), None
+    release = (lambda: None) if engine.sampler is None else engine.sampler.release
+    scorer, report = TrainedScorer(policy.trained, engine.servers[0], begins=release), None
     watched = broadcast_json(canary is not None)
     is_first, slept = engine.published.version is None, engine.published.asleep
+    written = _write_weights(engine, policy, weight_version)
+    cut_answers(engine)
     if canary is not None and not slept:
-        canary.before_update()
+        canary.before_update()  # after the cut: else it waits in the servers' queues
     wait_for_ranks()  # here and below without a deadline: what rank 0 asks servers may take long
     if slept:
         wake(engine, "weights")
-    with answers_cut(engine):
-        _load_into_servers(engine, policy, weight_version)
+    _load_into_servers(engine, policy, weight_version, written)
     if slept:
         wake(engine, "kv_cache")
     if canary is not None:
@@ -169,35 +172,35 @@ def sync_weights(
         # Weights are sent again and scores must stay: a back end may load wrong ones without an error.
         before = None if canary is None else canary.exact_scores()
         wait_for_ranks()
-        _load_into_servers(engine, policy, weight_version)
+        _load_into_servers(engine, policy, weight_version, None)
         if canary is not None and before is not None:
             canary.check_unmoved(before)
         wait_for_ranks()
-    if engine.sampler is not None:
-        engine.sampler.release()
+    release()
     found = broadcast_json(report and asdict(report))
     return found and CanaryReport(**found)
 
 
-def _load_into_servers(engine: ServerEngine, policy: Policy, weight_version: int) -> None:
-    """Let the servers load the trained weights, from files or as they are sent; collective."""
-    transfer = engine.servers[0].transfer
-    if transfer != "folder":
-        to_host = transfer == "gloo" and dist.get_rank() == 0  # the others only take part in gathering
+def _write_weights(engine: ServerEngine, policy: Policy, weight_version: int) -> Path | None:
+    """Write the trained weights where servers read them, who sample meanwhile; None: they are sent. Collective."""
+    if engine.servers[0].transfer != "folder":
+        return None
+    assert engine.weights is not None, "RolloutSettings asks for a folder that the server sees"
+    as_adapter = engine.published.as_adapter
+    return write_version(
+        policy, engine.weights, weight_version, setting="rollout.server_weights", as_adapter=as_adapter
+    )
+
+
+def _load_into_servers(engine: ServerEngine, policy: Policy, weight_version: int, written: Path | None) -> None:
+    """Let the servers load the trained weights, from files or (None) as they are sent; collective."""
+    if written is None:
+        # Of gloo's ranks, all but the first only take part in gathering.
+        to_host = engine.servers[0].transfer == "gloo" and dist.get_rank() == 0
         device, named = torch.device("cpu") if to_host else None, full_parameters(policy.trained)
         sent = ((name, full.to(device or full.device, policy.meta.get_parameter(name).dtype)) for name, full in named)
         send_weights(sent, engine, weight_version)
-        engine.published.version, engine.published.folder = weight_version, None
-        return
-    assert engine.weights is not None, "RolloutSettings asks for a folder that the server sees"
-    written = write_version(
-        policy,
-        engine.weights,
-        weight_version,
-        setting="rollout.server_weights",
-        as_adapter=engine.published.as_adapter,
-    )
-    if dist.get_rank() == 0:
+    elif dist.get_rank() == 0:
         publish_weights(written, engine, weight_version)
     wait_for_ranks()
     engine.published.version, engine.published.folder = weight_version, written

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import numpy as np
 
@@ -154,6 +155,9 @@ class Sampler:
         self._thread.join()
         self._loop.close()
 
+    def _wake_up(self, _: asyncio.Task[Any]) -> None:
+        self._wake.set()
+
     def _tell(self) -> None:
         self._loop.call_soon_threadsafe(self._wake.set)
 
@@ -192,18 +196,18 @@ class Sampler:
             keepers = [asyncio.create_task(pool.keep(server)) for server in servers]
             try:
                 await pool.settle()
+                for keeper in keepers:
+                    keeper.add_done_callback(self._wake_up)
                 while not self._held:
-                    self._ask_more(pool, running)
-                    if not running:
-                        break
                     self._wake.clear()
-                    woken = asyncio.create_task(self._wake.wait())
-                    await asyncio.wait({*running, *keepers, woken}, return_when=asyncio.FIRST_COMPLETED)
-                    woken.cancel()
                     self._take(running)
                     for keeper in keepers:
                         if keeper.done():  # a server refuses
                             keeper.result()
+                    self._ask_more(pool, running)
+                    if not running:
+                        break
+                    await self._wake.wait()
                 for keeper in keepers:  # no server loads the weights before, while it is given new ones
                     keeper.cancel()
                 while running:
@@ -224,7 +228,9 @@ class Sampler:
             chosen, self._waiting = self._waiting[:free], self._waiting[free:]
         for part in chosen:
             self._batches[part].prefilled += len(part.begun.tokens_n)
-            running[asyncio.create_task(self._ask(pool, part))] = part
+            task = asyncio.create_task(self._ask(pool, part))
+            task.add_done_callback(self._wake_up)  # `asyncio.wait` would look at all requests after each
+            running[task] = part
 
     async def _ask(self, pool: ServerPool, part: _Part) -> Window:
         begun = part.begun

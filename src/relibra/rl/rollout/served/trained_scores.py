@@ -40,14 +40,17 @@ class TrainedScorer:
     """Scores sequences with a model that is sharded over the ranks; each rank scores some of them.
 
     client   of any server: they share temperature, and whether routes are compared
+    begins   called when servers have been asked, and may go on
     """
 
     model: nn.Module
     client: ServerClient
+    begins: Callable[[], None] = lambda: None
 
     def __call__(self, sequences: Sequence[tuple[tuple[int, ...], int]]) -> list[TrainedScores]:
         """Return the scores of rank 0's sequences on all ranks; collective, without a deadline."""
         wait_for_ranks()
+        self.begins()
         sequences, scores = broadcast_json(sequences), list[TrainedScores]()
         rank, num_ranks, routed = dist.get_rank(), dist.get_world_size(), self.client.routes is not None
         with evaluation_mode(self.model):
