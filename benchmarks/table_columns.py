@@ -302,6 +302,17 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         "target",
         "skew",
     ),
+    "ahead": (
+        "case",
+        ("tokens / s", lambda row: round(row["tokens_per_second"])),
+        ("ahead / waiting", lambda row: row["ratio"]),
+        _of("target"),
+        ("rollout %", lambda row: f"{100 * row['rollout_share']:.0f}"),
+        ("plan %", lambda row: f"{100 * row['plan_share']:.2f}"),
+        "reward",
+        ("age", lambda row: row["age_mean"]),
+        ("mixed %", lambda row: f"{100 * row['mixed_share']:.1f}"),
+    ),
     "beside_vllm": (
         "case",
         _of("tokens_per_second"),

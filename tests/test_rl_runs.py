@@ -235,3 +235,42 @@ def test_throughput_over_all_to_all_is_executor_times_balance():
     assert of["relibra"]["executor_ratio"] == pytest.approx(1.1)
     assert of["relibra"]["balance_ratio"] == pytest.approx(1.5 / 1.1)
     assert (of["all_to_all"]["executor_ratio"], of["all_to_all"]["balance_ratio"]) == (1, 1)
+
+
+def test_runs_ahead_are_held_against_those_that_wait(capsys):
+    from benchmarks.rl import ahead as bench
+
+    def run(ahead, seed, seconds, rewards):
+        waits = {"rollout": 0.0 if ahead else 0.9, "plan": 0.01, "update": seconds - 1.0}
+        ages = {"age_mean": 1.0, "age_max": 1, "mixed_share": 0.0, "waited_rollout": 0.0, "waited_plan": 0.005}
+        row = {"sampled_tokens": 300, "ahead": ages if ahead else None, "seconds": waits}
+        rows = [{**row, "reward": reward} for reward in rewards]
+        return bench.Run(ahead=ahead, seed=seed, rows=rows, ends=[9.0 + seconds * step for step in range(len(rows))])
+
+    waiting = [run(0, seed, 2.0, [0.1, 0.2, 0.3, 0.5 + 0.01 * seed]) for seed in range(3)]
+    ahead = [run(1, seed, 1.25 + 0.01 * seed, [0.1, 0.2, 0.3, 0.52 - 0.01 * seed]) for seed in range(3)]
+    *rows, whole = bench.result_rows([*ahead, *waiting])
+    assert [row["case"] for row in rows] == [f"ahead {a}, seed {s}" for s in range(3) for a in (0, 1)]
+    assert [row["repetitions"] for row in rows] == [2] * 6, "neither the first step nor the last"
+    assert [round(row["tokens_per_second"]) for row in rows] == [150, 240, 150, 238, 150, 236]
+    assert (rows[0]["ratio"], rows[1]["ratio"], whole["ratio"]) == pytest.approx((1.0, 1.6, 2.0 / 1.26))
+    assert (rows[0]["rollout_share"], whole["rollout_share"], rows[1]["rollout_share"]) == (0.45, 0.45, 0.0)
+    assert whole["plan_share"] == pytest.approx(0.004)
+    assert [row["reward"] for row in rows[:2]] == [0.5, 0.52]
+    assert rows[1]["rewards"] == [0.1, 0.2, 0.3, 0.52]
+    assert whole["reward_difference"] == pytest.approx(0.0)
+    assert whole["reward_error"] == pytest.approx((2 * 0.01**2 / 3) ** 0.5)
+    assert [row["age_max"] for row in (*rows[:2], whole)] == [0, 1, 1]
+    assert whole["ok"]
+    bench.print_rows([*rows, whole])
+    assert capsys.readouterr().out.count("reached") == len(bench.goals(whole))
+    slow = bench.result_rows([*waiting, *(run(1, seed, 1.6, [0.1, 0.2, 0.3, 0.4]) for seed in range(3))])[-1]
+    assert [reached for _, reached in bench.goals(slow)] == [False, True, False, True]
+
+
+def test_the_benchmark_of_rollouts_ahead_sets_what_a_run_takes(tmp_path):
+    from benchmarks.rl import ahead as bench
+
+    config = load_config(None, [*bench.SETTINGS, *bench.QUICK, "rollout.engine=serve", bench.SERVER])
+    assert config.rollout.server_options == "--micro-batches 1"
+    assert config.rollout.responses_per_step <= config.rollout.max_batch, "a server decodes a step at once"

@@ -1,7 +1,10 @@
 """Whole runs whose responses are sampled while the steps before them train."""
 
 import json
+import os
+import signal
 import threading
+import time
 from contextlib import contextmanager
 from itertools import count, pairwise
 
@@ -16,6 +19,7 @@ from relibra.routing.trace_files import read_trace
 from tests.rl.ranks_at_work import comparable, run_alone, run_on_ranks, tiny_config
 from tests.rl.rollout.stand_in_server import running
 from tests.rl.rollout.test_engines import small_canary as small_canary
+from tests.rl.runs import LongRun, check_samples, check_whole
 from tests.rl.test_resume import rewound
 
 SERVED = ("rollout.engine=vllm", "rollout.url=http://h:1", "rollout.server_weights=weights")
@@ -179,3 +183,29 @@ def test_two_ranks_run_ahead_and_resume(tmp_path, small_canary, preset):
     if "algorithm.replay=R2" not in preset:
         check_counts(tmp_path / "runs" / "run", 5, windows=preset is TPPO)
     assert max(row["ahead"]["age_max"] for row in outcome.rows) in (1, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_killed_while_answers_are_under_way_resumes(tmp_path, seed):
+    rng, hold, begun = np.random.default_rng(seed), held_until_cut(), []
+    settings = ("rollout.ahead=1", "algorithm.group_filter=off", "trace.keep=99", "run.steps=6", "checkpoint.every=1")
+
+    def pace(tokens):
+        begun.extend([tokens] * (tokens == 0))
+        return hold(tokens)
+
+    with served(tmp_path, *settings, "parallel.ranks=2", pace=pace) as (server, run):
+        with LongRun(tmp_path, *run) as going:
+            going.wait_for(f"({rng.integers(1, 5)}/")
+            time.sleep(rng.uniform(0.0, 0.5))
+            while len(begun) == len(server.sampled):
+                time.sleep(0.01)
+            os.kill(going.workers()[rng.integers(2)], signal.SIGKILL)
+            assert going.exit_code() == 1
+        with LongRun(tmp_path, resume=True) as going:
+            assert going.exit_code() == 0
+    assert server.version == "6"
+    check_counts(tmp_path / "run", 6)
+    assert check_whole(tmp_path / "run") == 6
+    check_samples(tmp_path / "run", 6)
