@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import cycle
 from typing import Any
 
 import httpx
@@ -26,6 +27,8 @@ PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 15.0
 BUSY = (429, 502, 503, 504)
 """Statuses of a server that may answer a later request."""
+POOL_SIZE = 8
+"""Connections of a pool."""
 _SHOWN_BYTES = 300
 """Bytes of a refusal, and of an error, that are shown."""
 
@@ -39,7 +42,7 @@ class RequestFailed(Exception):
 
 
 def open_connections(url: str, key: str, most: int) -> httpx.AsyncClient:
-    """Return a pool of at most so many connections to a server; proxies of the environment are not used.
+    """Return connections to a server, for so many requests at once; proxies of the environment are not used.
 
     url       as in http://127.0.0.1:8000
     key       sent as a bearer token; empty: none
@@ -54,11 +57,27 @@ def open_connections(url: str, key: str, most: int) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         base_url=base,
         headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {}),
-        limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
+        transport=_SmallPools(most, verify=_certificates() if base.scheme == "https" else False),
         follow_redirects=False,
         trust_env=False,
-        verify=_certificates() if base.scheme == "https" else False,
     )
+
+
+class _SmallPools(httpx.AsyncBaseTransport):
+    """Pools of connections that take requests in turn; one pool looks at all its connections at each request."""
+
+    def __init__(self, most: int, *, verify: ssl.SSLContext | bool) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=POOL_SIZE)
+        number = -(-most // POOL_SIZE)
+        self._pools = [httpx.AsyncHTTPTransport(verify=verify, trust_env=False, limits=limits) for _ in range(number)]
+        self._turns = cycle(self._pools)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        return await next(self._turns).handle_async_request(request)
+
+    async def aclose(self) -> None:
+        for pool in self._pools:
+            await pool.aclose()
 
 
 @cache
