@@ -313,6 +313,25 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         ("age", lambda row: row["age_mean"]),
         ("mixed %", lambda row: f"{100 * row['mixed_share']:.1f}"),
     ),
+    "trl": (
+        "case",
+        ("relibra, CPU s per step", lambda row: row["seconds"]),
+        ("TRL", lambda row: row["trl_seconds"]),
+        ("relibra / TRL", lambda row: row["ratio"]),
+        ("quartiles of pairs", lambda row: between(row, "ratio")),
+        ("MiB", lambda row: round(row["mib"])),
+        ("TRL, MiB", lambda row: round(row["trl_mib"])),
+        ("memory, relibra / TRL", lambda row: row["memory_ratio"]),
+        ("goals", lambda row: row["target"]),
+        ("reached", lambda row: "yes" if row["ok"] else "NO"),
+    ),
+    "trl/stages": (
+        "case",
+        *(
+            (stage, lambda row, stage=stage: row["stages"].get(stage, 0.0))
+            for stage in ("rollout", "reward", "trace", "plan", "recompute", "update", "sync")
+        ),
+    ),
     "beside_vllm": (
         "case",
         _of("tokens_per_second"),
