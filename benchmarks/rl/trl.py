@@ -1,8 +1,9 @@
 """A GRPO step of `relibra train` beside TRL's GRPOTrainer: CPU seconds and memory of the same job.
 
 Both train the same tiny MoE model on the same prompts, with the same lengths and number of answers, micro-batches and
-optimizer steps, and recompute activations. All else is each one's default; TRL samples by transformers, and runs on
-two processes by torchrun (DDP). Their runs take turns. Rows go to results/trl.json.
+optimizer steps, and recompute activations. All else is each one's default; TRL samples by transformers, and runs by
+torchrun (DDP), as `accelerate launch` would do it: on both sides a launcher waits, whose memory counts. Their runs take
+turns. Rows go to results/trl.json.
 Run: relibra bench trl [--quick] [--json] [--output FOLDER]. A quarter of an hour.
 --quick trains two cells once, few steps, and writes no rows.
 """
@@ -104,7 +105,7 @@ def run_trl(folder: Path, cell: Cell, warm_up: int) -> Job:
     told = folder / "steps.txt"
     told.unlink(missing_ok=True)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(cell.ranks)]
-    command = [*(_trl_job() if cell.ranks == 1 else [*torchrun, *_trl_job()[1:]]), "train", str(folder), cell.as_json()]
+    command = [*torchrun, *_trl_job()[1:], "train", str(folder), cell.as_json()]
     return _watched(command, lambda: told.read_bytes().count(b"\n") if told.exists() else 0, cell, warm_up)
 
 

@@ -116,7 +116,7 @@ def train(folder: Path, cell: Cell) -> None:
         report_to="none",
     )
 
-    class TellSteps(TrainerCallback):
+    class TellSteps(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args, state, _control, **_):
             if args.process_index == 0 and state.global_step % cell.mini_batches == 0:
                 with (folder / "steps.txt").open("a") as file:
