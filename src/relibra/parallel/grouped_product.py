@@ -76,9 +76,9 @@ def run_sorted(
 
 
 def grouped_mm(
-    input: Float[Tensor, "Y X"], weight: Float[Tensor, "P X O"], offs: Int[Tensor, " P"]
-) -> Float[Tensor, "Y O"]:
-    """Return the product of the rows of each expert with its weight; `offs` has the end of the rows of each.
+    input: Float[Tensor, "Y X"], weight: Float[Tensor, "P X Z"], offs: Int[Tensor, " P"]
+) -> Float[Tensor, "Y Z"]:
+    """Return the product of the rows Y of each expert, X values in and Z out; `offs` has the end of the rows of each.
 
     Takes the arguments of the function of transformers that it replaces.
     """
@@ -95,33 +95,33 @@ moe._grouped_mm = grouped_mm
 
 class _BlockProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input_YX: Tensor, weight_PXO: Tensor, ends_P: Tensor) -> Tensor:
+    def forward(ctx: Any, input_YX: Tensor, weight_PXZ: Tensor, ends_P: Tensor) -> Tensor:
         """Return the product; rows behind the last end are 0."""
-        ctx.save_for_backward(input_YX, weight_PXO)
+        ctx.save_for_backward(input_YX, weight_PXZ)
         ends = ends_P.tolist()
         ctx.rows_P = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        output_YO = input_YX.new_zeros(len(input_YX), weight_PXO.shape[2])
+        output_YZ = input_YX.new_zeros(len(input_YX), weight_PXZ.shape[2])
         for p, rows in enumerate(ctx.rows_P):
             if rows.stop > rows.start:
-                output_YO[rows] = (_blocks(input_YX[rows]) @ weight_PXO[p])[: rows.stop - rows.start]
-        return output_YO
+                output_YZ[rows] = (_blocks(input_YX[rows]) @ weight_PXZ[p])[: rows.stop - rows.start]
+        return output_YZ
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_YO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad_YZ: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """Return the gradients; what blocks are filled up with adds 0."""
-        input_YX, weight_PXO = ctx.saved_tensors
+        input_YX, weight_PXZ = ctx.saved_tensors
         grad_input_YX = torch.zeros_like(input_YX) if ctx.needs_input_grad[0] else None
-        grad_weight_POX = torch.zeros_like(weight_PXO.mT) if ctx.needs_input_grad[1] else None
+        grad_weight_PZX = torch.zeros_like(weight_PXZ.mT) if ctx.needs_input_grad[1] else None
         for p, rows in enumerate(ctx.rows_P):
             if rows.stop == rows.start:
                 continue
-            grad_CO = _blocks(grad_YO[rows])
+            blocks_YZ = _blocks(grad_YZ[rows])
             if grad_input_YX is not None:
-                grad_input_YX[rows] = (grad_CO @ weight_PXO[p].T)[: rows.stop - rows.start]
-            if grad_weight_POX is not None:
-                grad_weight_POX[p] = grad_CO.T @ _blocks(input_YX[rows])
-        return grad_input_YX, None if grad_weight_POX is None else grad_weight_POX.mT, None
+                grad_input_YX[rows] = (blocks_YZ @ weight_PXZ[p].T)[: rows.stop - rows.start]
+            if grad_weight_PZX is not None:
+                grad_weight_PZX[p] = blocks_YZ.T @ _blocks(input_YX[rows])
+        return grad_input_YX, None if grad_weight_PZX is None else grad_weight_PZX.mT, None
 
 
 def _blocks(rows_YX: Tensor) -> Tensor:

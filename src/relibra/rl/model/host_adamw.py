@@ -29,8 +29,7 @@ class HostAdamW(torch.optim.AdamW):
 
     def __init__(self, parameters: Sequence[nn.Parameter], learning_rate: float, betas: tuple[float, float]) -> None:
         self._device = local_shard(parameters[0]).device
-        on_gpu = self._device.type != "cpu"
-        super().__init__(parameters, lr=learning_rate, betas=betas, weight_decay=0.0, foreach=False, fused=on_gpu)
+        super().__init__(parameters, lr=learning_rate, betas=betas, weight_decay=0.0, fused=True)
         ends = list(accumulate(2 * local_shard(parameter).numel() for parameter in parameters))
         self._start = dict(zip(parameters, [0, *ends], strict=False))
         self._memory = host_memory(4 * ends[-1], self._device)
@@ -92,7 +91,7 @@ def _step_piece(weight: Tensor, gradient: Tensor, moments: Sequence[Tensor], cou
     adamw(
         *([weight], [gradient], [exp_avg], [exp_avg_sq], [], [count]),
         foreach=False,
-        fused=group["fused"],
+        fused=True,
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,

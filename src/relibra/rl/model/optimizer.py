@@ -50,8 +50,7 @@ def make_optimizer(
         return make_adamw_8bit(trained, learning_rate, BETAS)
     if update is not None and update.offload != "off":
         return HostAdamW(trained, learning_rate, BETAS)
-    on_gpu = any(parameter.device.type != "cpu" for parameter in trained)
-    return torch.optim.AdamW(trained, lr=learning_rate, betas=BETAS, weight_decay=0.0, foreach=False, fused=on_gpu)
+    return torch.optim.AdamW(trained, lr=learning_rate, betas=BETAS, weight_decay=0.0, fused=True)
 
 
 def new_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> Tensor:
