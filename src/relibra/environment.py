@@ -145,12 +145,12 @@ def rank_environment(threads: int) -> Iterator[None]:
     """Set inside what ranks that are started there find in their environment: threads of torch, and errors only.
 
     Of a rank that failed, the others would print C++ stacks. On a CPU oneDNN keeps a kernel for each shape of a product
-    in bfloat16, 0.7 MiB each: 256 of them, in place of 1,024, hold what a step repeats.
+    in bfloat16, 0.7 MiB each: 128 of them, in place of 1,024, hold what a step repeats.
     """
     before = dict(os.environ)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
     try:
         yield
     finally:
