@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-PROMPTS, ANSWERS, PROMPT, ANSWER, MICRO_BATCH = 8, 8, 32, 96, 16
+PROMPTS, ANSWERS, PROMPT, ANSWER, MICRO_BATCH = 8, 8, 24, 72, 16
 """Prompts of an RL step, answers to each, tokens of a prompt and of an answer, answers of a micro-batch."""
 WORDS, FILE_ROWS, LEARNING_RATE = 2048, 64, 1e-6
 SIZES = {
