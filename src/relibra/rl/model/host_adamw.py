@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from relibra.rl.model.host_memory import CopyStream, host_memory
-from relibra.rl.model.local_shards import local_shard, sharded_like
+from relibra.rl.model.local_shards import are_alike, local_shard, sharded_like
 
 PIECE_VALUES = 1 << 23
 """Most values of a parameter that are stepped at once: 32 MiB of each moment, twice on the device."""
@@ -29,7 +29,8 @@ class HostAdamW(torch.optim.AdamW):
 
     def __init__(self, parameters: Sequence[nn.Parameter], learning_rate: float, betas: tuple[float, float]) -> None:
         self._device = local_shard(parameters[0]).device
-        super().__init__(parameters, lr=learning_rate, betas=betas, weight_decay=0.0, fused=True)
+        fused = are_alike(parameters)
+        super().__init__(parameters, lr=learning_rate, betas=betas, weight_decay=0.0, foreach=False, fused=fused)
         ends = list(accumulate(2 * local_shard(parameter).numel() for parameter in parameters))
         self._start = dict(zip(parameters, [0, *ends], strict=False))
         self._memory = host_memory(4 * ends[-1], self._device)
@@ -91,7 +92,7 @@ def _step_piece(weight: Tensor, gradient: Tensor, moments: Sequence[Tensor], cou
     adamw(
         *([weight], [gradient], [exp_avg], [exp_avg_sq], [], [count]),
         foreach=False,
-        fused=True,
+        fused=group["fused"],
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,3 +31,8 @@ def sharded_like(
     meta = TensorMeta(whole.shape, whole.stride(), local.dtype)
     spec = DTensorSpec(like.device_mesh, tuple(placements or like.placements), tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
+
+
+def are_alike(tensors: Iterable[Tensor]) -> bool:
+    """Return whether all tensors are sharded, or none is: kernels over lists of tensors take no mix."""
+    return len({isinstance(tensor, DTensor) for tensor in tensors}) < 2

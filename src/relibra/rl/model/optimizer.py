@@ -15,7 +15,7 @@ from relibra.errors import EngineError
 from relibra.rl.config.settings import UpdateSettings
 from relibra.rl.model.adamw_8bit import make_adamw_8bit
 from relibra.rl.model.host_adamw import HostAdamW
-from relibra.rl.model.local_shards import local_shard
+from relibra.rl.model.local_shards import are_alike, local_shard
 
 BETAS = (0.9, 0.95)
 MOST_SKIPPED = 5
@@ -50,7 +50,8 @@ def make_optimizer(
         return make_adamw_8bit(trained, learning_rate, BETAS)
     if update is not None and update.offload != "off":
         return HostAdamW(trained, learning_rate, BETAS)
-    return torch.optim.AdamW(trained, lr=learning_rate, betas=BETAS, weight_decay=0.0, fused=True)
+    fused = are_alike(trained)
+    return torch.optim.AdamW(trained, lr=learning_rate, betas=BETAS, weight_decay=0.0, foreach=False, fused=fused)
 
 
 def new_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> Tensor:
