@@ -32,26 +32,25 @@ from relibra.rl.rollout.started.own_server import ServerProcess, serve_command
 
 SETTINGS = (
     "parallel.ranks=2",
-    "task.max_terms=16",
+    "task.max_terms=24",
     "task.continue_probability=0.9",
     "model.hidden_size=64",
-    "model.expert_width=256",
+    "model.expert_width=192",
     "model.num_layers=2",
     "model.num_experts=8",
-    "rollout.prompts_per_step=32",
+    "rollout.prompts_per_step=24",
     "rollout.responses_per_prompt=8",
-    "rollout.max_prompt=40",
-    "rollout.max_response=104",
+    "rollout.max_prompt=56",
+    "rollout.max_response=144",
     "algorithm.preset=grpo",
     "update.mini_batches=8",
     "update.micro_batch_tokens=4096",
-    "update.activations=recompute",
 )
-WARM_UP = ("warmup.steps=320",)
-QUICK = ("model.hidden_size=32", "model.expert_width=32", "rollout.prompts_per_step=4", "rollout.max_response=24")
+WARM_UP = ("warmup.steps=200",)
+QUICK = ("model.hidden_size=32", "model.expert_width=32", "rollout.prompts_per_step=8", "rollout.max_response=24")
 SERVER = "rollout.server_options='--micro-batches 1'"
 """Two micro-batches would compute in turn: attention and experts share a core."""
-STEPS, SEEDS = 20, 3
+STEPS, SEEDS = 18, 3
 RATIO, PLAN_SHARE = 1.3, 0.01
 """Goals: tokens per second ahead / waiting, and the wait for the plan as a share of a step."""
 LEAST_SHARE, MOST_SHARE = 0.35, 0.65
