@@ -14,9 +14,19 @@ from transformers import AutoModelForCausalLM
 
 from relibra.errors import ConfigError, EngineError
 from relibra.rl.config.run_config import describe_training, load_config
+from relibra.rl.rollout.response import new_response
+from relibra.rl.rollout.served.sampler import request_seed
 from relibra.rl.start_folder import write_start_folder
 from relibra.routing.trace_files import read_trace
-from tests.rl.ranks_at_work import comparable, run_alone, run_on_ranks, tiny_config
+from tests.rl.ranks_at_work import (
+    assert_same_bits,
+    assert_trained,
+    comparable,
+    outcome_of,
+    run_alone,
+    run_on_ranks,
+    tiny_config,
+)
 from tests.rl.rollout.stand_in_server import running
 from tests.rl.rollout.test_engines import small_canary as small_canary
 from tests.rl.runs import LongRun, check_samples, check_whole
@@ -48,6 +58,19 @@ def held_until_cut():
         return 2.0 if tokens == 1 and answer.number and answer.number % PER_STEP == 0 else 0.0
 
     return pace
+
+
+def hold_until_update(server, steps):
+    """Hold answers that begin before the weights of their step: they have no token when these come."""
+    samples = [new_response(sample, sample, [1]) for sample in range(PER_STEP * steps)]
+    step_of = {request_seed(0, one): one.sample_id // PER_STEP for one in samples}
+    sample, answer = server.sample, threading.local()
+
+    def sample_or_hold(tokens, *, seed, **options):
+        answer.waits = seed in step_of and step_of[seed] > int(server.version)
+        return sample(tokens, seed=seed, **options)
+
+    server.sample, server.pace = sample_or_hold, lambda tokens: 20.0 if answer.waits and tokens == 0 else 0.0
 
 
 def traces_of(run, steps):
@@ -133,6 +156,20 @@ def test_a_resumed_run_loses_no_sample_and_doubles_none(tmp_path, small_canary):
     for step, trace in enumerate(traces_of(tmp_path / "run", 4)):
         assert max(0, step - 2) <= trace.weight_versions.min() <= trace.weight_versions.max() <= step
         assert step < 2 or trace.weight_versions.min() >= 2, "what was under way was sampled again"
+
+
+def test_a_resume_with_no_token_under_way_changes_no_bit(tmp_path, small_canary):
+    run, settings = tmp_path / "run", ("rollout.ahead=1", "run.steps=4", "checkpoint.every=2", "checkpoint.keep=9")
+    with served(tmp_path, *settings, "update.learning_rate=1e-2", "algorithm.group_filter=off") as (server, settings):
+        hold_until_update(server, steps=4)
+        whole = outcome_of(run, [run_alone(settings, run)])
+        assert_trained(whole)
+        assert [row["ahead"]["age_max"] for row in whole.rows] == [0] * 4
+        assert whole.rows[0]["ahead"]["begun"] == PER_STEP
+        rewound(run, 2)
+        again = outcome_of(run, [run_alone(settings, run)])
+    assert len(again.of_ranks[0]) == 2
+    assert_same_bits(whole, again, "ahead", "canary", "prefilled_tokens")  # held requests are sent twice
 
 
 def test_few_steps_with_a_large_lead_end(tmp_path, small_canary):

@@ -17,6 +17,7 @@ from relibra.rl.run.step_trace import step_folders
 from relibra.routing.trace_files import read_trace
 from tests.rl.ranks_at_work import assert_same_bits, comparable, outcome_of, run_alone, run_on_ranks
 from tests.rl.runs import LongRun, check_samples, check_whole, make_user_task, run_command, train, wait_until_gone
+from tests.rl.update.test_planned_activations import LAST_LAYER, with_figures
 
 pytestmark = pytest.mark.slow
 
@@ -116,7 +117,21 @@ CASES = {
         "checkpoint.every=2",
     ),
     "bf16": ("model.dtype=bfloat16", "run.steps=4", "trace.keep=9", "checkpoint.every=2"),
+    "on_host": (
+        "algorithm.preset=ppo",
+        "algorithm.kl_coefficient=0.2",
+        "model.dtype=bfloat16",
+        "update.offload=moments",
+        "update.activations=host",
+        "run.steps=4",
+        "trace.keep=9",
+        "checkpoint.every=2",
+    ),
+    "kept_by_plan": ("update.activations=plan", "run.steps=4", "trace.keep=9", "checkpoint.every=2"),
+    "recompute": ("algorithm.old_log_probs=recompute", "run.steps=4", "trace.keep=9", "checkpoint.every=2"),
+    "sampler": ("algorithm.old_log_probs=sampler", "run.steps=4", "trace.keep=9", "checkpoint.every=2"),
 }
+"""The others keep activations on the device, share prompts, and skip the pass of the first mini-batch."""
 
 
 def rewound(run, step):
@@ -128,7 +143,7 @@ def rewound(run, step):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_on_one_rank_goes_on_bit_for_bit(name, tmp_path):
-    case, run = CASES[name], tmp_path / "run"
+    case, run = CASES[name], with_figures(tmp_path / "run", LAST_LAYER)
     whole = outcome_of(run, [run_alone(case, run)])
     shards, samples = shards_of(run), (run / "samples.jsonl").read_text()
     rewound(run, int(case[-1][-1]))
@@ -141,6 +156,27 @@ def test_a_run_on_one_rank_goes_on_bit_for_bit(name, tmp_path):
     assert_same_bits(whole, again)
     assert shards_of(run) == shards
     assert (run / "samples.jsonl").read_text() == samples
+
+
+def test_runs_on_two_ranks_go_on_bit_for_bit(tmp_path, monkeypatch):
+    """With experts that move or are copied in every step."""
+    (tmp_path / "my_balancer.py").write_text(MOVING)
+    monkeypatch.syspath_prepend(tmp_path)
+    balancers = {
+        "on_host": "my_balancer:decide",
+        "kept_by_plan": "relibra_paper_tokens",
+        "sampler": "my_balancer:decide",
+    }
+    cases = {name: (f"plan.balancer={one}", "checkpoint.keep=9", *CASES[name]) for name, one in balancers.items()}
+    with_figures(tmp_path / "kept_by_plan", LAST_LAYER)
+    whole = run_on_ranks(2, cases, tmp_path)
+    for name, case in cases.items():
+        assert sum(row["moved_experts"] or row["replicas"] or 0 for row in whole[name].rows) > 0
+        rewound(tmp_path / name, int(case[-1][-1]))
+    again = run_on_ranks(2, cases, tmp_path)
+    for name in cases:
+        assert again[name].of_ranks[0], "nothing was made again"
+        assert_same_bits(whole[name], again[name])
 
 
 def test_a_run_goes_on_on_another_number_of_ranks(tmp_path):

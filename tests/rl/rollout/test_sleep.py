@@ -15,10 +15,11 @@ from relibra.rl.rollout.served.sleep import rest_servers, wake, wake_after_failu
 from relibra.rl.start_folder import write_start_folder
 from tests.replay.tiny_models import tiny_model
 from tests.rl.joined import CPU, alone
-from tests.rl.ranks_at_work import run_alone, tiny_config
+from tests.rl.ranks_at_work import assert_same_bits, assert_trained, outcome_of, run_alone, tiny_config
 from tests.rl.rollout.published import compare
 from tests.rl.rollout.stand_in_server import CONFIG, engine_of, running
 from tests.rl.rollout.test_engines import small_canary as small_canary
+from tests.rl.test_resume import rewound
 
 ABLE = {
     "vllm": {"model_config": CONFIG["vllm"]["model_config"] | {"enable_sleep_mode": True}},
@@ -69,6 +70,27 @@ def test_a_run_sleeps_and_wakes_in_order_at_every_step(tmp_path, small_canary, m
         assert row["k3_kl"] < 1e-9
         assert row["canary"]["difference"] < 1e-5
         assert row["canary"]["share_made"] == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_beside_a_server_has_the_same_bits(tmp_path, small_canary, monkeypatch):
+    """Policy, value model and reference are on the host while others need the GPU."""
+    settings = (
+        *("rollout.engine=vllm", f"rollout.server_weights={tmp_path / 'weights'}", "rollout.sleep=true"),
+        *("algorithm.preset=ppo", "algorithm.kl_coefficient=0.2", "update.offload=all", "update.activations=host"),
+        *("run.steps=4", "checkpoint.every=2", "checkpoint.keep=9"),
+    )
+    write_start_folder(tiny_config(*settings, "rollout.url=http://h:1", ranks=1), tmp_path / "start")
+    with running(AutoModelForCausalLM.from_pretrained(tmp_path / "start").eval(), "vllm") as server:
+        server.config, run = ABLE["vllm"], tmp_path / "run"
+        monkeypatch.setattr(sleep, "free_bytes", lambda _: 20 - server.held)
+        settings = (*settings, f"rollout.url={server.url}")
+        whole = outcome_of(run, [run_alone(settings, run)])
+        assert_trained(whole)
+        rewound(run, 2)
+        again = outcome_of(run, [run_alone(settings, run)])
+    assert len(again.of_ranks[0]) == 2
+    assert_same_bits(whole, again, "canary")
 
 
 def test_weights_are_gone_until_they_are_loaded_again(monkeypatch):
