@@ -132,12 +132,12 @@ def _take_kernels_of_gpus() -> None:
     ) -> Tensor:  # fmt: skip
         if not isinstance(query, FakeTensor):
             return attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if attn_mask is None and query.dtype == torch.bfloat16:
+            flash = torch.ops.aten._scaled_dot_product_flash_attention  # keys and values may have fewer heads
+            return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
         if enable_gqa:
             groups = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        if attn_mask is None and query.dtype == torch.bfloat16:
-            flash = torch.ops.aten._scaled_dot_product_flash_attention
-            return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
         if attn_mask is not None:

@@ -31,6 +31,8 @@ _MOST_WRITTEN = 1 << 26
 """Larger tensors of the host keep the values that memory happens to have."""
 _MOST_FRAMES = 90
 _PACKAGE = f"{Path(__file__).parents[2]}/"
+_SAME_MEMORY = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
+"""Operations whose result is their argument; on shapes torch makes another tensor."""
 _NOT_OURS = ("/torch/", "/rl/memory/", "/jaxtyping/", "/contextlib.py")
 
 
@@ -216,6 +218,8 @@ class FakeDeviceMode(TorchDispatchMode):
             return known.item() if known is not None else 1.0 if first.dtype.is_floating_point else 1
         if func is aten.equal.default:
             return True
+        if func._schema.name in _SAME_MEMORY:
+            return first
         if func is aten.nonzero.default:
             return self._make((first.numel(), first.dim()), None if known is None else known.nonzero())
         if func is aten.bincount.default:

@@ -55,10 +55,17 @@ class StandIns:
         self._lock_host_memory()
 
     def guess(self, tensor: Tensor) -> Any:
-        """Return the sizes of an all-to-all of experts at home: every rank gets and sends as many rows."""
+        """Return the sizes of an all-to-all of experts at home.
+
+        Those of the routes, which are the same in all layers, where they are replayed; else every rank gets and sends
+        as many rows.
+        """
         ranks = self._num_ranks
         if tuple(tensor.shape) != (2, ranks):
             return None
+        if self.routes and self.mode.phase in ("recompute", "update"):
+            sent_RR = np.stack([_rows_by_home(self.routes[0, r], ranks) for r in range(ranks)])
+            return [sent_RR[0].tolist(), sent_RR[:, 0].tolist()]
         return [[self._rows // ranks + (r < self._rows % ranks) for r in range(ranks)]] * 2
 
     def reduce_gradients(self, *, each_micro_batch: bool) -> None:
@@ -154,6 +161,12 @@ class StandIns:
 
         replaced: Any = home_shards
         replaced._parts = parts_of
+
+
+def _rows_by_home(routes: BatchRoutes, ranks: int) -> ndarray:
+    """Return how many rows of a layer go to each rank `[R]`, where every expert is at home."""
+    home_X = routes.experts_TLK[:, 0].numpy().ravel() // (routes.num_experts // ranks)
+    return np.bincount(home_X, minlength=ranks)
 
 
 def _is_on_device(model: Any) -> bool:
