@@ -51,6 +51,14 @@ def test_another_line_may_be_highest_in_more_layers():
     assert many.parts == {"weights": 20, "activations": 2}
 
 
+def test_a_line_is_straight_where_its_parts_change_places():
+    first = {"update": {"layer": {"weights": 2, "activations": 8}}}
+    second = {"update": {"layer": {"weights": 8, "activations": 4}}}
+    [many] = extrapolate(first, second, (2, 4), 10)
+    assert many.total == pytest.approx(10 + 8)
+    assert many.parts["activations"] == 0
+
+
 def test_an_estimate_survives_json():
     found = estimate(70.0)
     assert Estimate.from_json(found.as_json()) == found

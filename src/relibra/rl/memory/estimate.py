@@ -154,6 +154,9 @@ def extrapolate(first: Peaks, second: Peaks, layers: tuple[int, int], whole: int
             for part in sorted(few.keys() | more.keys(), key=lambda one: PARTS.index(one) if one in PARTS else 99):
                 each = (more.get(part, 0) - few.get(part, 0)) / max(1, layers[1] - layers[0])
                 parts[part] = max(0.0, few.get(part, 0) + each * (whole - layers[0]))
+            each = (sum(more.values()) - sum(few.values())) / max(1, layers[1] - layers[0])
+            total = max(0.0, sum(few.values()) + each * (whole - layers[0]))  # a part that shrinks was cut at 0
+            parts = {part: nbytes * total / (sum(parts.values()) or 1.0) for part, nbytes in parts.items()}
             lines.append(Peak(phase=phase, parts=parts, line=line))
         found.append(max(lines, key=lambda one: (one.total, one.line)))
     return tuple(found)
