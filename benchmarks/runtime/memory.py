@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import socket
 import sys
 import tempfile
@@ -222,6 +223,7 @@ def _on_the_host(meter: TensorMeter, take: Callable[..., Tensor], *sizes: Any) -
 
 def measured_on_cpus(config: RunConfig, keep: Sequence[str]) -> dict[str, float]:
     """Return the bytes of rank 0 of real processes by phase."""
+    os.environ["PYTHONHASHSEED"] = "0"  # of these processes, as of the dry run
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         port, file = free.getsockname()[1], f"{folder}/peaks.json"

@@ -49,7 +49,7 @@ def environment_of_dry_run() -> dict[str, str]:
     launched = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
     kept = {name: value for name, value in os.environ.items() if name not in launched}
     own = {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
-    return {**kept, **own}
+    return {**kept, **own, "PYTHONHASHSEED": "0"}  # transformers loads missing weights in the order of a set
 
 
 @contextmanager
