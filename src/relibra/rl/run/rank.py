@@ -23,6 +23,7 @@ from relibra.errors import ConfigError, EngineError, LostPeerError, RelibraError
 from relibra.files import write_text
 from relibra.printable import escape_logs_and_tracebacks, print_traceback, printable, printable_lines
 from relibra.rl.config.run_config import RunConfig, with_ranks
+from relibra.rl.model.block_product import use_block_products
 from relibra.rl.run.heartbeat import HangingPeerError, heartbeats
 from relibra.rl.run.node_ranks import RUNNING, watch_launcher
 from relibra.rl.run.ranks import Rendezvous, connect_ranks, is_peer_loss, joined_ranks
@@ -215,6 +216,7 @@ def choose_device(local_rank: int, num_local_ranks: int) -> torch.device:
     """Return this rank's GPU, or the CPU where the machine has no GPU; raises ConfigError for fewer GPUs than ranks."""
     gpus = torch.cuda.device_count()
     if not gpus:
+        use_block_products()
         return torch.device("cpu")
     if gpus < num_local_ranks:
         raise ConfigError(
