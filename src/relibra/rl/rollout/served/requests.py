@@ -9,8 +9,7 @@ import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from itertools import cycle
+from functools import cache, partial
 from typing import Any
 
 import httpx
@@ -28,7 +27,7 @@ LONGEST_PAUSE_SECONDS = 15.0
 BUSY = (429, 502, 503, 504)
 """Statuses of a server that may answer a later request."""
 POOL_SIZE = 8
-"""Connections of a pool."""
+"""Requests under way in a pool of connections."""
 _SHOWN_BYTES = 300
 """Bytes of a refusal, and of an error, that are shown."""
 
@@ -42,7 +41,7 @@ class RequestFailed(Exception):
 
 
 def open_connections(url: str, key: str, most: int) -> httpx.AsyncClient:
-    """Return connections to a server, for so many requests at once; proxies of the environment are not used.
+    """Return connections to a server for at most so many requests at once; proxies of the environment are not used.
 
     url       as in http://127.0.0.1:8000
     key       sent as a bearer token; empty: none
@@ -64,19 +63,25 @@ def open_connections(url: str, key: str, most: int) -> httpx.AsyncClient:
 
 
 class _SmallPools(httpx.AsyncBaseTransport):
-    """Pools of connections that take requests in turn; one pool looks at all its connections at each request."""
+    """Pools of connections, as many as are needed; one large pool looks at all its connections at each request."""
 
     def __init__(self, most: int, *, verify: ssl.SSLContext | bool) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=POOL_SIZE)
-        number = -(-most // POOL_SIZE)
-        self._pools = [httpx.AsyncHTTPTransport(verify=verify, trust_env=False, limits=limits) for _ in range(number)]
-        self._turns = cycle(self._pools)
+        self._open = partial(httpx.AsyncHTTPTransport, verify=verify, trust_env=False, limits=limits)
+        self._asked: dict[httpx.AsyncHTTPTransport, int] = {}
+        self._free = asyncio.Semaphore(most)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        return await next(self._turns).handle_async_request(request)
+        async with self._free:
+            pool = next((one for one, asked in self._asked.items() if asked < POOL_SIZE), None) or self._open()
+            self._asked[pool] = self._asked.get(pool, 0) + 1
+            try:
+                return await pool.handle_async_request(request)
+            finally:
+                self._asked[pool] -= 1
 
     async def aclose(self) -> None:
-        for pool in self._pools:
+        for pool in self._asked:
             await pool.aclose()
 
 
