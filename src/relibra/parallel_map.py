@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -11,6 +12,8 @@ from threading import Lock
 from typing import TypeVar
 
 T = TypeVar("T")
+_WORTH_THREADS = 0.002
+"""Seconds of work that is shared: threads that small kernels wake up take longer than these."""
 
 
 def parallel_map(work: Callable[[int], T], count: int) -> list[T]:
@@ -18,10 +21,13 @@ def parallel_map(work: Callable[[int], T], count: int) -> list[T]:
 
     The results do not depend on the number of threads: as many as the cores that this process may use.
     """
-    workers = min(available_cores(), count)
-    if workers <= 1:
-        return [work(number) for number in range(count)]
-    lock, numbers, result_of = Lock(), deque(range(count)), dict[int, T]()
+    start = time.perf_counter()
+    first = [work(number) for number in range(min(1, count))]
+    left_seconds = (count - 1) * (time.perf_counter() - start)
+    workers = min(available_cores(), count - 1)
+    if workers <= 1 or left_seconds < _WORTH_THREADS:
+        return first + [work(number) for number in range(1, count)]
+    lock, numbers, result_of = Lock(), deque(range(1, count)), dict(enumerate(first))
 
     def take_numbers() -> None:
         try:

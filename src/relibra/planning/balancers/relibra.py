@@ -67,20 +67,19 @@ def decide(request: PlacementRequest) -> Placement:
     if request.budget.pack_samples and request.cluster.num_nodes > 1:
         schedules["packed"] = _pack(request)
     priced = {
-        one: {
-            name: _seconds_of_schedule(request, demand, one.slots, one.winners(number))
-            for name, demand in schedules.items()
-        }
+        one: {name: _seconds_of_schedule(request, probe, demand, one, number) for name, demand in schedules.items()}
         for one in tried
         if one.seconds <= (1 + _NEARLY_CHEAPEST) * least
     }
     planned: dict[_Tried, tuple[_Tried, str]] = {}
     for one in _finalists(request, {one: min(seconds.values()) for one, seconds in priced.items()}):
         name = min(priced[one], key=priced[one].__getitem__)
-        plans = {choice: plan_layers(request, schedules[name], one.slots, choice) for choice in one.winners(number)}
-        planned[_mix(request, schedules[name], one.slots, plans)] = one, name
-    best = _cheapest({whole: whole.seconds for whole in planned})
-    on_probe, schedule = planned[best]
+        whole, demand = one, schedules[name]
+        if demand is not probe.demand:  # else the probe is the whole step
+            plans = {each: plan_layers(request, demand, one.slots, each) for each in one.winners(number)}
+            whole = _mix(request, demand, one.slots, plans)
+        planned[whole] = one, name
+    on_probe, schedule = planned[best := _cheapest({whole: whole.seconds for whole in planned})]
     return request.placement(
         best.cheapest.home_LE,
         best.cheapest.replica_MLRB,
@@ -166,8 +165,7 @@ def _try_slots(probe: PlacementRequest, slots: SlotChoice) -> _Tried:
     tolerances = [probe.budget.tolerance * share for share in TOLERANCES]
     add(replace(choice, tolerance=tolerance) for choice in best_two() for tolerance in tolerances)
     if probe.budget.move_homes:
-        several = probe.cluster.num_nodes > 1
-        homes: tuple[HomeMoves, ...] = ("in nodes", "over nodes" if several else "by micro-batch")
+        homes: tuple[HomeMoves, ...] = ("in nodes", "over nodes" if probe.cluster.num_nodes > 1 else "by micro-batch")
         add(replace(choice, homes=name) for choice in [*best_two(), LayerChoice()] for name in homes)
     return _mix(probe, demand, slots, plans)
 
@@ -217,22 +215,26 @@ def _pack(request: PlacementRequest) -> ScheduledDemand:
 
 
 def _seconds_of_schedule(
-    request: PlacementRequest, demand: ScheduledDemand, slots: SlotChoice, choices: list[LayerChoice]
+    request: PlacementRequest, probe: PlacementRequest, demand: ScheduledDemand, tried: _Tried, number: int
 ) -> float:
     """Return the seconds of a few layers under a schedule, for as many layers as the step has."""
-    layers = _some_layers(request, _PROBE_LAYERS)
+    if demand is probe.demand:
+        return tried.seconds
+    layers, slots = _some_layers(request, _PROBE_LAYERS), tried.slots
     few = replace(request, demand=demand).of_layers(layers)
-    plans = {choice: plan_layers(few, few.demand, slots, choice) for choice in choices}
+    plans = {choice: plan_layers(few, few.demand, slots, choice) for choice in tried.winners(number)}
     return _mix(few, few.demand, slots, plans).seconds * len(request.demand.layer_ids) / len(layers)
 
 
 def probe_of(request: PlacementRequest) -> PlacementRequest:
     """Return the request for a few layers, evenly spaced, and the first micro-batches up to the end of a group.
 
-    `steps_served` grows with the micro-batches left out, so that those kept pay their share of the moves.
+    `steps_served` grows with the micro-batches left out: those kept pay their share of the moves. All of a small step.
     """
     demand, served = request.demand, request.budget.steps_served
     M, L = demand.tokens_MLRE.shape[:2]
+    if L <= _PROBE_LAYERS and M <= _PROBE_MICRO_BATCHES:
+        return request
     number = _PROBE_MICRO_BATCHES // (2 if M * L > _LARGE_STEP else 1)
     if number < M:
         group_M = np.zeros(M, dtype=np.int32) if demand.group_M is None else demand.group_M

@@ -140,8 +140,7 @@ def _find_fullest(load_RM, fullest_3M, most_M1) -> None:
     """Find up to three fullest ranks, and what this micro-batch and later ones are above their means."""
     fullest_3M[:] = -1
     for m in range(load_RM.shape[1] - 1, -1, -1):
-        for r in range(len(load_RM)):
-            new = r
+        for new in range(len(load_RM)):
             for x in range(3):
                 old = fullest_3M[x, m]
                 if old < 0 or load_RM[new, m] > load_RM[old, m]:
