@@ -155,6 +155,16 @@ def seconds_saved(
     return seconds_LX
 
 
+def rows_of_layers(
+    plan: StepPlan, demand: ScheduledDemand, model: ModelShape, num_layers: int
+) -> tuple[Float[ndarray, "M R"], Float[ndarray, "M L R"]]:
+    """Return the tokens of each rank and micro-batch, and the token-slots that it computes in each decoder layer."""
+    tokens_MR, _ = rows_and_scores(plan, demand, model)
+    token_slots_MLR = np.zeros((len(tokens_MR), num_layers, plan.num_ranks))
+    token_slots_MLR[:, plan.layer_ids] = plan.rank_load(demand)
+    return tokens_MR, token_slots_MLR
+
+
 def choose_kept_activations(
     plan: StepPlan, demand: ScheduledDemand, cluster: Cluster, model: ModelShape, free_bytes: float
 ) -> ActivationChoice:
@@ -167,14 +177,13 @@ def choose_kept_activations(
     dense[plan.layer_ids] = False
     token_bytes_LX = np.tile([0, 1, 1], (model.layers, 1)) * (per_row - model.expert.row_bytes)
     token_bytes_LX[dense, 2] += 3 * model.dense_width * model.expert.bytes_per_value
-    token_slots_MLR = np.zeros((len(demand.tokens_MLRE), model.layers, plan.num_ranks), dtype=np.int64)
-    token_slots_MLR[:, plan.layer_ids] = plan.rank_load(demand)
+    tokens_MR, token_slots_MLR = rows_of_layers(plan, demand, model, model.layers)
     return choose_activations(
         OPTIONS,
         token_bytes_LX,
         np.tile([0, 0, per_slot], (model.layers, 1)),
         seconds_saved(plan, demand, cluster, model, model.layers),
-        tokens_MR=rows_and_scores(plan, demand, model)[0],
+        tokens_MR=tokens_MR,
         token_slots_MLR=token_slots_MLR,
         free=free_bytes,
     )

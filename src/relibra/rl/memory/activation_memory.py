@@ -13,7 +13,6 @@ from relibra.planning.plan import StepPlan
 from relibra.rl.memory.estimate import GIB
 from relibra.routing.demand import ScheduledDemand
 from relibra.simulation import ModelShape
-from relibra.simulation.cost_model import rows_and_scores
 from relibra.simulation.kept_activations import (
     ALL,
     OPTIONS,
@@ -21,6 +20,7 @@ from relibra.simulation.kept_activations import (
     ActivationChoice,
     choose_activations,
     fits,
+    rows_of_layers,
     seconds_saved,
 )
 
@@ -50,7 +50,7 @@ class ActivationMemory:
 
     def choose(self, plan: StepPlan, demand: ScheduledDemand, cluster: Cluster, model: ModelShape) -> ActivationChoice:
         """Return what layers keep in a step; `demand` is under the schedule of the plan."""
-        tokens_MR, token_slots_MLR = self._rows(plan, demand, model)
+        tokens_MR, token_slots_MLR = rows_of_layers(plan, demand, model, len(self.token_bytes_L))
         return choose_activations(
             OPTIONS,
             np.outer(self.token_bytes_L, [0, 1, 1]),
@@ -63,7 +63,7 @@ class ActivationMemory:
 
     def kept_LMR(self, option_L: Sequence[str], plan: StepPlan, demand: ScheduledDemand, model: ModelShape) -> ndarray:
         """Return the bytes that layers keep on each rank in each micro-batch, `[L, M, R]`."""
-        tokens_MR, token_slots_MLR = self._rows(plan, demand, model)
+        tokens_MR, token_slots_MLR = rows_of_layers(plan, demand, model, len(self.token_bytes_L))
         named_L = np.array(option_L)
         of_token_L, of_slot_L = self.token_bytes_L * (named_L != RECOMPUTE), self.token_slot_bytes_L * (named_L == ALL)
         kept_LMR: ndarray = of_token_L[:, None, None] * tokens_MR
@@ -71,15 +71,8 @@ class ActivationMemory:
 
     def fits(self, option_L: Sequence[str], plan: StepPlan, demand: ScheduledDemand, model: ModelShape) -> bool:
         """Return whether a choice fits into a step, another one than it was made for."""
-        free_LMR = self._free(self._rows(plan, demand, model)[1])
+        free_LMR = self._free(rows_of_layers(plan, demand, model, len(self.token_bytes_L))[1])
         return fits(self.kept_LMR(option_L, plan, demand, model), free_LMR)
-
-    def _rows(self, plan: StepPlan, demand: ScheduledDemand, model: ModelShape) -> tuple[ndarray, ndarray]:
-        """Return tokens `[M, R]` and token-slots of all decoder layers `[M, L, R]`."""
-        tokens_MR, _ = rows_and_scores(plan, demand, model)
-        token_slots_MLR = np.zeros((len(tokens_MR), len(self.token_bytes_L), plan.num_ranks))
-        token_slots_MLR[:, plan.layer_ids] = plan.rank_load(demand)
-        return tokens_MR, token_slots_MLR
 
     def _free(self, token_slots_MLR: ndarray) -> ndarray:
         """Return what is left beside recomputing all layers, `[L + 1, M, R]`.
