@@ -166,6 +166,7 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         ("tokens/s, GPU", lambda row: f"{row['tokens_per_second']:,.0f}"),
         ("update alone", lambda row: f"{row['update_tokens_per_second']:,.0f}"),
         ("GiB", lambda row: f"{row['gib']:.1f}"),
+        ("estimated", lambda row: f"{row['estimated_gib']:.1f}" if "estimated_gib" in row else "-"),
         "configuration",
     ),
     "preparation": ("case", "value", "unit", _of("target"), "configuration"),

@@ -116,7 +116,7 @@ def test_cases_of_training_fit_their_micro_batches():
 
     from benchmarks.runtime.training import cases
 
-    given = Namespace(model=None, quick=False, layers=None, length=None, tokens=16384, settings=[])
+    given = Namespace(model=None, quick=False, layers=None, length=None, tokens=16384, prompt=32, group=2, settings=[])
     found = [(one.model, one.layers, one.length, one.tokens) for one in cases(given)]
     qwen, gpt_oss = ("qwen3-30b-a3b", 48), ("gpt-oss-20b", 24)
     lengths = ((qwen, 4096), (qwen, 16384), (gpt_oss, 8192), (gpt_oss, 16384))

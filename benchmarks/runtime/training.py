@@ -5,8 +5,10 @@ torchrun --nproc-per-node 8 -m benchmarks training [--model NAME] [--layers N] [
 On one GPU: relibra bench training --layers 3. On a CPU: relibra bench training --quick, toy sizes; writes no rows.
 Weights, responses and routes are made up: a folder of random weights is written, loaded and trained, in steps of
 `rl_step`, whose routes are planned for and replayed. Only the first step warms up. --layers keeps the first layers
-alone. The table has the published figures of other trainers beside it, and says what it ran on, so that it can be
-sent to us as it is. Rows go to results/training.json.
+alone. --group responses share a prompt of --prompt tokens, computed once unless update.shared_prompts=false. As in
+`relibra train`, the memory of the run is estimated first, and slots of plans take at most what that leaves; the table
+has the estimate beside the measured peak, and the published figures of other trainers below. It says what it ran on,
+so that it can be sent to us as it is. Rows go to results/training.json.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +39,8 @@ from relibra.calibration.machine import find_cluster
 from relibra.environment import launched_rank
 from relibra.rl.algorithms.loss import find_loss
 from relibra.rl.config.run_config import RunConfig, load_config
+from relibra.rl.memory.estimate import ESTIMATE_FILE, GIB, Estimate
+from relibra.rl.memory.estimator import estimate_memory, with_slots
 from relibra.rl.model.optimizer import make_optimizer
 from relibra.rl.model.policy import build_policy
 from relibra.rl.model.sharding import quiet_loading, save_activations
@@ -46,6 +51,7 @@ from relibra.rl.run.step_trace import StepTraces
 from relibra.rl.step import Learner, Progress, rl_step
 from relibra.rl.tasks.task import Prompt
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
+from relibra.rl.update.planned_activations import PlannedActivations
 
 SEED = 0
 SPREAD = 0.8
@@ -86,11 +92,13 @@ UNTIMED = ("rollout", "reward", "trace", "sync", "checkpoint")
 """Stages of a step that are made up here, or write files."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Sizes:
     """What is measured.
 
     length          tokens of a response with its prompt
+    prompt          tokens of a prompt
+    group           responses of a prompt
     tokens          of a rank's micro-batch
     micro_batches   of a step, which is one optimizer step
     settings        of relibra train, as section.key=value
@@ -100,9 +108,16 @@ class Sizes:
     layers: int
     length: int
     tokens: int
+    prompt: int = PROMPT
+    group: int = 2
     micro_batches: int = 2
     settings: tuple[str, ...] = ()
     toy: bool = False
+
+    @property
+    def shared(self) -> list[str]:
+        """Return words on long prompts."""
+        return [f"{self.group} responses to each prompt of {self.prompt:,}"] if self.prompt != PROMPT else []
 
     def config(self) -> Any:
         """Describe the model to transformers."""
@@ -116,14 +131,16 @@ _COMMON = ("hidden_size", "intermediate_size", "num_experts_per_tok", "num_atten
            "head_dim", "vocab_size", "sliding_window")  # fmt: skip
 
 
+@dataclass(frozen=True)
 class MadeUpTask:
-    """Prompts of one length, and rewards that differ."""
+    """Prompts of `length` tokens, and rewards that differ."""
 
+    length: int
     characters: ClassVar[str] = "abcdefgh."
 
     def prompt(self, number: int) -> Prompt:
         """Return a letter many times."""
-        return Prompt(text=self.characters[number % 8] * PROMPT)
+        return Prompt(text=self.characters[number % 8] * self.length)
 
     def evaluation_prompts(self, count: int) -> list[Prompt]:
         """Return the same prompts."""
@@ -170,8 +187,9 @@ def run_settings(sizes: Sizes, folder: Path, num_ranks: int) -> RunConfig:
     """Return the settings of a run in which a server samples, so that no copy of the model is for that."""
     responses = num_ranks * sizes.micro_batches * (sizes.tokens // sizes.length)
     own = {
-        "model.path": folder, "parallel.ranks": num_ranks, "rollout.max_response": sizes.length - PROMPT,
-        "rollout.prompts_per_step": responses // 2, "rollout.responses_per_prompt": 2, "update.mini_batches": 1,
+        "model.path": folder, "parallel.ranks": num_ranks, "rollout.max_prompt": sizes.prompt,
+        "rollout.max_response": sizes.length - sizes.prompt, "rollout.prompts_per_step": responses // sizes.group,
+        "rollout.responses_per_prompt": sizes.group, "update.mini_batches": 1,
         "update.micro_batch_tokens": sizes.tokens, "update.max_mismatch": 1e9, "trace.keep": 0,
         "rollout.engine": "vllm", "rollout.url": "http://127.0.0.1:1", "rollout.server_weights": folder / "unused",
     }  # fmt: skip
@@ -183,25 +201,41 @@ def measure(sizes: Sizes, steps: int, device: torch.device, per_node: int) -> di
     own = tempfile.TemporaryDirectory() if dist.get_rank() == 0 else nullcontext("")
     with own as name:
         folder = Path(broadcast_json(name))
+        config = run_settings(sizes, folder, dist.get_world_size())
         if dist.get_rank() == 0:
-            write_random_weights(sizes, folder, device)
-        wait_for_ranks()
-        found = _run(run_settings(sizes, folder, dist.get_world_size()), sizes, steps, device, per_node, folder)
+            config = write_run(config, sizes, folder, device)
+        config = RunConfig.model_validate(broadcast_json(config.model_dump(mode="json")))
+        found = _run(config, sizes, steps, device, per_node, folder)
         wait_for_ranks()
     seconds, peaks_R = found["seconds"], gather_json(found["peaks"])
     timed = [sum(value for stage, value in one.items() if stage not in UNTIMED) for one in seconds]
     tokens = sizes.micro_batches * (sizes.tokens // sizes.length) * (sizes.length - 1)  # of a rank
-    gib, reserved_gib = (max(peaks[i] for peaks in peaks_R) / 2**30 for i in (0, 1))
+    gib, reserved_gib = (max(peaks[i] for peaks in peaks_R) / GIB for i in (0, 1))
     return {
-        "case": ", ".join([sizes.model, f"{sizes.length:,} tokens", *sizes.settings]), "label": "measured",
-        "seed": SEED, "repetitions": steps, "unit": UNIT, "ranks": dist.get_world_size(), "layers": sizes.layers,
-        "seconds": statistics.median(timed), "recompute_seconds": _median(seconds, "recompute"),
+        "case": ", ".join([sizes.model, f"{sizes.length:,} tokens", *sizes.shared, *sizes.settings]),
+        "label": "measured", "seed": SEED, "repetitions": steps, "unit": UNIT, "ranks": dist.get_world_size(),
+        "layers": sizes.layers, "seconds": statistics.median(timed), "recompute_seconds": _median(seconds, "recompute"),
         "update_seconds": _median(seconds, "update"), "sync_seconds": _median(seconds, "sync"),
         "tokens_per_second": tokens / statistics.median(timed),
         "update_tokens_per_second": tokens / _median(seconds, "update"), "gib": gib, "reserved_gib": reserved_gib,
+        "estimated_gib": found["estimated"] / GIB, "estimated_phase": found["phase"],
+        "estimated_parts": found["parts"], "slot_gib": config.plan.memory_gib, "activations": found["activations"],
         "skew": found["skew"], "configuration": f"{dist.get_world_size()} x {device_name(device)}, {sizes.layers} "
         f"layers, {sizes.micro_batches} micro-batches of {sizes.tokens:,} tokens per GPU",
     }  # fmt: skip
+
+
+def write_run(config: RunConfig, sizes: Sizes, folder: Path, device: torch.device) -> RunConfig:
+    """Write a model with random weights and the estimate of its run; return the run, its slots within the estimate."""
+    with ThreadPoolExecutor(1) as pool:
+        described = sizes.config()
+        described.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(described)].__name__]
+        described.save_pretrained(folder)  # all that an estimate reads
+        estimated = pool.submit(estimate_memory, config)
+        write_random_weights(sizes, folder, device)
+        found, _ = estimated.result()
+    (folder / ESTIMATE_FILE).write_text(json.dumps(found.as_json()))
+    return with_slots(config, found)
 
 
 def write_random_weights(sizes: Sizes, folder: Path, device: torch.device) -> None:
@@ -232,9 +266,14 @@ def _run(
         lora=config.lora,
         decodes=False,
         samples=False,
+        shared_prompts=config.update.shared_prompts,
     )
     save_activations(policy.trained, config.update.activations)
     cluster = find_cluster(config.plan.cluster, device, config.parallel.ranks, per_node)
+    cluster = replace(cluster, dispatch=config.plan.dispatch_on(cluster))
+    activations = None
+    if config.update.activations == "plan":
+        activations = PlannedActivations.of_run(folder, policy.trained, cluster, policy.shape, config.plan.memory_gib)
     learner = Learner(
         policy=policy,
         optimizer=make_optimizer(policy.trained, config.update.learning_rate, config.update),
@@ -242,9 +281,10 @@ def _run(
         loss=find_loss(config),
         reference=None,
         engine=MadeUpEngine(sizes.length - 1, len(policy.layer_ids), policy.num_experts, policy.top_k),
-        task=MadeUpTask(),
+        task=MadeUpTask(sizes.prompt),
         tokenizer=tokenizer,
-        cluster=replace(cluster, dispatch=config.plan.dispatch_on(cluster)),
+        cluster=cluster,
+        activations=activations,
     )
     traces = StepTraces(folder, config.trace, num_experts=policy.num_experts, layer_ids=policy.layer_ids)
     progress, seconds, metrics = Progress(), list[dict[str, float]](), dict[str, Any]()
@@ -255,7 +295,12 @@ def _run(
         result = rl_step(step, learner, progress, config, traces)
         progress, metrics = result.progress, result.metrics
         seconds.append(metrics["seconds"])
-    return {"seconds": seconds, "peaks": _peaks(device), "skew": metrics.get("planned_skew")}
+    peak = Estimate.from_json(json.loads((folder / ESTIMATE_FILE).read_text())).peak
+    return {
+        "seconds": seconds, "peaks": _peaks(device), "skew": metrics.get("planned_skew"), "estimated": peak.total,
+        "phase": peak.phase, "parts": {part: nbytes / GIB for part, nbytes in peak.parts.items() if nbytes},
+        "activations": activations.take_line() if activations else config.update.activations,
+    }  # fmt: skip
 
 
 def _median(seconds: list[dict[str, float]], stage: str) -> float:
@@ -290,9 +335,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return a Markdown table of rows, and of the published figures below them.
 
     >>> print(table([]).splitlines()[-1])
-    | cited: NeMo AutoModel, fine-tuning, 4k | NVIDIA H100 | 48 | 8 |  |  | 11,340 | 48.1 |  |
+    | cited: NeMo AutoModel, fine-tuning, 4k | NVIDIA H100 | 48 | 8 |  |  | 11,340 | 48.1 |  |  |
     """
-    titles = ("case", "on", "layers", "GPUs", "s / step", "tokens/s, GPU", "update alone", "GiB", "held")
+    titles = ("case", "on", "layers", "GPUs", "s / step", "tokens/s, GPU", "update alone", "GiB", "estimated", "held")
     where = {"configuration": "8 x NVIDIA H100", "layers": 48, "ranks": 8}
     cited = [{"case": f"cited: {case}", **where, **figures} for case, figures in CITED]
     lines = [titles, tuple("---" for _ in titles)]
@@ -300,7 +345,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         on = str(row.get("configuration", "")).partition(",")[0].partition(" x ")[2]
         figures = (
             ("seconds", ".2f"), ("tokens_per_second", ",.0f"), ("update_tokens_per_second", ",.0f"), ("gib", ".1f"),
-            ("reserved_gib", ".1f"),
+            ("estimated_gib", ".1f"), ("reserved_gib", ".1f"),
         )  # fmt: skip
         shown = (format(row[name], form) if name in row else "" for name, form in figures)
         lines.append((row["case"], on, str(row["layers"]), str(row["ranks"]), *shown))
@@ -314,6 +359,8 @@ def main() -> None:
     parser.add_argument("--model", choices=[*MODELS], help="default: both")
     parser.add_argument("--layers", type=int, help="the first layers alone; default: all")
     parser.add_argument("--length", type=int, nargs="*", help="tokens of a response with its prompt")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help=f"tokens of a prompt; default: {PROMPT}")
+    parser.add_argument("--group", type=int, default=2, help="responses of a prompt; default: 2")
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch of a GPU; default: 16384")
     parser.add_argument("--steps", type=int, default=3, help="that are timed; default: 3")
     options = parser.parse_intermixed_args()
@@ -354,7 +401,8 @@ def cases(options: argparse.Namespace) -> list[Sizes]:
             length = 128 if toy else length
             tokens = 2 * length if toy else max(options.tokens, length)
             settings = (*settings, *options.settings)
-            found.append(Sizes(model=model, layers=layers, length=length, tokens=tokens, settings=settings, toy=toy))
+            group, prompt = options.group, options.prompt
+            found.append(Sizes(model, layers, length, tokens, prompt=prompt, group=group, settings=settings, toy=toy))
     return found
 
 
