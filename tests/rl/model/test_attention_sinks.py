@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AttentionInterface
@@ -16,10 +17,13 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 from relibra.replay.forward_cache import CACHE_NAME
 from relibra.rl.model.attention_sinks import attend_with_sinks
 from relibra.rl.model.packed_sequences import (
+    LENGTH,
     PACKED_SINKS,
     attend_packed_with_sinks,
     can_attend_packed,
+    last_logits,
     mixes_sequences,
+    same_logits,
     segment_rows,
     segments_of,
     use_explicit_masks,
@@ -178,6 +182,20 @@ def test_attention_that_goes_wrong_is_noticed(monkeypatch, broken):
         layer.self_attn.sinks.data.fill_(3.0)
     assert not can_attend_packed(model)
     assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.usefixtures("group")
+def test_rounding_that_grows_over_layers_changes_no_attention():
+    """In bfloat16, with random weights: the largest of many logits moves far by rounding in each layer."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}
+    config = transformers.GptOssConfig(num_hidden_layers=24, vocab_size=50_000, **sizes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    own = last_logits(model, (2, range(LENGTH)))
+    assert can_attend_packed(model)
+    use_packed_attention(model)
+    assert not same_logits(model, own, last_logits(model, (2, range(LENGTH))))
 
 
 @pytest.mark.usefixtures("group")

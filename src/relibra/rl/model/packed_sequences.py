@@ -16,6 +16,7 @@ model allows it, sequences attend one by one instead (`use_packed_attention`). F
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any, cast
@@ -25,10 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import create_masks_for_generate, eager_mask, sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from relibra.replay.device_copies import upload
 from relibra.replay.forward_cache import CACHE_NAME
@@ -264,26 +268,67 @@ _sequence_read = masking_utils.find_packed_sequence_indices
 
 
 def can_attend_packed(model: nn.Module) -> bool:
-    """Return whether a packed sequence has the logits that it has alone, in evaluation mode; collective.
+    """Return whether layers compute the same with `use_packed_attention`, and for a sequence beside others; collective.
 
-    A family that does not pass positions on to its attention would attend across sequences.
+    In evaluation mode. A family that does not pass positions on to its attention would attend across sequences.
     """
     loaded = cast(PreTrainedModel, model)
     own, packed = loaded.config._attn_implementation, packed_implementation(loaded)
     if own != {PACKED: "sdpa", PACKED_SINKS: "eager"}[packed]:
         return False
-    alone = last_logits(model, (2, range(LENGTH)))
+    with _layer_passes(loaded) as passes:
+        last_logits(model, (2, range(LENGTH)))
     loaded.set_attn_implementation(packed)
     try:
+        with _layer_passes(loaded, passes) as again:
+            last_logits(model, (2, range(LENGTH)))
+        rows = ((2, range(LENGTH)),), ((0, range(LENGTH)), (2, range(LENGTH)))
+        changes = [_change_of_layer(*both) for both in zip(passes, again, strict=True)]
         kept_apart = (
             loaded.config._attn_implementation == packed
-            and same_logits(model, alone, last_logits(model, (0, range(LENGTH)), (2, range(LENGTH))))
+            and max(gather_json(max(changes))) <= NOISE[compute_dtype(model)]
+            and same_logits(model, *(last_logits(model, *row) for row in rows))
             and not mixes_sequences(model)
         )
     except (TypeError, AttributeError, AssertionError):  # the mask is read (DeepSeek-V3.2), or there are no sinks
         kept_apart = False
     loaded.set_attn_implementation(own)
     return kept_apart
+
+
+@contextmanager
+def _layer_passes(
+    model: PreTrainedModel, given: Sequence[tuple[Tensor, Tensor]] = ()
+) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Yield hidden states `[1, T, D]` before and after each decoder layer in a pass; the logits without such layers.
+
+    given   of another pass: its inputs are fed to the layers. Else rounding in one layer grows in those behind it,
+            whose tokens choose other experts: with random weights, to any size
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)] or [model]
+    passes, handles = list[tuple[Tensor, Tensor]](), list[RemovableHandle]()
+
+    def feed(_layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        return (given[len(passes)][0], *inputs[1:]) if given and inputs else None
+
+    def keep(_layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        first = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+        passes.append((inputs[0] if inputs else torch.zeros_like(first), first))
+
+    for layer in layers:
+        handles += [layer.register_forward_pre_hook(feed), layer.register_forward_hook(keep)]
+    try:
+        yield passes
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _change_of_layer(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> float:
+    """Return the change of what a layer adds to a token, relative to its size: the median over tokens."""
+    (before, after), (_, again) = one, other
+    added_1T = (after - before).float().norm(dim=-1).clamp_min(1e-12)
+    return float(((again - after).float().norm(dim=-1) / added_1T).median())
 
 
 def use_packed_attention(model: nn.Module) -> None:

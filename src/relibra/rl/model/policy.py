@@ -209,6 +209,8 @@ def build_policy(
     policy.sync()
     if packed:
         use_packed_attention(trained)
+    elif settings.path and dist.get_rank() == 0:
+        _log.warning("%s keeps its own attention: memory grows with the square of a micro-batch", _name(settings))
     if shared_prompts:
         with evaluation_mode(trained):
             policy = replace(policy, shares_prompts=can_share_prompts(trained))
