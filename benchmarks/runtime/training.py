@@ -17,6 +17,7 @@ import argparse
 import gc
 import json
 import platform
+import shlex
 import statistics
 import sys
 import tempfile
@@ -150,8 +151,8 @@ class MadeUpTask:
         """Return None: there is no right one."""
 
     def reward(self, _prompt: Prompt, response: str, /, *, stopped: bool) -> float:
-        """Return 1.0 for one in two responses."""
-        return float(response.count("a") % 2 and not stopped)
+        """Return 1.0 for responses with the first token."""
+        return float(self.characters[0] in response and not stopped)
 
 
 class MadeUpEngine:
@@ -175,8 +176,10 @@ class MadeUpEngine:
 
     def _window(self, response: Response, window: int) -> Window:
         rng = np.random.default_rng([SEED, response.sample_id])
+        tokens_w = rng.integers(3, len(MadeUpTask.characters), window)  # never the stop token
+        tokens_w[0] = 1 + response.sample_id % 2  # what is rated: every prompt has both, so every response is trained
         return Window(
-            tokens_w=rng.integers(1, len(MadeUpTask.characters), window),  # never the stop token
+            tokens_w=tokens_w,
             log_probs_w=np.full(window, -2.0, dtype=np.float32),
             experts_mLK=np.roll(self._routes_TLK, int(rng.integers(1 << 20)), axis=0),
             stopped=False,
@@ -294,6 +297,7 @@ def _run(
             _reset_peak(device)
         result = rl_step(step, learner, progress, config, traces)
         progress, metrics = result.progress, result.metrics
+        assert not metrics["equal_groups"], "a response that is not trained would count as if it was"
         seconds.append(metrics["seconds"])
     peak = Estimate.from_json(json.loads((folder / ESTIMATE_FILE).read_text())).peak
     return {
@@ -386,7 +390,8 @@ def main() -> None:
             f"{platform.python_version()}, commit {commit()[:12]}; random weights and routes. {UNIT}"
         )
     if not options.quick:
-        words = f"make bench-gpus GPUS={per_node}"
+        given = f' BENCH="{shlex.join(sys.argv[1:])}"' if sys.argv[1:] else ""
+        words = f"make bench-gpus GPUS={per_node}{given}"
         print(write_results("training", rows, words, options.output), file=sys.stderr)
 
 
