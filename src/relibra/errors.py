@@ -109,7 +109,7 @@ def library_errors(
 def missing_packages(needed_by: str, install: str = INSTALL_TRAINING) -> Iterator[None]:
     """Say what to install where an import inside finds no torch, or another package that training needs.
 
-    needed_by   name of relibra that is imported
+    needed_by   command, module or name of relibra that needs the package
     install     what to do where a package is missing
     raises      ModuleNotFoundError with that sentence; one about a module of relibra is a bug and stays as it is
     """
@@ -125,7 +125,7 @@ def missing_packages(needed_by: str, install: str = INSTALL_TRAINING) -> Iterato
 
 
 def raised_by(error: BaseException) -> str | None:
-    """Return the library whose line, or whose type of error, was raised; None: a line of relibra, with a plain type."""
+    """Return the library that raised an error, or defines its type; None: a line of relibra raised a built-in type."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

@@ -1,7 +1,7 @@
 """When a plan is not followed: every expert then runs at home, and one rank logs one warning.
 
 for the whole step     `agree_on_step`: ranks hold different plans or demands, or the plan breaks a rule
-for one micro-batch    `routes_fit`: the routes of any rank are not those that the plan was made for
+for one micro-batch    `routes_fit` is false: a rank has other routes than those that the plan was made for
 
 Differences that remain when experts run at home, such as other homes, raise EngineError on all ranks instead; so does a
 layer whose router does not follow the routes (`PlannedMicroBatch.check_choices`).
@@ -84,7 +84,7 @@ def agree_on_step(
         _check_fit(plan, layers)
         if not (problem := _find_broken_rule(plan, scheduled)):
             return AgreedStep(scheduled, known, all_prepared)
-    if agreement.rank == 0:
+    if agreement.rank == (unusable[0] if unusable else 0):  # it knows the reason
         _log.warning("the plan is not followed, every expert runs at home: %s", problem)
     return AgreedStep(None, known, all_prepared)
 
@@ -92,7 +92,7 @@ def agree_on_step(
 def agree_on_micro_batch(
     agreement: Agreement, micro_batch: int, *, training: bool, passes: int, prepared: bool, next_prepared: bool
 ) -> tuple[bool, bool]:
-    """Return what all ranks have prepared, or are about to: this micro-batch, the one behind it; collective.
+    """Return what all ranks have prepared, or are about to: this micro-batch, and the next one; collective.
 
     training   the model is in training mode: then activation checkpointing recomputes layers
     passes     digest of what this rank's passes have left in its slots (`ReplicaSlots.digest`)

@@ -2,14 +2,16 @@
 
 What decides, in the balancer "relibra":
 
-homes of experts          `choose_homes`; `cheapest_layers` keeps them in a layer or not (`balancers/layer_plans.py`)
+homes of experts          `choose_homes`; `cheapest_layers` takes the new homes of a layer or keeps the old ones
+                          (`balancers/layer_plans.py`); `plan_step` may return old or static homes alone (`planner.py`)
 numbers of slots          `decide` (`balancers/relibra.py`)
-samples of micro-batches  `pack_groups` (`levers/packing.py`)
+samples of micro-batches  `decide`, between those given and those of `pack_groups` (`levers/packing.py`)
 replicas, their tokens    `keep_replicas` (`levers/resident_replicas.py`); in slots of all layers `replicate`
                           (`levers/replication.py`)
 seconds of all of these   `layer_costs` (`costs/layer_costs.py`)
 
-Why an expert moved: the list `moved` of `relibra explain runs/X/traces/step-N/plan.safetensors --layer L`.
+Why an expert moved: `relibra explain runs/X/traces/step-N/plan.safetensors --layer L`; `considered` has the seconds of
+each choice in the layer, `moved` the loads before and after.
 """
 
 from __future__ import annotations

@@ -125,7 +125,8 @@ def _plan_or_bare_homes(plan: StepPlan, request: PlacementRequest) -> StepPlan:
         if _seconds(found, request) < least:
             finished = _finished_plan(f"{name} (instead of {plan.balancer})", placement, request)
             considered = tuple(replace(row, chosen=False) for row in plan.considered)
-            best, least = replace(finished, considered=considered), _seconds(found, request)
+            finished = replace(finished, considered=considered, considered_layers=plan.considered_layers)
+            best, least = finished, _seconds(found, request)
     return best
 
 

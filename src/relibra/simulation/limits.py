@@ -60,9 +60,9 @@ def step_limits(step: SimulatedStep) -> list[StepLimit]:
 
 
 def step_parts(step: SimulatedStep) -> dict[str, float]:
-    """Return the seconds of each part of a step: its terms, those of experts (compute) and attention in two.
+    """Return the seconds of each part of a step: its terms; experts (compute) and attention as even part and straggler.
 
-    The straggler is what an even load of all ranks would save.
+    A straggler is what an even load of all ranks would save.
     """
     parts = dict(step.terms)
     for term, name in (("compute", "experts"), ("attention", "attention")):

@@ -38,9 +38,9 @@ def groups_of(number):
 def test_groups_share_the_proposals_of_one_group(monkeypatch):
     calls = []
 
-    def count(share_SLN, *arguments, proposals, **options):
-        calls.append((len(share_SLN), proposals))
-        return pack_samples(share_SLN, *arguments, proposals=1000, **options)
+    def count(load_SLN, *arguments, proposals, **options):
+        calls.append((len(load_SLN), proposals))
+        return pack_samples(load_SLN, *arguments, proposals=1000, **options)
 
     pack_samples = packing.pack_samples
     monkeypatch.setattr(packing, "pack_samples", count)

@@ -99,6 +99,16 @@ def test_slots_for_traffic_hold_what_a_node_wants_most():
             assert quota_MRB[m, r, 0] == source_MNE[m, r // 2, replica_MRB[m, r, 0]]
 
 
+def test_held_experts_stay_in_slots_for_traffic():
+    source_MNE = np.random.default_rng(0).integers(1, 50, (4, 2, 8))
+    home_E, held_RB = np.arange(8) // 2, np.array([[4, 2], [6, 5], [0, 1], [3, 2]])
+    replica_MRB, _ = keep_replicas(
+        source_MNE.sum(axis=1), home_E, 4, 2, slots=2, tolerance=0.0, cross_node=True, group_M=np.arange(4) // 2,
+        source_MXE=source_MNE, traffic_slots=1, held_RB=held_RB,
+    )  # fmt: skip
+    assert ((replica_MRB == held_RB) | (replica_MRB == -1)).all()
+
+
 def test_no_load_and_no_micro_batch():
     home_E = np.arange(4)
     for M in (0, 2):

@@ -9,17 +9,17 @@ from relibra.planning.levers.limits import ScheduleLimits
 from relibra.planning.relibra_paper.locality import place_samples
 from tests.examples import few_and_many
 from tests.planning.levers.schedules import assert_within_limits, bins_of, no_limits, scheduled_demands
-from tests.planning.levers.test_packing import node_share
+from tests.planning.levers.test_packing import node_loads
 
 
 @pytest.mark.parametrize(("attention", "exchanged"), [(221, True), (220, False)])
 def test_a_rank_with_a_longer_single_sample_raises_no_limit(attention, exchanged):
     """Rank 0 attends for 400 alone; rank 1 would attend for 10^2 + 11^2 with the sample that wants to come."""
     length_S, rank_S = np.array([20, 10, 10, 11]), np.array([0, 1, 1, 2], dtype=np.int32)
-    share_SLN = np.zeros((4, 1, 2), dtype=np.float32)
-    share_SLN[[0, 1], 0, 0], share_SLN[2, 0, 1], share_SLN[3, 0, 0] = 1.0, 5.0, 5.0
+    load_SLN = np.zeros((4, 1, 2), dtype=np.float32)
+    load_SLN[[0, 1], 0, 0], load_SLN[2, 0, 1], load_SLN[3, 0, 0] = 1.0, 5.0, 5.0
     limits = ScheduleLimits(rank_tokens=30, rank_attention=attention, micro_batch_tokens=60.0)
-    placed_S = place_samples(share_SLN, np.zeros(4, np.int32), rank_S, length_S, 4, 2, limits=limits)
+    placed_S = place_samples(load_SLN, np.zeros(4, np.int32), rank_S, length_S, 4, 2, limits=limits)
     assert placed_S.tolist() == ([0, 1, 2, 1] if exchanged else [0, 1, 1, 2])
 
 
@@ -32,12 +32,12 @@ def test_locality_keeps_the_limits_of_every_rank(examples):
         micro_batch_S, rank_S, length_S = demand.micro_batch_S, demand.rank_S, demand.length_S
         M, _, R, _ = demand.tokens_MLRE.shape
         limits = ScheduleLimits.of_demand(demand, rank_tokens=limit if stated else None)
-        share_SLN = node_share(demand, per_node)
-        placed_S = place_samples(share_SLN, micro_batch_S, rank_S, length_S, R, per_node, limits=limits)
+        load_SLN = node_loads(demand, per_node)
+        placed_S = place_samples(load_SLN, micro_batch_S, rank_S, length_S, R, per_node, limits=limits)
         before, after = (bins_of(micro_batch_S, ranks, length_S) for ranks in (rank_S, placed_S))
         most = limit if stated else max((sum(lengths) for lengths in before.values()), default=0)
         assert_within_limits(after, most)
-        gain_SN = share_SLN.sum(axis=1)
+        gain_SN = load_SLN.sum(axis=1)
         kept = np.flatnonzero(micro_batch_S >= 0)
         assert gain_SN[kept, placed_S[kept] // per_node].sum() >= gain_SN[kept, rank_S[kept] // per_node].sum() - 1e-3
         for m in range(M):
@@ -53,9 +53,9 @@ def test_locality_keeps_the_limits_of_every_rank(examples):
 
 
 def test_locality_feeds_samples_where_their_experts_live():
-    share_SLN = np.zeros((4, 1, 2), dtype=np.float32)
-    share_SLN[[0, 1], 0, 1] = share_SLN[[2, 3], 0, 0] = 10
+    load_SLN = np.zeros((4, 1, 2), dtype=np.float32)
+    load_SLN[[0, 1], 0, 1] = load_SLN[[2, 3], 0, 0] = 10
     placed_S = place_samples(
-        share_SLN, np.zeros(4, dtype=np.int32), np.arange(4), np.full(4, 7), 4, 2, limits=no_limits()
+        load_SLN, np.zeros(4, dtype=np.int32), np.arange(4), np.full(4, 7), 4, 2, limits=no_limits()
     )
     assert (placed_S // 2).tolist() == [1, 1, 0, 0]

@@ -91,6 +91,7 @@ def test_of_a_long_response_the_end_is_looked_at(judge):
     started = time.monotonic()
     assert judge("so $x = 1$ and then\n" * 5_000 + r"$\boxed{42}$", "42")
     assert not judge(r"$\boxed{42}$" + "\nso on and on" * 5_000, "42")
+    assert judge("so on and on " * 5_000 + r"$\boxed{42}$" + "\n", "42"), "its last line is longer than what is read"
     assert time.monotonic() - started < 10
 
 

@@ -89,8 +89,8 @@ def check_one_balancer(verb: str, balancer: str) -> None:
 
 
 _SLOTS = (
-    f"Most spare expert slots per rank; default: as many as memory allows and as pay, {PEER_SLOTS} for balancers that "
-    "choose no number."
+    f"Most spare expert slots per rank; default: as many as fit into memory and save time, {PEER_SLOTS} for balancers "
+    "that choose no number."
 )
 
 
@@ -112,13 +112,13 @@ class WorkloadRequest:
     micro_batches M  Draw samples of a short recording again, seeded, until they fill so many micro-batches.
     schedule FILE  Schedule of your trainer: .npz with micro_batch_S and rank_S, optional mini_batch_M and sample_ids.
         Default: these arrays in TRACE, if it is an .npz that has them; else samples are scheduled here.
-    order  recorded: whole samples in recorded order, named groups in turn, or as the run trained them; shuffled: in
-        random order.
+    order  recorded: whole samples in recorded order; where groups have names, one of each group in turn; of a run, as
+        it trained them. shuffled: in random order.
     seed N  Seed of shuffling and drawing.
     memory_gib GIB  Most memory of a rank for slots of layers, which keep replicas over micro-batches; default: what
         --model leaves of a rank of --cluster. 0: one buffer for all layers.
     tolerance SHARE  Accepted excess of the busiest rank over the lowest possible load.
-    steps N  Steps that new homes serve: each step pays this part of the moves.
+    steps N  Steps that new homes serve: each step pays 1/N of the moves.
     pack  Samples may change their rank and micro-batch, where that pays.
     """
 

@@ -44,7 +44,8 @@ class LayerExplanation:
     """A plan's decisions in a layer and a micro-batch.
 
     moved_homes      experts that get a new home before the step
-    token_slots      of the micro-batch, as all loads; busiest_rank: without replicas
+    token_slots      of the micro-batch, as all loads
+    busiest_rank     without replicas
     bound            the lowest load of the busiest rank that replicas could reach
     replicas         by quota, the largest first
     """
@@ -169,7 +170,7 @@ def diff(before: StepPlan, after: StepPlan) -> PlanDifference:
     )
     samples: int | None = None
     cells: int | None = None
-    if len(before.micro_batch_S) == len(after.micro_batch_S):
+    if len(before.micro_batch_S) == len(after.micro_batch_S) and before.demand_digest == after.demand_digest:
         moved_S = (before.micro_batch_S != after.micro_batch_S) | (before.rank_S != after.rank_S)
         samples = int(moved_S.sum())
     if before.bound_ML.shape == after.bound_ML.shape:

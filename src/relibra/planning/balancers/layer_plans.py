@@ -189,8 +189,8 @@ def cheapest_layers(
 ) -> LayerPlans:
     """Return the cheapest plan of each layer and, where homes are the same, of each group of micro-batches.
 
-    No resident replica stays from one group to the next, and a replica in slots of all layers not to the next
-    micro-batch, so they are chosen one by one.
+    Slots are empty at the start of each group (resident replicas) or micro-batch (in slots of all layers), so each is
+    chosen alone.
 
     worth_moving   share of a layer's seconds that new homes must save beside the time of their moves
     """

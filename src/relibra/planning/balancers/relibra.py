@@ -44,7 +44,7 @@ _WORTH_SLOTS = 0.001
 _NEARLY_CHEAPEST = 0.08
 """Numbers of slots up to this share dearer than the cheapest are priced with packed samples too."""
 _FINALISTS, _MOST_FINALISTS, _FINAL = 4_000, 3, 0.015
-"""Up to so many layers x micro-batches, so many numbers of slots within this share of the best are planned whole."""
+"""Steps of up to 4,000 layers x micro-batches plan up to 3 numbers of slots whole: those within 1.5 % of the best."""
 TOLERANCES = (1, 5, 20)
 """Accepted unevenness that is tried, as multiples of the budget's tolerance."""
 _WORTH_MOVING_AGAIN = 0.05
@@ -57,7 +57,7 @@ _ALL_LAYERS_BUDGET = 20_000
 
 
 def decide(request: PlacementRequest) -> Placement:
-    """Return the cheapest placement found: first slots are chosen, on a probe; then the schedule; then the layers."""
+    """Return the cheapest placement found: few numbers of slots by a probe, a schedule for each, then all layers."""
     probe = probe_of(request)
     tried = [_try_slots(probe, slots) for slots in slot_choices(request)]
     least = min(one.seconds for one in tried)
@@ -71,15 +71,16 @@ def decide(request: PlacementRequest) -> Placement:
         for one in tried
         if one.seconds <= (1 + _NEARLY_CHEAPEST) * least
     }
-    planned: dict[_Tried, tuple[_Tried, str]] = {}
+    source_of: dict[_Tried, tuple[_Tried, str]] = {}
     for one in _finalists(request, {one: min(seconds.values()) for one, seconds in priced.items()}):
         name = min(priced[one], key=priced[one].__getitem__)
         whole, demand = one, schedules[name]
         if demand is not probe.demand:  # else the probe is the whole step
             plans = {each: plan_layers(request, demand, one.slots, each) for each in one.winners(number)}
             whole = _mix(request, demand, one.slots, plans)
-        planned[whole] = one, name
-    on_probe, schedule = planned[best := _cheapest({whole: whole.seconds for whole in planned})]
+        source_of[whole] = one, name
+    best = _cheapest({whole: whole.seconds for whole in source_of})
+    on_probe, schedule = source_of[best]
     return request.placement(
         best.cheapest.home_LE,
         best.cheapest.replica_MLRB,
@@ -217,7 +218,7 @@ def _pack(request: PlacementRequest) -> ScheduledDemand:
 def _seconds_of_schedule(
     request: PlacementRequest, probe: PlacementRequest, demand: ScheduledDemand, tried: _Tried, number: int
 ) -> float:
-    """Return the seconds of a few layers under a schedule, for as many layers as the step has."""
+    """Return the seconds of a few layers under a schedule, scaled to all layers of the step."""
     if demand is probe.demand:
         return tried.seconds
     layers, slots = _some_layers(request, _PROBE_LAYERS), tried.slots
@@ -229,7 +230,8 @@ def _seconds_of_schedule(
 def probe_of(request: PlacementRequest) -> PlacementRequest:
     """Return the request for a few layers, evenly spaced, and the first micro-batches up to the end of a group.
 
-    `steps_served` grows with the micro-batches left out: those kept pay their share of the moves. All of a small step.
+    `steps_served` is multiplied by micro-batches / those kept, so that these pay their share of the moves. A small step
+    is its own probe.
     """
     demand, served = request.demand, request.budget.steps_served
     M, L = demand.tokens_MLRE.shape[:2]
@@ -265,7 +267,7 @@ def _considered(
 ) -> tuple[Considered, ...]:
     """Return what was tried for the step, in seconds of the whole step: estimates from the probe.
 
-    The probe's seconds are scaled so that the best choice has its seconds of all micro-batches in the given order.
+    Scaled by the best choice's seconds of all micro-batches in the given order / its seconds on the probe.
     """
     scale = seconds["kept"] / best.seconds if best.seconds else 1.0
     rows = [

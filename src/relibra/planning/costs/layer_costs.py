@@ -66,7 +66,7 @@ class LayerCosts:
         """Return the seconds that ranks wait for copies, forward and backward, as the executor runs them.
 
         attention_M     forward seconds before the experts of each layer; backward takes twice as long
-        without_queue   leave out waits for pushes before forward, if copies can hide: all layers share their queue
+        without_queue   where copies hide, leave out waits for pushes before forward: all layers share a queue
         """
         if not self.hides_copies:
             return self.push.seconds_ML + self.push_again.seconds_ML + self.gradients.seconds_ML
@@ -78,7 +78,7 @@ class LayerCosts:
 
         Resident slots are free from the start of the pass, the slots of all layers when results of the layer before are
         back, and a live balancer pushes after its decision. Of two clocks `t` runs always, and `v` stops while rows
-        cross between nodes, as pushes there pause. free: a push may start; there: it has arrived.
+        cross between nodes, as pushes between nodes pause. free: a push may start; here: it has arrived.
         """
         rows_ML = self.exchange.dispatch_ML + self.exchange.gates_ML
         inside_ML, inside_back_ML = self.exchange.inside_ML
@@ -90,15 +90,15 @@ class LayerCosts:
             start_t, start_v = met_t + rows_ML[:, layer], met_v + inside_ML[:, layer]
             if self.live:
                 free_t, free_v = np.maximum(free_t, met_t), np.maximum(free_v, met_v)
-            there_t, there_v = free_t + self.push.seconds_ML[:, layer], free_v + self.push.network_ML[:, layer]
-            wait_MR = np.maximum(there_t - start_t, there_v - start_v)[:, None] * self.push.takes_part_MLR[:, layer]
+            here_t, here_v = free_t + self.push.seconds_ML[:, layer], free_v + self.push.network_ML[:, layer]
+            wait_MR = np.maximum(here_t - start_t, here_v - start_v)[:, None] * self.push.takes_part_MLR[:, layer]
             home_MR, replica_MR = self.home_MLR[:, layer], self.replica_MLR[:, layer]
             experts_M = (np.maximum(home_MR, wait_MR) + replica_MR).max(axis=1)
             exposed_ML[:, layer] = experts_M - (home_MR + replica_MR).max(axis=1)
             now_t = start_t + experts_M + self.exchange.combine_ML[:, layer]
             now_v = start_v + experts_M + inside_back_ML[:, layer]
             if self.resident:
-                free_t, free_v = there_t, there_v
+                free_t, free_v = here_t, here_v
             else:
                 pushes_M = self.push.takes_part_MLR[:, layer].any(axis=1)
                 free_t, free_v = np.where(pushes_M, now_t, free_t), np.where(pushes_M, now_v, free_v)
@@ -113,6 +113,7 @@ class LayerCosts:
         back_ML = self.exchange.combine_ML + self.exchange.gates_back_ML
         inside_ML, inside_back_ML = self.exchange.inside_ML
         computing_M1 = 2 * (attention_M + self.host_seconds)[:, None]
+        # The top layer has no second push, so what `roll` brings there is not used.
         free_t = computing_M1 + self.exchange.dispatch_ML + np.roll(back_ML, -1, axis=1)
         free_v = computing_M1 + inside_ML + np.roll(inside_back_ML, -1, axis=1)
         wait_ML = np.maximum(self.push_again.seconds_ML - free_t, self.push_again.network_ML - free_v)

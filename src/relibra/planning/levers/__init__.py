@@ -1,5 +1,6 @@
-"""Levers: each file one decision of a step, from arrays to arrays. `balancers/relibra.py` prices them and chooses.
+"""Levers: decisions of a step, from arrays to arrays. `balancers/relibra.py` prices them and chooses.
 
-`homes.py` which rank owns an expert; `resident_replicas.py` replicas that stay over micro-batches; `replication.py`
-replicas of one micro-batch; `packing.py` which samples share a micro-batch.
+`homes.py` home ranks of experts; `resident_replicas.py` replicas that stay over micro-batches, with `instance_flow.py`,
+`resident_chains.py` and `traffic_replicas.py`; `replication.py` replicas of one micro-batch; `packing.py` which samples
+share a micro-batch, within `limits.py`.
 """

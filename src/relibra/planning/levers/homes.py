@@ -16,8 +16,11 @@ from relibra.routing.compiled import compiled
 from relibra.routing.demand import ScheduledDemand
 
 HomeMoves = Literal["stay", "in nodes", "by micro-batch", "over nodes"]
-"""What experts may do: nothing; be dealt to the ranks of their node by their loads in the whole step; be swapped on the
-only node by their loads in each micro-batch, for steps with few replicas; change nodes too."""
+"""stay            experts keep their homes
+in nodes        they are dealt to the ranks of their node by their loads in the whole step
+by micro-batch  they are swapped on the only node by their loads in each micro-batch: for steps with few replicas
+over nodes      they are swapped between nodes, then dealt in their node
+"""
 
 _SWEEPS = 4
 """Most passes over all pairs of experts; a pass without a swap ends the search."""
@@ -43,11 +46,11 @@ def swap_prices(request: PlacementRequest, demand: ScheduledDemand, num_domains:
     """Return prices relative to the seconds of a token-slot in its expert, forward and backward.
 
     A token-slot that crosses is 4 rows (dispatch and combine, forward and backward) on the slowest link or, with
-    hierarchical dispatch, its share of them. A move is the expert's state over the links of all domains, in one of the
-    steps that it serves.
+    hierarchical dispatch, its share of them. A move is the expert's state over the links of all domains, divided by
+    `steps_served`.
 
     num_domains   between which experts are swapped: nodes, or ranks
-    every         of so many micro-batches one is looked at, and stands for all
+    every         only each `every`-th micro-batch is looked at
     """
     cluster, expert = request.cluster, request.expert
     compute, rate = 3 * expert.flops_per_token_slot / cluster.flops_per_second, cluster.slowest_bytes_per_second
@@ -100,7 +103,7 @@ def swap_ranks(
 @compiled
 @no_type_check
 def _swap_ranks(load_EM, before_E, home_E, R, move) -> None:
-    """Try all pairs. What the micro-batches left can save at most, `most_M1`, ends the pricing of a pair early."""
+    """Try all pairs; `most_M1[m]`, what micro-batches m and later can save at most, ends pricing a pair early."""
     E, M = load_EM.shape
     load_RM, fullest_3M, most_M1 = np.zeros((R, M), np.int64), np.zeros((3, M), np.int64), np.zeros(M + 1)
     for e in range(E):
@@ -137,7 +140,7 @@ def _swap_ranks(load_EM, before_E, home_E, R, move) -> None:
 @compiled
 @no_type_check
 def _find_fullest(load_RM, fullest_3M, most_M1) -> None:
-    """Find up to three fullest ranks, and what this micro-batch and later ones are above their means."""
+    """Find up to three fullest ranks, and the sum of fullest less mean load over this micro-batch and later ones."""
     fullest_3M[:] = -1
     for m in range(load_RM.shape[1] - 1, -1, -1):
         for new in range(len(load_RM)):
@@ -213,7 +216,7 @@ def _swap(load_ME, source_MNE, before_E, node_E, network, move) -> None:
 
 
 def heaviest_first(load_E: Shaped[ndarray, " E"], num_bins: int) -> Int64[ndarray, " E"]:
-    """Return experts in bins of equal count: heaviest expert first, to the lightest bin with room (ties: lower id).
+    """Return the bin of each expert, of equal count: heaviest first, to the lightest bin with room (ties: lower id).
 
     >>> heaviest_first(np.array([5, 4, 3, 2]), 2).tolist()
     [0, 1, 1, 0]

@@ -23,7 +23,7 @@ class Layer(NamedTuple):
     home_E            home rank of each expert
     order_E, starts   experts by home rank; those of rank r are order_E[starts[r]:starts[r + 1]]
     ranks_per_node    G
-    cross_node          replicas may be on nodes without the expert
+    cross_node        replicas may be on nodes without the expert
     """
 
     home_E: Int64[ndarray, " E"]
@@ -40,8 +40,8 @@ class Instances(NamedTuple):
     load_R                  token-slots of each rank
     rank_EI, count_E        ranks that hold an expert, its home first, and their number
     movable_RX, movable_R   experts of a rank that other ranks hold too, and their number
-    closed_R                ranks whose experts with token-slots are on no rank but them: their mean load bounds the
-                            busiest rank. Set after a result above the ceiling
+    closed_R                ranks whose experts with token-slots have no instance on another rank: the mean load of
+                            these ranks bounds the busiest rank. Set after a result above the ceiling
     from_R, expert_R, queue_R   path search: rank that gives, what it gives, ranks in the order reached
     """
 

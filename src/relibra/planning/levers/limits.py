@@ -27,8 +27,8 @@ class ScheduleLimits:
     def of_demand(cls, demand: ScheduledDemand, *, rank_tokens: int | None) -> ScheduleLimits:
         """Return the limits that a given schedule states or shows.
 
-        rank_tokens   None: the fullest rank of the given schedule. Its attention is limited by the rank with most, of
-                      those within `rank_tokens`
+        rank_tokens   None: of the fullest rank of the given schedule. The limit of attention is the most of any rank
+                      within `rank_tokens`
 
         Tokens are those of `Demand.length_S`.
         """

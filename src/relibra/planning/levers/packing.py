@@ -47,7 +47,7 @@ def pack_groups(
     """
     cluster = request.cluster
     limits = ScheduleLimits.of_demand(demand, rank_tokens=request.budget.rank_tokens)
-    share_SLN = node_share(demand, home_LE, cluster.ranks_per_node, cluster.num_nodes)
+    load_SLN = node_loads(demand, home_LE, cluster.ranks_per_node, cluster.num_nodes)
     attention_S = _attention_prices(request, demand)
     micro_batch_S, rank_S = demand.micro_batch_S.astype(np.int32), demand.rank_S.astype(np.int32)
     M = len(demand.load_MLE)
@@ -57,7 +57,7 @@ def pack_groups(
     for group in range(int(group_M.max(initial=-1)) + 1):
         samples = np.flatnonzero(group_S == group)
         micro_batch_S[samples], rank_S[samples] = pack_samples(
-            share_SLN[samples],
+            load_SLN[samples],
             micro_batch_S[samples],
             rank_S[samples],
             demand.length_S[samples],
@@ -88,28 +88,28 @@ def _attention_prices(request: PlacementRequest, demand: ScheduledDemand) -> Flo
     return attention_S / ((experts + rows) / cluster.ranks_per_node)
 
 
-def node_share(
+def node_loads(
     demand: ScheduledDemand, home_LE: Int[ndarray, "L E"], ranks_per_node: int, num_nodes: int
 ) -> Float32[ndarray, "S L N"]:
     """Return each sample's token-slots at the experts of each node."""
     S, L, _ = demand.counts_SLE.shape
-    share_SLN = np.zeros((S, L, num_nodes), dtype=np.float32)
-    _add_to_nodes(demand.counts_SLE, home_LE // ranks_per_node, share_SLN)
-    return share_SLN
+    load_SLN = np.zeros((S, L, num_nodes), dtype=np.float32)
+    _add_to_nodes(demand.counts_SLE, home_LE // ranks_per_node, load_SLN)
+    return load_SLN
 
 
 @compiled
 @no_type_check
-def _add_to_nodes(counts_SLE, node_LE, share_SLN) -> None:
+def _add_to_nodes(counts_SLE, node_LE, load_SLN) -> None:
     S, L, E = counts_SLE.shape
     for s in range(S):
         for layer in range(L):
             for e in range(E):
-                share_SLN[s, layer, node_LE[layer, e]] += counts_SLE[s, layer, e]
+                load_SLN[s, layer, node_LE[layer, e]] += counts_SLE[s, layer, e]
 
 
 def pack_samples(
-    share_SLN: Float32[ndarray, "S L N"],
+    load_SLN: Float32[ndarray, "S L N"],
     micro_batch_S: Int[ndarray, " S"],
     rank_S: Int[ndarray, " S"],
     length_S: Int64[ndarray, " S"],
@@ -125,9 +125,9 @@ def pack_samples(
     far_swaps: bool = False,
     squares_S: Int64[ndarray, " S"] | None = None,
 ) -> tuple[Int32[ndarray, " S"], Int32[ndarray, " S"]]:
-    """Return micro-batch and rank of each sample, improved from a given schedule; micro-batch -1 is kept.
+    """Return micro-batch and rank of each sample, improved from a given schedule; micro-batch -1 stays -1.
 
-    share_SLN     token-slots of each sample at the experts of each node, per layer
+    load_SLN     token-slots of each sample at the experts of each node, per layer
     open_M        micro-batches that samples may move to
     limits        the given schedule is within them, and so is the result: a rank with more than one sample never
                   exceeds its tokens or its attention
@@ -141,24 +141,24 @@ def pack_samples(
                   with the fewest tokens. No rank with samples loses its last one
     """
     micro_batch_S, rank_S = micro_batch_S.astype(np.int32), rank_S.astype(np.int32)
-    kept = np.flatnonzero((micro_batch_S >= 0) & np.append(open_M, False)[micro_batch_S])
+    movable = np.flatnonzero((micro_batch_S >= 0) & np.append(open_M, False)[micro_batch_S])
     num_micro_batches = len(open_M)
-    if num_micro_batches < 2 or share_SLN.shape[2] < 2 or len(kept) < 2:
+    if num_micro_batches < 2 or load_SLN.shape[2] < 2 or len(movable) < 2:
         return micro_batch_S, rank_S
     squares_S = length_S**2 if squares_S is None else squares_S
     cost_SY = np.stack([length_S, squares_S, attention_S], axis=1).astype(np.float64)
     cost_MRY = np.zeros((num_micro_batches, num_ranks, 3))
-    np.add.at(cost_MRY, (micro_batch_S[kept], rank_S[kept]), cost_SY[kept])
+    np.add.at(cost_MRY, (micro_batch_S[movable], rank_S[movable]), cost_SY[movable])
     count_MR = np.zeros((num_micro_batches, num_ranks), dtype=np.int64)
-    np.add.at(count_MR, (micro_batch_S[kept], rank_S[kept]), 1)
-    load_MLN = np.zeros((num_micro_batches, *share_SLN.shape[1:]))
-    for s in kept:
-        load_MLN[micro_batch_S[s]] += share_SLN[s]
-    keys = (length_S[kept], rank_S[kept]) if keep_ranks else (length_S[kept],)  # the last one sorts first
-    by_length = kept[np.lexsort(keys)]
+    np.add.at(count_MR, (micro_batch_S[movable], rank_S[movable]), 1)
+    load_MLN = np.zeros((num_micro_batches, *load_SLN.shape[1:]))
+    for s in movable:
+        load_MLN[micro_batch_S[s]] += load_SLN[s]
+    keys = (length_S[movable], rank_S[movable]) if keep_ranks else (length_S[movable],)  # the last one sorts first
+    by_length = movable[np.lexsort(keys)]
     most_Z = np.array([limits.rank_tokens, limits.rank_attention, limits.micro_batch_tokens], dtype=np.float64)
     _pack(
-        share_SLN, by_length, micro_batch_S, rank_S, cost_SY, most_Z, cost_MRY, count_MR, load_MLN,
+        load_SLN, by_length, micro_batch_S, rank_S, cost_SY, most_Z, cost_MRY, count_MR, load_MLN,
         np.flatnonzero(open_M), proposals, seed, keep_ranks, keep_counts, far_swaps,
     )  # fmt: skip
     return micro_batch_S, rank_S
@@ -167,22 +167,9 @@ def pack_samples(
 @compiled
 @no_type_check
 def _pack(
-    share_SLN,
-    by_length,
-    micro_batch_S,
-    rank_S,
-    cost_SY,
-    most_Z,
-    cost_MRY,
-    count_MR,
-    load_MLN,
-    open_X,
-    proposals,
-    seed,
-    keep_ranks,
-    keep_counts,
-    far_swaps,
-) -> None:
+    load_SLN, by_length, micro_batch_S, rank_S, cost_SY, most_Z, cost_MRY, count_MR, load_MLN,
+    open_X, proposals, seed, keep_ranks, keep_counts, far_swaps,
+) -> None:  # fmt: skip
     _, L, N = load_MLN.shape
     state = np.array([np.uint64(seed) * np.uint64(2654435769) + np.uint64(7)])
     best_micro_batch_S, best_rank_S = micro_batch_S.copy(), rank_S.copy()
@@ -210,18 +197,18 @@ def _pack(
         moved_Y = cost_SY[i] - (cost_SY[j] if j >= 0 else nothing_Y)  # leaves a, enters c
         fewer = 1 if j < 0 else 0
         if count_MR[a, ra] == fewer:
-            continue  # the rank would wait for nothing
+            continue  # the rank would have no sample
         if not _fits(cost_MRY[a], ra, -moved_Y, count_MR[a, ra] - fewer, most_Z):
             continue
         if not _fits(cost_MRY[c], rc, moved_Y, count_MR[c, rc] + fewer, most_Z):
             continue
-        taken_LN = share_SLN[j] if j >= 0 else nothing_LN
-        rise = _rise(load_MLN[a], load_MLN[c], share_SLN[i], taken_LN)
+        taken_LN = load_SLN[j] if j >= 0 else nothing_LN
+        rise = _rise(load_MLN[a], load_MLN[c], load_SLN[i], taken_LN)
         rise += _attention_rise(cost_MRY[a], ra, -moved_Y) + _attention_rise(cost_MRY[c], rc, moved_Y)
         if rise > 0 and uniform(state) >= np.exp(-rise / temperature):
             continue
-        load_MLN[a] += taken_LN - share_SLN[i]
-        load_MLN[c] += share_SLN[i] - taken_LN
+        load_MLN[a] += taken_LN - load_SLN[i]
+        load_MLN[c] += load_SLN[i] - taken_LN
         cost_MRY[a, ra] -= moved_Y
         cost_MRY[c, rc] += moved_Y
         count_MR[a, ra] -= fewer
@@ -239,7 +226,7 @@ def _pack(
 @compiled
 @no_type_check
 def _distance(state, samples, far_swaps) -> int:
-    """Return how far from a sample, in order of length, the one is that it is to be swapped with."""
+    """Return the distance, in order of length, from a sample to the one that it is to be swapped with."""
     reach = _WINDOW
     if far_swaps and random_bits(state) & np.uint64(3) == 0:
         reach = np.int64(_WINDOW * max(1.0, samples / _WINDOW) ** uniform(state))  # as often in each octave

@@ -3,7 +3,7 @@
 Load of a rank above a ceiling `tau` moves to ranks below it. Two greedy methods:
 
 *threshold*   after UltraEP's planner (arXiv 2606.04101): the fullest rank first, its largest expert first, to the
-              target with most room, with a floor that keeps pieces from getting too small for the slots. Few copies.
+              target with most room, in pieces of at least the size with which the slots suffice. Few copies.
 *chain*       a rank may give away more than its excess if that fills a target exactly, and is then filled from other
               ranks, as in the alias method for sampling (Walker 1977). Each copy fills one rank to the ceiling, so one
               slot per rank is nearly always enough to reach the mean.
@@ -27,7 +27,7 @@ from relibra.routing.compiled import compiled
 LOAD, FREE = 0, 1
 """Rows of `state_2R`: load of each rank, and its free slots."""
 
-_SCORINGS = 4
+_NUM_SCORINGS = 4
 """1 to 3 are *chain* with different scores (`score_move`); 0: *threshold* in a node; over nodes the same as 3."""
 
 
@@ -107,7 +107,7 @@ def _solve_inside_nodes(
 ) -> None:  # fmt: skip
     """Lower every node towards its mean, the fullest first: the others need not get below it.
 
-    most   ceiling of all nodes where copies may cross nodes, which then reach the mean of the cluster; -1: they may not
+    most   ceiling of all nodes where copies may cross nodes, which can then reach the cluster's mean; else -1
     """
     R, G = state_2R.shape[1], ranks_per_node
     node_N = np.empty(R // G, np.int64)
@@ -118,7 +118,7 @@ def _solve_inside_nodes(
     top = 0
     for node in np.argsort(-node_N, kind="mergesort"):
         lowest = -(-node_N[node] // G)
-        ceiling = most if most >= 0 else max(top, lowest, int(node_N[node] / G * (1 + tolerance)))
+        ceiling = max(top, lowest, most if most >= 0 else int(node_N[node] / G * (1 + tolerance)))
         _solve(
             load_E, order_E, starts, node * G, (node + 1) * G, G, max(top, lowest), ceiling,
             state_2R, held_RB, quota_RB, left_E, best_2R, best_held_RB, best_quota_RB,
@@ -155,8 +155,8 @@ def _solve(
     best_2R[:, low:high], best_held_RB[low:high], best_quota_RB[low:high] = state_2R[:, low:high], -1, 0
     failed, step, tau = lowest - 1, 1, ceiling
     while failed < tau < best:
-        kept = False
-        for scoring in range(_SCORINGS):
+        reached = False
+        for scoring in range(_NUM_SCORINGS):
             _reset(load_E, order_E, starts, low, high, state_2R, held_RB, quota_RB)
             for i in range(starts[low], starts[high]):
                 left_E[order_E[i]] = load_E[order_E[i]]
@@ -166,12 +166,12 @@ def _solve(
                 best, best_free = top, free
                 best_2R[:, low:high] = state_2R[:, low:high]
                 best_held_RB[low:high], best_quota_RB[low:high] = held_RB[low:high], quota_RB[low:high]
-            kept = kept or top <= tau
-            if kept and held_RB.shape[1] == 1:
+            reached = reached or top <= tau
+            if reached and held_RB.shape[1] == 1:
                 break
-        if kept and tau == ceiling:
+        if reached and tau == ceiling:
             break
-        if kept:
+        if reached:
             tau = (failed + tau) // 2  # between the last failure and this success
         else:
             failed = tau

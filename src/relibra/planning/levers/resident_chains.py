@@ -25,10 +25,10 @@ _OTHER_NODE = 0.5
 def choose_anew(layer, low, high, ceiling, future_E, scoring, bonus, held_RB, used_RB, load_R, left_E) -> int:
     """Lower ranks low..high to the ceiling as far as chains can; return the number of new replicas.
 
-    scoring           how moves are scored (`replication.score_move`)
+    scoring         how moves are scored (`replication.score_move`)
     bonus           for an expert that is in a slot of the target, as a share of the ceiling
     held_RB         experts in slots; those that the chain does not use may be replaced
-    used_RB         slots that may not be emptied; those that the chain uses become so
+    used_RB         in and out: slots that may not be emptied; the chain adds those that it uses
     load_R, left_E  load of each rank, and of each expert at home
     """
     added = 0
@@ -41,7 +41,7 @@ def choose_anew(layer, low, high, ceiling, future_E, scoring, bonus, held_RB, us
             break
         b = slot_of(e, held_RB[t])
         if b < 0:
-            b = _slot_to_empty(future_E, held_RB[t], used_RB[t])
+            b = _slot_to_fill(future_E, held_RB[t], used_RB[t])
             held_RB[t, b] = e
             added += 1
         used_RB[t, b] = True
@@ -85,8 +85,8 @@ def _best_move(s, layer, low, high, ceiling, future_E, scoring, bonus, held_RB, 
 
 @compiled
 @no_type_check
-def _slot_to_empty(future_E, held_B, used_B) -> int:
-    """Return the unused slot whose expert is needed least later."""
+def _slot_to_fill(future_E, held_B, used_B) -> int:
+    """Return an unused slot: an empty one, or that whose expert is needed least later."""
     best, best_b = 0.0, -1
     for b in range(len(held_B)):
         if used_B[b]:

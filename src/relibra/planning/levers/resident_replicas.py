@@ -4,11 +4,11 @@ All micro-batches are known, so a few replicas per layer serve most of them. In 
 
 1. Token-slots are split over homes and replicas down to a ceiling (`planning.levers.instance_flow`). Usually that is
    enough, and nothing is sent.
-2. Else the closed ranks name what is missing: one of their experts on a rank outside of them. The best addition takes
-   most token-slots now and in later micro-batches, and evicts least; then token-slots are split again.
+2. Else the closed ranks (`Instances.closed_R`) lack a replica, outside of them, of one of their experts. The best
+   addition takes most token-slots now and in later micro-batches, and evicts least; then token-slots are split again.
 3. If that does not reach the ceiling either, chains choose anew, with a bonus for experts that are there already.
 
-The cheapest stays: its busiest rank, and a price for each replica that is new.
+The cheaper of 2 and 3 is kept: the load of its busiest rank, and `_PUSH_PRICE` for each new replica.
 
 Some slots may be for *traffic*: they hold, for a whole group of micro-batches, the remote experts that a domain's own
 token-slots want most (`planning.levers.traffic_replicas`).
@@ -34,7 +34,7 @@ from relibra.planning.levers.resident_chains import choose_anew
 from relibra.planning.levers.traffic_replicas import hottest_remote_experts
 from relibra.routing.compiled import compiled
 
-PUSH_PRICE = 0.002
+_PUSH_PRICE = 0.002
 """What a new replica may cost, as a share of the ceiling."""
 _NEEDED_FROM = 0.6
 """Load of an expert, as a share of the ceiling, above which a replica of it is expected to be useful."""
@@ -71,13 +71,15 @@ def keep_replicas(
     home_E         home rank of each expert
     slots          slots of a rank, B
     tolerance      accepted load of the busiest rank above the mean, as a share; larger: fewer replicas change
-    cross_node       replicas may be on nodes without the expert
-    group_M        sequence of each micro-batch, ascending; slots are empty at the start of each. None: all are one
+    cross_node     replicas may be on nodes without the expert
+    group_M        group (mini-batch) of each micro-batch, ascending; slots are empty at the start of each. None: one
     source_MXE     token-slots that each of X domains sends to each expert: a replica takes those of its own domain
                    first. Domains are nodes, or the ranks of a single node. None: token-slots start at the homes
-    traffic_slots  of the `slots`, the first ones, which hold experts for traffic; needs `source_MXE`
-    held_RB        experts that stay in the slots in all micro-batches (-1: none): only token-slots are split
-    returns        expert in each slot (-1: empty; an expert without token-slots stays for later ones), its token-slots
+    traffic_slots  how many slots, the first of each rank, hold experts for traffic; needs `source_MXE`
+    held_RB        experts that stay in the slots in all micro-batches (-1: none), those for traffic too: only
+                   token-slots are split
+    returns        expert in each slot (-1: empty; one without token-slots stays for later micro-batches), its
+                   token-slots
     """
     M, E = load_ME.shape
     replica_MRB = np.full((M, num_ranks, slots), -1, dtype=np.int16)
@@ -94,7 +96,7 @@ def keep_replicas(
     for first, stop in pairwise([0, *changes, M]):
         one = slice(first, stop)
         given_RB = np.full((num_ranks, slots), -1, dtype=np.int64) if held_RB is None else held_RB.astype(np.int64)
-        if traffic_slots:
+        if traffic_slots and held_RB is None:
             given_RB[:, :traffic_slots] = hottest_remote_experts(
                 source_MXE[one].sum(axis=0), home_E, num_ranks // source_MXE.shape[1], traffic_slots
             )
@@ -108,9 +110,9 @@ def keep_replicas(
 def _ceilings(
     load_ME: ndarray, source_MXE: ndarray, layer: Layer, given_RB: ndarray, tolerance: float
 ) -> Int64[ndarray, " M"]:
-    """Return which load of the busiest rank is low enough: the mean, or that of the fullest node, and a bit more.
+    """Return the load of the busiest rank that is low enough: a little above the mean, or the mean of the fullest node.
 
-    Nodes are filled by their homes, and by own token-slots of the experts in `given_RB`, which leave other nodes.
+    A node's load: token-slots of its homes, and its own token-slots of experts in `given_RB`, which leave other nodes.
     """
     R, G = len(given_RB), layer.ranks_per_node
     ceiling_M = load_ME.sum(axis=1) / R * (1 + tolerance)
@@ -154,7 +156,7 @@ def _keep_in_group(
         load_E, source_XE, ceiling, future_E = load_ME[m], source_MXE[m], ceiling_M[m], future_ME[m]
         before_RB = held_RB.copy()
         top, added = _add_replicas(layer, load_E, source_XE, ceiling, future_E, held_RB, stays_RB, instances)
-        best = max(top, ceiling) / ceiling + PUSH_PRICE * added
+        best = max(top, ceiling) / ceiling + _PUSH_PRICE * added
         if top > ceiling and not stays_RB.all():
             for scoring in _SCORINGS:
                 for bonus in _BONUSES:
@@ -163,7 +165,7 @@ def _keep_in_group(
                         layer, load_E, source_XE, ceiling, future_E, scoring, bonus, given_RB, tried_RB, instances
                     )
                     top = _split(layer, load_E, source_XE, ceiling, tried_RB, instances)
-                    cost = max(top, ceiling) / ceiling + PUSH_PRICE * added
+                    cost = max(top, ceiling) / ceiling + _PUSH_PRICE * added
                     if cost < best - 1e-12:
                         best = cost
                         held_RB[:] = tried_RB
@@ -243,7 +245,7 @@ def _best_addition(layer, ceiling, future_E, held_RB, fixed_RB, instances):
     for r in range(len(load_R)):
         if closed_R[r] or load_R[r] >= ceiling:
             continue
-        b, kept = _slot_to_empty(r, ceiling, future_E, held_RB, fixed_RB, instances)
+        b, kept = _slot_to_fill(r, ceiling, future_E, held_RB, fixed_RB, instances)
         if b < 0:
             continue
         back = tokens_ER[held_RB[r, b], r] if held_RB[r, b] >= 0 else 0
@@ -288,7 +290,7 @@ def _is_near(e, r, ranks_per_node, instances):
 
 @compiled
 @no_type_check
-def _slot_to_empty(r, ceiling, future_E, held_RB, fixed_RB, instances):
+def _slot_to_fill(r, ceiling, future_E, held_RB, fixed_RB, instances):
     """Return the slot of a rank whose expert is needed least, and how much it is needed; slot -1: none may be used."""
     best, best_b = 0.0, -1
     for b in range(held_RB.shape[1]):

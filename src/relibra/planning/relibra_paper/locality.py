@@ -18,7 +18,7 @@ from relibra.planning.balancer import PlacementRequest
 from relibra.planning.costs.compute import busiest_attention_seconds
 from relibra.planning.costs.layer_costs import layer_costs
 from relibra.planning.levers.limits import ScheduleLimits
-from relibra.planning.levers.packing import node_share
+from relibra.planning.levers.packing import node_loads
 from relibra.routing.compiled import compiled
 from relibra.routing.demand import ScheduledDemand
 
@@ -36,7 +36,7 @@ def place_near_experts(
     if cluster.num_nodes == 1:
         return demand
     rank_S = place_samples(
-        node_share(demand, home_LE, cluster.ranks_per_node, cluster.num_nodes),
+        node_loads(demand, home_LE, cluster.ranks_per_node, cluster.num_nodes),
         demand.micro_batch_S,
         demand.rank_S,
         demand.length_S,
@@ -59,7 +59,7 @@ def _seconds_of_schedule(request: PlacementRequest, demand: ScheduledDemand, hom
 
 
 def place_samples(
-    share_SLN: Float32[ndarray, "S L N"],
+    load_SLN: Float32[ndarray, "S L N"],
     micro_batch_S: Int[ndarray, " S"],
     rank_S: Int[ndarray, " S"],
     length_S: Int64[ndarray, " S"],
@@ -70,11 +70,11 @@ def place_samples(
 ) -> Int32[ndarray, " S"]:
     """Return source ranks with more token-slots on the node of their expert's home, permuted in each micro-batch.
 
-    share_SLN   token-slots of each sample at the experts of each node, per layer
+    load_SLN   token-slots of each sample at the experts of each node, per layer
     limits      the given ranks are within them, and so are the returned ones
     returns     rank of each sample: a permutation of the old ranks in each micro-batch
     """
-    gain_SN = share_SLN.sum(axis=1, dtype=np.float64)
+    gain_SN = load_SLN.sum(axis=1, dtype=np.float64)
     rank_S = rank_S.astype(np.int32)
     if gain_SN.shape[1] < 2:
         return rank_S

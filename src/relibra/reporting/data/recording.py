@@ -57,8 +57,8 @@ class Recording:
     @property
     def micro_batch_tokens(self) -> int | None:
         """Tokens of a micro-batch of all ranks together, None when unknown."""
-        per_rank = self._count("update", "micro_batch_tokens")
-        return per_rank * (self.num_ranks or 1) if per_rank else None
+        per_rank, ranks = self._count("update", "micro_batch_tokens"), self.num_ranks
+        return per_rank * ranks if per_rank and ranks else None
 
     def setting(self, *keys: str) -> object:
         """Return a nested setting, None when any key on the way is missing."""
@@ -76,7 +76,7 @@ def open_recording(path: Path | str, num_experts: int | None = None) -> Recordin
     """Find the traces of a run folder, or take the path as a single trace.
 
     num_experts   experts per layer, for an `.npz` or `.npy` of choices, which does not say; None: see the reader
-    raises        TraceError when there is neither a finished trace nor a finished step, or the path is neither
+    raises        TraceError without a finished trace or step, and where the path is no run folder and no trace
     """
     path = Path(path)
     if not path.is_dir() or (path / INDEX).is_file():

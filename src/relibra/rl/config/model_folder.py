@@ -78,7 +78,7 @@ def check_expert_ranks(path: str, ranks: int) -> None:
 
 
 def read_model_sizes(path: Any) -> dict[str, Any]:
-    """Return the sizes in the config.json of a folder or a downloaded model, those of its text part; {}: none to read.
+    """Return config.json of a folder or a downloaded model, of its text part where it has one; {}: none to read.
 
     path   `model.path`, which may be of any type before settings are validated
     """

@@ -64,7 +64,9 @@ class StandIns:
         if tuple(tensor.shape) != (2, ranks):
             return None
         if self.routes and self.mode.phase in ("recompute", "update"):
-            sent_RR = np.stack([_rows_by_home(self.routes[0, r], ranks) for r in range(ranks)])
+            routes_R, experts = [self.routes[0, r] for r in range(ranks)], self.routes[0, 0].num_experts // ranks
+            home_RX = (one.experts_TLK[:, 0].numpy().ravel() // experts for one in routes_R)
+            sent_RR = np.stack([np.bincount(home_X, minlength=ranks) for home_X in home_RX])
             return [sent_RR[0].tolist(), sent_RR[:, 0].tolist()]
         return [[self._rows // ranks + (r < self._rows % ranks) for r in range(ranks)]] * 2
 
@@ -161,12 +163,6 @@ class StandIns:
 
         replaced: Any = home_shards
         replaced._parts = parts_of
-
-
-def _rows_by_home(routes: BatchRoutes, ranks: int) -> ndarray:
-    """Return how many rows of a layer go to each rank `[R]`, where every expert is at home."""
-    home_X = routes.experts_TLK[:, 0].numpy().ravel() // (routes.num_experts // ranks)
-    return np.bincount(home_X, minlength=ranks)
 
 
 def _is_on_device(model: Any) -> bool:

@@ -50,10 +50,10 @@ _of_models: WeakKeyDictionary[nn.Module, _HostWeights] = WeakKeyDictionary()
 
 
 def move_to_host(model: nn.Module) -> None:
-    """Copy the weights of a model to host memory, and free those on the device, until `on_device`; between its passes.
+    """Copy the weights of a model to host memory, and free those on the device. Call between its passes.
 
-    Parameters stay the same objects, without memory: nothing may read them meanwhile. Gradients are not moved: after
-    an optimizer step there are none.
+    Parameters stay the same objects, without memory until `on_device`: nothing may read them. Gradients are not moved:
+    after an optimizer step there are none.
     """
     reshard(model)
     weights = _of_models.get(model) or _of_models.setdefault(model, _HostWeights(model))
@@ -63,7 +63,7 @@ def move_to_host(model: nn.Module) -> None:
 
 @contextmanager
 def on_device(*models: nn.Module) -> Iterator[None]:
-    """Bring the weights of models that are on the host to the device inside; others are there already."""
+    """Keep the weights of models on the device inside; those that were on the host return there afterwards."""
     away = [model for model in models if model in _of_models and _of_models[model].is_away]
     for model in away:
         _of_models[model].come_back()

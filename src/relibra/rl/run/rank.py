@@ -124,7 +124,8 @@ def _join_and_train(
 ) -> tuple[Path, bool]:
     device = choose_device(launched.local_rank, launched.num_local_ranks)
     if launched.rank == 0:
-        print(f"device {describe_device(device)}", file=sys.stderr, flush=True)
+        name = "" if device.type == "cpu" else f" ({torch.cuda.get_device_name(device)})"
+        print(f"device {device.type}{name}", file=sys.stderr, flush=True)
     timeout, patience = config.parallel.timeout_seconds, config.parallel.heartbeat_seconds
     met = connect_ranks(timeout, attempt=launched.restarts)
     run, created = open_folder(met)
@@ -227,8 +228,3 @@ def choose_device(local_rank: int, num_local_ranks: int) -> torch.device:
     # cuDNN's attention is planned anew for each length of a sequence, which takes longer than a pass over all of them.
     torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device("cuda", local_rank)
-
-
-def describe_device(device: torch.device) -> str:
-    """Return the kind of a device in words."""
-    return "cpu" if device.type == "cpu" else f"{device.type} ({torch.cuda.get_device_name(device)})"

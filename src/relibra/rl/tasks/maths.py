@@ -83,7 +83,7 @@ class MathsJudge:
         if _reply(child, START_SECONDS) != b"r":
             self._stop()
             raise EngineError(
-                f"Math-Verify did not start in {START_SECONDS:.0f} s: try {sys.executable} -c 'import math_verify'"
+                f"Math-Verify ended, or took {START_SECONDS:.0f} s to start: {sys.executable} -c 'import math_verify'"
             )
         return child
 
@@ -107,9 +107,9 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _tail(response: str) -> str:
-    """Return the end of a response from the start of a line, so that no pair of delimiters is cut."""
+    """Return the end of a response from the start of a line, so that no pair of delimiters in a line is cut."""
     if len(response) <= TAIL_CHARACTERS:
         return response
     tail = response[-TAIL_CHARACTERS:]
-    _, line_end, rest = tail.partition("\n")
-    return rest if line_end else tail
+    _, _, rest = tail.partition("\n")
+    return rest if rest.strip() else tail  # the last line may be longer

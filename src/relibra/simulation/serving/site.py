@@ -186,7 +186,9 @@ def site_of(plan: Plan, expert_LYP: Int[ndarray, "L Y P"] | None = None, compute
     if isinstance(plan, ColocatedPlan) and plan.kind == "tensor":
         made = SlicedCompute(attention_node=attention, expert_node=experts, hand_over=plan.hand_over_seconds)
     if expert_LYP is None:
-        expert_LYP = np.repeat(_in_order(plan.model.experts, receivers, per_node)[None], plan.model.layers, axis=0)
+        in_order_YP = np.arange(receivers * per_node).reshape(receivers, per_node)
+        in_order_YP = np.where(in_order_YP < plan.model.experts, in_order_YP, -1)
+        expert_LYP = np.repeat(in_order_YP[None], plan.model.layers, axis=0)
     _check_placed(plan, expert_LYP, receivers)
     shared = isinstance(plan, ColocatedPlan)
     same_XY = np.zeros((senders, receivers), dtype=bool)
@@ -225,8 +227,3 @@ def _check_placed(plan: Plan, expert_LYP: Int[ndarray, "L Y P"], receivers: int)
             raise PlanError(
                 f"layer {layer}: {len(held)} of {plan.model.experts} experts have a place: every expert needs one"
             )
-
-
-def _in_order(experts: int, nodes: int, per_node: int) -> Int64[ndarray, "Y P"]:
-    numbers = np.arange(nodes * per_node, dtype=np.int64)
-    return np.where(numbers < experts, numbers, -1).reshape(nodes, per_node)

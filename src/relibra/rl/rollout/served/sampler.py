@@ -2,7 +2,7 @@
 
 While a step trains (`rollout.ahead`) an update of the weights cuts answers: no request is sent (`hold`), the servers
 end those under way and send what they have, all of it is taken in (`drain`), the weights change, and the rest is asked
-for again (`release`). So each part of a window has one version, and the last one has routes of all tokens before it.
+for again (`release`). So each part of a window has one version, and the last part has the routes of all earlier tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def request_seed(seed: int, response: Response) -> int:
 
 
 def least_cost(windows: Sequence[Window], slots: int, *, prefilled: int) -> RolloutCost:
-    """Return the least that `slots` could have taken to sample windows: servers do not report theirs."""
+    """Return a lower bound of the cost of sampling windows in `slots`: servers report none."""
     lengths = [len(one.tokens_w) for one in windows]
     steps = max(max(lengths, default=0), -(-sum(lengths) // max(1, slots)))
     return RolloutCost(
@@ -71,7 +71,7 @@ class _Batch:
 class _Part:
     """A response whose window is sampled; those that began first are asked for first, also after a cut.
 
-    window   what has come of it; it goes on while that was cut
+    window   what has come of it; where that was cut, the rest is asked for again
     asked    a server works on it
     """
 
@@ -125,7 +125,8 @@ class Sampler:
                 return batch.sampled
             self._batches |= dict.fromkeys(parts, batch)
             self._waiting += parts
-        batch.end_if_whole()  # without responses
+        if not parts:
+            batch.end_if_whole()
         self._tell()
         return batch.sampled
 
@@ -208,7 +209,7 @@ class Sampler:
                     if not running:
                         break
                     await self._wake.wait()
-                for keeper in keepers:  # no server loads the weights before, while it is given new ones
+                for keeper in keepers:  # a server that comes back would be given old weights while new ones are written
                     keeper.cancel()
                 while running:
                     for task, part in running.items():

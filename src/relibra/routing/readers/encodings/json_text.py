@@ -19,10 +19,10 @@ from relibra.routing.readers.encodings.mapped_file import map_file
 Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
 """A field that counts tokens, rows or choices."""
 MAX_CONTAINERS = 1 << 22
-"""Most lists or objects that are made of a document: an empty one takes 35 times its bytes in memory."""
+"""Most lists or objects that are made of a document: an empty list takes 35 times its bytes in memory."""
 MAX_LIST_BYTES = 1 << 27
 """Most bytes of nested lists: their values take up to 13 times as much memory."""
-_NEXT = "the file was damaged, or is of another format than the one named"
+_CAUSE = "the file was damaged, or is of another format than the one named"
 _CHUNK = 1 << 16
 _PYTHON_ONLY = re.compile(rb"(?<=[\[,:\s])-?(?:NaN|Infinity)(?=[\],}\s])|\\u[dD][89a-fA-F][\da-fA-F]{2}")
 """Numbers and halves of surrogate pairs that Python's json writes, and msgspec does not read."""
@@ -46,7 +46,7 @@ def iterate_json(path: Path, kind: Any) -> Iterator[tuple[str, Any]]:
             value = _decode(where, line, kind)
         except msgspec.DecodeError as error:
             if not first:
-                raise TraceError(f"{where} is no JSON: {error}; {_NEXT}") from error
+                raise TraceError(f"{where} is no JSON: {error}; {_CAUSE}") from error
             where, start = str(path), len(data)  # a document over several lines
             value = decode_json(f"{path}, read as one document,", memoryview(data), kind)
         first = False
@@ -58,7 +58,7 @@ def decode_json(where: str, text: bytes | memoryview, kind: Any) -> Any:
     try:
         return _decode(where, text, kind)
     except msgspec.DecodeError as error:
-        raise TraceError(f"{where} is no JSON: {error}; {_NEXT}") from error
+        raise TraceError(f"{where} is no JSON: {error}; {_CAUSE}") from error
 
 
 def decode_lists(where: str, text: Raw) -> Any:
@@ -75,7 +75,7 @@ def decode_lists(where: str, text: Raw) -> Any:
 
 
 def _decode(where: str, text: bytes | memoryview, kind: Any) -> Any:
-    """Return the value of a text; raises DecodeError for what is no JSON, else TraceError."""
+    """Return the value of a text; raises DecodeError for what is no JSON, TraceError for wrong types and depths."""
     if len(text) > 3 * MAX_CONTAINERS and _count(text, b"{") > MAX_CONTAINERS:
         objects = _count(text, b"{") - 2 * _count(text, b'"logprob"')  # those of log-probs are passed over
         if objects > MAX_CONTAINERS:
@@ -92,11 +92,11 @@ def _decode(where: str, text: bytes | memoryview, kind: Any) -> Any:
             replaced = _PYTHON_ONLY.sub(lambda found: b"\\u003f" if found[0][:1] == b"\\" else b"null", text)
             return msgspec.json.decode(replaced, type=kind)
     except msgspec.ValidationError as error:
-        raise TraceError(f"{where}: {error}; {_NEXT}") from error
+        raise TraceError(f"{where}: {error}; {_CAUSE}") from error
     except UnicodeDecodeError as error:
         raise msgspec.DecodeError(str(error)) from error
     except RecursionError as error:
-        raise TraceError(f"{where} is nested too deeply; {_NEXT}") from error
+        raise TraceError(f"{where} is nested too deeply; {_CAUSE}") from error
 
 
 def _count(text: bytes | memoryview, token: bytes) -> int:
@@ -104,7 +104,7 @@ def _count(text: bytes | memoryview, token: bytes) -> int:
 
 
 def list_length(text: Raw) -> int | None:
-    """Return the entries of a list of numbers, which is not made; None: it is no such list."""
+    """Return how many numbers a list has, without decoding it; None: it is no list of numbers."""
     held = bytes(text).strip()
     if held[:1] != b"[" or any(held.find(one, 1) > 0 for one in (b"[", b"{", b'"')):
         return None
