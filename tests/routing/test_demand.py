@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from relibra import Demand, TraceError
 from relibra.routing.demand import count_token_slots, iterate_micro_batch_load
-from relibra.routing.synthetic import TraceShape, balanced_trace
+from relibra.routing.synthetic import TraceShape
 from relibra.routing.trace_files import split_samples
 from tests.routing.slow_statistics import micro_batch_load
-from tests.routing.traces import traces
+from tests.routing.traces import balanced_trace, traces
 
 
 def count_token_slots_reference(experts_TLK, valid_T, bounds, num_experts):

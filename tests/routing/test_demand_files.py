@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from relibra import Demand, ScheduledDemand, TraceError
 from relibra.routing.demand_files import FORMAT, read_demand, read_scheduled_demand, write_demand
 from relibra.routing.statistics import co_activation
-from relibra.routing.synthetic import TraceShape, balanced_trace
+from relibra.routing.synthetic import TraceShape
 from relibra.routing.tensor_files import write_tensors
-from tests.routing.traces import assert_same, traces
+from tests.routing.traces import assert_same, balanced_trace, traces
 
 in_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from relibra import ConfigError
 from relibra.routing.statistics import rank_skew
-from relibra.routing.synthetic import TraceShape, balanced_trace, demo_demand, domain_trace
+from relibra.routing.synthetic import TraceShape, demo_demand, domain_trace
 from tests.routing.slow_statistics import cosine_to_mean, micro_batch_load
-from tests.routing.traces import assert_same
+from tests.routing.traces import assert_same, balanced_trace
 
 SHAPE = TraceShape(rows_per_sample=[256] * 32, num_layers=3, num_experts=64, top_k=6)
 

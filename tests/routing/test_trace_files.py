@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from relibra import RoutingTrace, TraceError, iterate_trace, read_trace, write_trace
-from relibra.routing.synthetic import TraceShape, balanced_trace
+from relibra.routing.synthetic import TraceShape
 from relibra.routing.trace import concatenate
 from relibra.routing.trace_files import INDEX, TraceIndex, TraceWriter, index_of, read_index, write_index
-from tests.routing.traces import assert_same, traces
+from tests.routing.traces import assert_same, balanced_trace, traces
 
 
 @pytest.fixture
@@ -254,9 +254,11 @@ def test_streaming_holds_one_piece_at_a_time(tmp_path):
 
 _KILLED_WRITER = """
 import sys
-from relibra.routing.synthetic import TraceShape, balanced_trace
+import numpy as np
+from relibra.routing.synthetic import TraceShape, domain_trace
 from relibra.routing.trace_files import TraceWriter
-trace = balanced_trace(TraceShape(rows_per_sample=[200] * 50, num_layers=8, num_experts=64, top_k=4))
+shape = TraceShape(rows_per_sample=[200] * 50, num_layers=8, num_experts=64, top_k=4)
+trace = domain_trace(shape, np.random.default_rng(0))
 for i in range(10_000):
     with TraceWriter(f"{sys.argv[1]}/{i:05d}", shard_rows=2000) as writer:
         writer.append(trace)

@@ -286,6 +286,19 @@ def test_random_bytes_do_not_stop_a_worker():
         there_and_back(workers.exchange(stack), [0, 1, 1])
 
 
+def test_connections_that_say_nothing_delay_nobody():
+    with contextlib.ExitStack() as stack:
+        workers = Workers(stack, "tcp", ((0, 1),))
+        host, _, port = workers.addresses[0].rpartition(":")
+        exchange = workers.exchange(stack)
+        for _ in range(20):
+            stack.enter_context(socket.create_connection((host, int(port))))
+        began = time.monotonic()
+        there_and_back(exchange, [0, 1, 1])
+        there_and_back(workers.exchange(stack, attention=1), [1, 0])
+        assert time.monotonic() - began < 2.0
+
+
 def test_no_worker_at_an_address_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]

@@ -68,7 +68,11 @@ def domain_trace(
         start_SE, end_SE = ends_2XLE[0, domain_S, layer], ends_2XLE[1, domain_S, layer]
         log_weight_SE = np.cos(angle_S)[:, None] * start_SE + np.sin(angle_S)[:, None] * end_SE
         experts_LTK.append(_draw_experts(log_weight_SE[sample_T], shape.top_k, rng))
-    return _build_trace(shape, experts_LTK, f"synthetic domains, {num_domains}, drift {drift:g}", domain_S)
+    experts_TLK = np.stack(experts_LTK, axis=1).astype(expert_dtype(shape.num_experts))
+    samples = np.split(experts_TLK, np.cumsum(shape.rows_per_sample)[:-1])
+    source = f"synthetic domains, {num_domains}, drift {drift:g}"
+    groups = domain_S.tolist()
+    return RoutingTrace.from_samples(samples, num_experts=shape.num_experts, group_ids=groups, source=source)
 
 
 def demo_demand(
@@ -101,13 +105,6 @@ def demo_demand(
     return schedule_samples(domain_trace(shape, np.random.default_rng(seed)), rank_tokens, num_ranks)
 
 
-def balanced_trace(shape: TraceShape) -> RoutingTrace:
-    """Generate round-robin routes: every run of E / gcd(E, K) tokens loads all experts equally."""
-    number_TK = np.arange(shape.num_rows * shape.top_k, dtype=np.int64).reshape(shape.num_rows, shape.top_k)
-    experts_LTK = [(number_TK + layer) % shape.num_experts for layer in range(shape.num_layers)]
-    return _build_trace(shape, experts_LTK, "synthetic, forced balance")
-
-
 def _draw_experts(log_weight_TE: Float64[ndarray, "T E"], top_k: int, rng: Generator) -> Int64[ndarray, "T K"]:
     """Return K different experts per token, most likely first, a bounded number of rows at a time."""
     T, E = log_weight_TE.shape
@@ -117,12 +114,3 @@ def _draw_experts(log_weight_TE: Float64[ndarray, "T E"], top_k: int, rng: Gener
         score_TE = log_weight_TE[start : start + step] + rng.gumbel(size=(min(step, T - start), E))
         picked_TK[start : start + step] = np.argpartition(-score_TE, top_k - 1, axis=1)[:, :top_k]
     return picked_TK
-
-
-def _build_trace(
-    shape: TraceShape, experts_LTK: Sequence[ndarray], source: str, group_ids: ndarray | None = None
-) -> RoutingTrace:
-    experts_TLK = np.stack(experts_LTK, axis=1).astype(expert_dtype(shape.num_experts))
-    samples = np.split(experts_TLK, np.cumsum(shape.rows_per_sample)[:-1])
-    groups = None if group_ids is None else group_ids.tolist()
-    return RoutingTrace.from_samples(samples, num_experts=shape.num_experts, group_ids=groups, source=source)

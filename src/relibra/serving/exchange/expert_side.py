@@ -34,6 +34,8 @@ from relibra.serving.exchange.messages import (
 
 GREETING_SECONDS = 5.0
 """How long a connection may take to say who it is."""
+_MOST_GREETINGS = 64
+"""Connections that may take it at the same time."""
 LONGEST_SENTENCE = 2000
 
 
@@ -149,6 +151,7 @@ class ExpertInbox:
         self._selector.register(self._woken, selectors.EVENT_READ, partial(self._woken.recv, 1 << 10))
         self._ready: deque[Message] = deque()
         self._slots: set[SlotChannel] = set()
+        self._greeting, self._arrived = set[Channel](), deque[SlotChannel]()
         self._closed = self._ending = False
 
     def next(self, timeout: float | None = None) -> Message | None:
@@ -160,7 +163,9 @@ class ExpertInbox:
                 return None
             for key, _ in self._selector.select(left):
                 key.data()
-            if self._ending and not self._slots:
+            while self._arrived:
+                self._open(self._arrived.popleft())
+            if self._ending and not self._greeting and not self._arrived and not self._slots:  # as they go on
                 self._closed = True
         return self._ready.popleft() if self._ready else None
 
@@ -176,7 +181,9 @@ class ExpertInbox:
 
     def release(self) -> None:
         """Give back all sockets, when no thread uses the inbox any more; again has no effect."""
-        for slot in list(self._slots):
+        for channel in list(self._greeting):
+            channel.shut_down()
+        for slot in [*self._slots, *self._arrived]:
             slot.channel.shut_down()
             if slot.hello.shared_rows:
                 slot.channel.close()  # others are closed by their threads
@@ -207,23 +214,36 @@ class ExpertInbox:
         self._wake_up()
 
     def _accept(self) -> None:
-        """Welcome a connection that knows the secret and has our sizes; refuse any other."""
+        """Greet a connection in a thread of its own: it may be silent until its time is over."""
         channel = Channel(self._listener.accept()[0])
+        if len(self._greeting) >= _MOST_GREETINGS:
+            channel.close()
+            return
+        self._greeting.add(channel)
+        threading.Thread(target=self._welcome, args=(channel,), name="greeting", daemon=True).start()
+
+    def _welcome(self, channel: Channel) -> None:
+        """Welcome a connection that knows the secret and has our sizes; refuse any other."""
         try:
             channel.limit(receive=GREETING_SECONDS, send=GREETING_SECONDS)
             slot = self._greeted(channel)
             channel.send(Done())
+            self._arrived.append(slot)
         except (OSError, EngineError, ValueError, RuntimeError, MemoryError) as error:
             with contextlib.suppress(OSError):
                 channel.send(Failure(f"refused: {error}"[:LONGEST_SENTENCE]))
             channel.close()
-            return
+        self._greeting.discard(channel)
+        self._wake_up()
+
+    def _open(self, slot: SlotChannel) -> None:
+        """Take messages from a channel."""
         shared, timeout = slot.hello.shared_rows > 0, self._shape.timeout
-        channel.limit(receive=timeout if shared else 0.0, send=timeout)
+        slot.channel.limit(receive=timeout if shared else 0.0, send=timeout)
         self.counters.open_channel(buffers=2)
         self._slots.add(slot)
         if shared:
-            self._selector.register(channel, selectors.EVENT_READ, partial(self._take, slot))
+            self._selector.register(slot.channel, selectors.EVENT_READ, partial(self._take, slot))
         else:
             threading.Thread(target=self._take_all, args=(slot,), name="reader", daemon=True).start()
 
