@@ -34,6 +34,23 @@ def test_a_ledger_counts_storages_once_and_owners_afterwards():
     assert "b" not in peaks["first"]
 
 
+def test_peaks_in_a_place_are_told_apart():
+    """The fuller one of few layers is not that of many: both are lines of an estimate."""
+    ledger, kept = Ledger(), []
+    ledger.begin("update")
+    for place, sizes in (("the last layer", (300, 4096)), ("", (200,)), ("the first layer", (8192,))):
+        ledger.place = place
+        for size in sizes:
+            kept.append(torch.zeros(size, dtype=torch.uint8))
+            ledger.see(kept[-1], "activations", "line")
+        del kept[1:]
+        gc.collect()
+    peaks = ledger.peaks()["update"]
+    assert sum(peaks["line"].values()) == sum(peaks["line in the first layer"].values()) == 512 + 8192
+    assert sum(peaks["line in the last layer"].values()) == 512 + 4096
+    assert set(peaks) == {"", "line", "line in the first layer", "line in the last layer"}
+
+
 def test_page_locked_memory_is_a_power_of_two():
     ledger = Ledger()
     ledger.see(torch.zeros(1025), "page-locked", "", power_of_two=True)

@@ -89,9 +89,14 @@ class FakeDeviceMode(TorchDispatchMode):
             ledger.begin(LAYERS)
 
     def watch_layers(self, layers: Sequence[nn.Module]) -> None:
-        """Tell waits between the first and the last of these layers from others."""
+        """Tell waits between the first and the last of these layers from others, and peaks in these two."""
+        # A backward pass frees inputs and makes gradients, so which one is fuller changes with the number of layers.
         layers[0].register_forward_pre_hook(lambda *_: setattr(self, "_in_layers", True))
         layers[-1].register_forward_hook(lambda *_: setattr(self, "_in_layers", False))
+        places = {0: "the first layer", len(layers) - 1: "the last layer"}
+        for place, layer in ((places.get(number, ""), layer) for number, layer in enumerate(layers)):
+            for part in layer.children():  # hooks of a layer itself are outside of what is recomputed
+                part.register_forward_pre_hook(lambda *_, place=place: setattr(self.device, "place", place))
 
     def own(self, part: str, tensors: Iterable[Tensor | None]) -> None:
         """Count the storages of tensors of the device to a part."""
@@ -194,7 +199,8 @@ class FakeDeviceMode(TorchDispatchMode):
         if not isinstance(out, FakeTensor) or out.dtype.is_floating_point or out.numel() > _MOST_KNOWN:
             return
         name = func._schema.name
-        if func.namespace != "aten" or "empty" in name or "rand" in name or _writes(func):
+        writes = any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments)
+        if func.namespace != "aten" or "empty" in name or "rand" in name or writes:
             return
         if any(getattr(one, "known", None) is None for one in fakes):
             return
@@ -335,10 +341,6 @@ def _present() -> FakeDeviceMode:
 
 def _known_of(value: Any) -> Any:
     return value.known if isinstance(value, FakeTensor) else value  # type: ignore[attr-defined]
-
-
-def _writes(func: Any) -> bool:
-    return any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments)
 
 
 def _line() -> str:

@@ -25,15 +25,16 @@ BLOCK = 512
 class Ledger:
     """Storages of one device.
 
-    now   bytes of the storages that are alive
+    now     bytes of the storages that are alive
+    place   where in the model the run is, if peaks there are told apart
     """
 
     def __init__(self) -> None:
         """Begin without storages."""
-        self.now = 0
+        self.now, self.place = 0, ""
         self._live: dict[int, list[Any]] = {}  # by address of the storage: number, bytes, weak reference
         self._events: list[tuple[int, int]] = []  # number of a storage, change in bytes
-        self._lines: list[str] = []  # of each storage, by number: what made it
+        self._lines: list[tuple[str, ...]] = []  # of each storage, by number: what made it, and with the place
         self._parts: list[str] = []
         self._phases: list[tuple[int, str]] = []  # first event of each
 
@@ -51,7 +52,7 @@ class Ledger:
         known = self._live.get(storage._cdata)
         if known is None or known[2]() is not storage:
             number = len(self._lines)
-            self._lines.append(line)
+            self._lines.append((line, f"{line} in {self.place}") if self.place else (line,))
             self._parts.append(part)
             gone = weakref.ref(storage, partial(self._gone, storage._cdata))
             known = self._live[storage._cdata] = [number, 0, gone]
@@ -79,7 +80,7 @@ class Ledger:
                 self._parts[known[0]] = part
 
     def peaks(self) -> Peaks:
-        """Return, by phase and by line that made a storage, the parts at the largest sum when it did."""
+        """Return, by phase and by line that made a storage, the parts at the largest sum when it did; also by place."""
         found: Peaks = {}
         total, now = 0, Counter[str]()
         phases = [*self._phases, (len(self._events), "")]
@@ -90,8 +91,9 @@ class Ledger:
             for number, change in self._events[start:end]:
                 total += change
                 now[self._parts[number]] += change
-                if change > 0 and total > sum(lines.get(self._lines[number], {}).values()):
-                    lines[self._lines[number]] = {part: nbytes for part, nbytes in now.items() if nbytes}
+                for line in self._lines[number] if change > 0 else ():
+                    if total > sum(lines.get(line, {}).values()):
+                        lines[line] = {part: nbytes for part, nbytes in now.items() if nbytes}
         return found
 
     def _set(self, known: list[Any], nbytes: int) -> None:

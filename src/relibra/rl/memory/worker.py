@@ -182,7 +182,11 @@ def _helping(config: RunConfig, before: Estimate, estimate: Callable[[RunConfig]
     """Yield settings that save memory, each with all before it, up to one with which the run fits."""
     for name, value in _LEVERS:
         changed = with_setting(config, name, value)
-        if changed is not None and name != "rollout.engine" and _num_broken(changed) > _num_broken(config):
+        if (
+            changed is not None
+            and name != "rollout.engine"
+            and len([*broken_rules(changed)]) > len([*broken_rules(config)])
+        ):
             continue  # it does not go with what is set; a server needs its address, which nobody knows here
         after = before if changed is None else estimate(changed)
         saves = before.peak.total - after.peak.total
@@ -191,10 +195,6 @@ def _helping(config: RunConfig, before: Estimate, estimate: Callable[[RunConfig]
             config, before = changed, after
         if after.fits:
             return
-
-
-def _num_broken(config: RunConfig) -> int:
-    return len(list(broken_rules(config)))
 
 
 def main() -> None:

@@ -302,8 +302,7 @@ def _layer_passes(
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Yield hidden states `[1, T, D]` before and after each decoder layer in a pass; the logits without such layers.
 
-    given   of another pass: its inputs are fed to the layers. Else rounding in one layer grows in those behind it,
-            whose tokens choose other experts: with random weights, to any size
+    given   of another pass: its inputs are fed to the layers; else rounding grows from layer to layer, to any size
     """
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)] or [model]
     passes, handles = list[tuple[Tensor, Tensor]](), list[RemovableHandle]()

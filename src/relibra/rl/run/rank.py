@@ -124,8 +124,8 @@ def _join_and_train(
 ) -> tuple[Path, bool]:
     device = choose_device(launched.local_rank, launched.num_local_ranks)
     if launched.rank == 0:
-        name = "" if device.type == "cpu" else f" ({torch.cuda.get_device_name(device)})"
-        print(f"device {device.type}{name}", file=sys.stderr, flush=True)
+        name = [f"({torch.cuda.get_device_name(device)})"] if device.type == "cuda" else []
+        print("device", device.type, *name, file=sys.stderr, flush=True)
     timeout, patience = config.parallel.timeout_seconds, config.parallel.heartbeat_seconds
     met = connect_ranks(timeout, attempt=launched.restarts)
     run, created = open_folder(met)

@@ -186,9 +186,8 @@ def site_of(plan: Plan, expert_LYP: Int[ndarray, "L Y P"] | None = None, compute
     if isinstance(plan, ColocatedPlan) and plan.kind == "tensor":
         made = SlicedCompute(attention_node=attention, expert_node=experts, hand_over=plan.hand_over_seconds)
     if expert_LYP is None:
-        in_order_YP = np.arange(receivers * per_node).reshape(receivers, per_node)
-        in_order_YP = np.where(in_order_YP < plan.model.experts, in_order_YP, -1)
-        expert_LYP = np.repeat(in_order_YP[None], plan.model.layers, axis=0)
+        place_YP = np.arange(receivers * per_node).reshape(receivers, per_node)
+        expert_LYP = np.tile(np.where(place_YP < plan.model.experts, place_YP, -1), (plan.model.layers, 1, 1))
     _check_placed(plan, expert_LYP, receivers)
     shared = isinstance(plan, ColocatedPlan)
     same_XY = np.zeros((senders, receivers), dtype=bool)
