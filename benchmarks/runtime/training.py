@@ -390,8 +390,7 @@ def main() -> None:
             f"{platform.python_version()}, commit {commit()[:12]}; random weights and routes. {UNIT}"
         )
     if not options.quick:
-        given = f' BENCH="{shlex.join(sys.argv[1:])}"' if sys.argv[1:] else ""
-        words = f"make bench-gpus GPUS={per_node}{given}"
+        words = f"relibra bench training {shlex.join(sys.argv[1:])}".strip()  # on several GPUs under torchrun
         print(write_results("training", rows, words, options.output), file=sys.stderr)
 
 

@@ -10,7 +10,8 @@ from typer.main import get_command
 from relibra import Demand, read_trace, write_trace
 from relibra.cli.main import app
 from relibra.routing.statistics import rank_skew
-from relibra.routing.synthetic import TraceShape, balanced_trace, domain_trace
+from relibra.routing.synthetic import TraceShape, domain_trace
+from tests.routing.traces import balanced_trace
 
 
 @pytest.fixture

@@ -40,10 +40,11 @@ from relibra.routing.readers import open_trace
 from relibra.routing.readers.given_schedule import read_schedule, schedule_of
 from relibra.routing.readers.npz_arrays import load_arrays, parse_npy
 from relibra.routing.statistics import co_activation
-from relibra.routing.synthetic import TraceShape, balanced_trace
+from relibra.routing.synthetic import TraceShape
 from relibra.timeline import Event, Timeline, read_timeline, write_timeline
 from tests.fuzz.mutations import mutate_array, mutate_bytes, mutate_json, pick
 from tests.planning.plans import planned_step
+from tests.routing.traces import balanced_trace
 
 
 @cache
