@@ -70,13 +70,7 @@ def report(request: ReportRequest) -> None:
     if _is_plan(request.path):
         page = _report_plans(request)
     elif request.other is not None:
-        from relibra.reporting.pages.comparison_page import write_comparison
-
-        path, other = request.path, request.other
-        if _is_plan(other):
-            raise ConfigError(f"{path} is a run and {other} a plan: compare two runs, or two plans")
-        name = f"{path.resolve().name}-{other.resolve().name}.report.html"
-        page = write_comparison(path, other, request.output or Path(name))
+        page = _report_two_runs(request.path, request.other, request.output)
     else:
         page = _report_recording(request)
     typer.echo(json.dumps({"report": str(page)}) if request.as_json else printable(str(page)))
@@ -100,6 +94,14 @@ def _report_recording(request: ReportRequest) -> Path:
             model=None if request.model is None else open_model(request.model),
             timelines=timelines,
         )
+
+
+def _report_two_runs(path: Path, other: Path, output: Path | None) -> Path:
+    from relibra.reporting.pages.comparison_page import write_comparison
+
+    if _is_plan(other):
+        raise ConfigError(f"{path} is a run and {other} a plan: compare two runs, or two plans")
+    return write_comparison(path, other, output or Path(f"{path.resolve().name}-{other.resolve().name}.report.html"))
 
 
 def _report_plans(request: ReportRequest) -> Path:

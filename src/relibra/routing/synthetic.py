@@ -71,8 +71,7 @@ def domain_trace(
     experts_TLK = np.stack(experts_LTK, axis=1).astype(expert_dtype(shape.num_experts))
     samples = np.split(experts_TLK, np.cumsum(shape.rows_per_sample)[:-1])
     source = f"synthetic domains, {num_domains}, drift {drift:g}"
-    groups = domain_S.tolist()
-    return RoutingTrace.from_samples(samples, num_experts=shape.num_experts, group_ids=groups, source=source)
+    return RoutingTrace.from_samples(samples, num_experts=shape.num_experts, group_ids=domain_S.tolist(), source=source)
 
 
 def demo_demand(

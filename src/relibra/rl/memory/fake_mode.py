@@ -94,9 +94,9 @@ class FakeDeviceMode(TorchDispatchMode):
         layers[0].register_forward_pre_hook(lambda *_: setattr(self, "_in_layers", True))
         layers[-1].register_forward_hook(lambda *_: setattr(self, "_in_layers", False))
         places = {0: "the first layer", len(layers) - 1: "the last layer"}
-        for place, layer in ((places.get(number, ""), layer) for number, layer in enumerate(layers)):
+        for number, layer in enumerate(layers):
             for part in layer.children():  # hooks of a layer itself are outside of what is recomputed
-                part.register_forward_pre_hook(lambda *_, place=place: setattr(self.device, "place", place))
+                part.register_forward_pre_hook(lambda *_, at=number: setattr(self.device, "place", places.get(at, "")))
 
     def own(self, part: str, tensors: Iterable[Tensor | None]) -> None:
         """Count the storages of tensors of the device to a part."""

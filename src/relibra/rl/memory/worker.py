@@ -182,11 +182,8 @@ def _helping(config: RunConfig, before: Estimate, estimate: Callable[[RunConfig]
     """Yield settings that save memory, each with all before it, up to one with which the run fits."""
     for name, value in _LEVERS:
         changed = with_setting(config, name, value)
-        if (
-            changed is not None
-            and name != "rollout.engine"
-            and len([*broken_rules(changed)]) > len([*broken_rules(config)])
-        ):
+        broken, broken_now = (len([*broken_rules(one)]) for one in (changed or config, config))
+        if name != "rollout.engine" and broken > broken_now:
             continue  # it does not go with what is set; a server needs its address, which nobody knows here
         after = before if changed is None else estimate(changed)
         saves = before.peak.total - after.peak.total
