@@ -1,7 +1,13 @@
 """NeMo-RL itself: its policy cuts batches of its own in the driver, with relibra and without; workers are not started.
 
-Needs a checkout of NeMo-RL, which NEMO_RL_SOURCE names, and an interpreter with what its driver imports, NEMO_RL_PYTHON
-(docs/guides/trainers.md).
+Needs a checkout of NeMo-RL (NEMO_RL_SOURCE), and an interpreter with what its driver imports (NEMO_RL_PYTHON). For a
+checkout in RL:
+
+    python3 -m venv .venv-nemo-rl
+    .venv-nemo-rl/bin/pip install torch==2.13.0 . transformers==5.8.1 "ray[default]" omegaconf hydra-core pillow
+    .venv-nemo-rl/bin/pip install requests nvidia-ml-py tensordict datasets pyzmq uvicorn fastapi mlflow swanlab wandb
+    .venv-nemo-rl/bin/pip install tensorboard
+    NEMO_RL_SOURCE=RL NEMO_RL_PYTHON=.venv-nemo-rl/bin/python python -m pytest tests/integrations/nemo_rl
 """
 
 import json
@@ -24,7 +30,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         not ((SOURCE / "nemo_rl").is_dir() and PYTHON.exists()),
-        reason=f"no NeMo-RL at {SOURCE} or no {PYTHON}: set NEMO_RL_SOURCE, NEMO_RL_PYTHON (docs/guides/trainers.md)",
+        reason=f"no NeMo-RL at {SOURCE} or no {PYTHON}: set NEMO_RL_SOURCE, NEMO_RL_PYTHON (first lines of this file)",
     ),
 ]
 
