@@ -5,6 +5,7 @@ Also which signals stop a run.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -16,6 +17,8 @@ from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Ctrl-C, and what schedulers send some time before they kill: the first one stops a run after its step."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Options of glibc's `mallopt`. It raises both by itself while a program runs, to at most 64 and 32 MiB."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +56,20 @@ def environment_of_dry_run() -> dict[str, str]:
 
 
 @contextmanager
-def without_read_ahead() -> Iterator[None]:
-    """Let transformers read a tensor of a file when it is used, in place of threads that read ahead of that."""
-    name = "HF_DEACTIVATE_ASYNC_LOAD"
+def in_little_memory() -> Iterator[None]:
+    """Let transformers read a tensor of a file when it is used, and glibc return what is freed of 128 KiB and more.
+
+    Else threads read ahead, and glibc keeps tensors that were freed for later ones: half of a model as it is loaded.
+    """
+    name, set_option = "HF_DEACTIVATE_ASYNC_LOAD", getattr(ctypes.CDLL(None), "mallopt", lambda *_: 1)
     before = os.environ.get(name)
     os.environ[name] = "1"
+    set_option(_MMAP_THRESHOLD, 128 << 10)
     try:
         yield
     finally:
+        set_option(_MMAP_THRESHOLD, 32 << 20)
+        set_option(_TRIM_THRESHOLD, 64 << 20)
         os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 

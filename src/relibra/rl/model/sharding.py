@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from transformers.distributed.sharding_utils import DtensorShardOperation
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
-from relibra.environment import without_read_ahead
+from relibra.environment import in_little_memory
 from relibra.errors import ConfigError, RelibraError
 from relibra.parallel import logical_parameters, register
 from relibra.parallel.adapters import add_adapters, is_adapter, merged
@@ -83,7 +84,7 @@ def load_sharded(
         )
     adapt = partial(add_adapters, rank=lora.rank, alpha=lora.alpha) if lora and lora.rank else None
     held = torch.bfloat16 if mixed and (frozen or adapt) else torch.float32
-    with quiet_loading(), tied_before_sharding(adapt), _own_slices(), without_read_ahead():
+    with quiet_loading(), tied_before_sharding(adapt), _own_slices(), in_little_memory():
         model = model_class.from_pretrained(path, config=model_config, dtype=held, **options).to(device)
     if adapt:
         if num_ranks == 1:
@@ -175,11 +176,8 @@ def tied_before_sharding(adapt: Callable[[nn.Module], None] | None = None) -> It
             )
         return tp_plan, ep_plan, fsdp_plan
 
-    mixin._resolve_parallel_plans = tie_and_resolve
-    try:
+    with patch.object(mixin, "_resolve_parallel_plans", tie_and_resolve):
         yield
-    finally:
-        mixin._resolve_parallel_plans = resolve
 
 
 @contextmanager
@@ -194,11 +192,8 @@ def _own_slices() -> Iterator[None]:
         found: Tensor | None = shard(*given, **named)
         return found if found is None or found.untyped_storage().nbytes() <= found.nbytes else found.clone()
 
-    DtensorShardOperation.shard_tensor = shard_and_copy
-    try:
+    with patch.object(DtensorShardOperation, "shard_tensor", shard_and_copy):
         yield
-    finally:
-        DtensorShardOperation.shard_tensor = shard
 
 
 def set_tied(model_config: Any, *, tied: bool) -> None:
@@ -250,7 +245,6 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield each parameter by name, gathered in full, experts in logical order; collective, no expert moves.
 
     Adapters are not among them: they are merged, in float32, into the weights beside which they are trained.
-
     One full parameter is in memory at a time; every rank must consume all of them.
     """
     yield from merged(model, separate_parameters(model))
@@ -272,19 +266,16 @@ def load_parameters(path: str, names: Sequence[str], model_config: Any, settings
 
     names   of parameters, at least one
     """
-    kept, dispatch = set(names), modeling_utils.accelerate_dispatch
-    modeling_utils.accelerate_dispatch = lambda *_: None  # it would prepare a model on two devices for its forward pass
-    try:
-        with loading(f"model.path {path!r}"), quiet_loading():
-            model = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=model_config,
-                dtype=torch.float32,
-                trust_remote_code=settings.trust_remote_code,
-                device_map={"": "meta", **dict.fromkeys(kept, "cpu")},
-            )
-    finally:
-        modeling_utils.accelerate_dispatch = dispatch
+    # It would prepare a model on two devices for its forward pass.
+    unprepared = patch.object(modeling_utils, "accelerate_dispatch", lambda *_: None)
+    with unprepared, loading(f"model.path {path!r}"), quiet_loading():
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=model_config,
+            dtype=torch.float32,
+            trust_remote_code=settings.trust_remote_code,
+            device_map={"": "meta", **dict.fromkeys(set(names), "cpu")},
+        )
     return {name: model.get_parameter(name).detach() for name in names}
 
 

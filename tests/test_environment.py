@@ -1,0 +1,33 @@
+"""Memory that is freed while a model loads."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relibra.environment import in_little_memory
+
+MIB = 1 << 20
+
+
+def resident_mib():
+    """Return the memory of this process that no file backs, in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+
+
+def freed_mib():
+    """Return what the system gets back of every other of 64 blocks of a MiB, one of which was freed before."""
+    blocks = np.ones(MIB, np.uint8)
+    blocks = [np.ones(MIB, np.uint8) for _ in range(64)]
+    before = resident_mib()
+    del blocks[::2]
+    return before - resident_mib()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_freed_blocks_are_returned_while_a_model_loads():
+    with in_little_memory():
+        assert freed_mib() > 30
+    assert freed_mib() < 2
