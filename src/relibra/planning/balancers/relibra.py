@@ -44,7 +44,7 @@ _WORTH_SLOTS = 0.001
 _NEARLY_CHEAPEST = 0.08
 """Numbers of slots up to this share dearer than the cheapest are priced with packed samples too."""
 _FINALISTS, _MOST_FINALISTS, _FINAL = 4_000, 3, 0.015
-"""Layers x micro-batches up to which so many numbers of slots are planned whole: those within a share of the best."""
+"""Steps of up to so many layers x micro-batches plan so many numbers of slots whole, within this share of the best."""
 TOLERANCES = (1, 5, 20)
 """Accepted unevenness that is tried, as multiples of the budget's tolerance."""
 _WORTH_MOVING_AGAIN = 0.05

@@ -165,9 +165,8 @@ class ExpertInbox:
                 key.data()
             while self._arrived:
                 self._open(self._arrived.popleft())
-            if (
-                self._ending and not self._greeting and not self._arrived and not self._slots
-            ):  # a channel goes through them so
+            # A channel passes through these in this order.
+            if self._ending and not self._greeting and not self._arrived and not self._slots:
                 self._closed = True
         return self._ready.popleft() if self._ready else None
 
