@@ -19,7 +19,10 @@ def assert_equals_dense(case, results_R):
         torch.testing.assert_close(logits[s], expected["logits"][s], **CLOSE)
     assert sum(result["loss"] for result in results_R) == pytest.approx(expected["loss"], rel=1e-5)
     for result in results_R:
-        assert_gradients_close(result["gradients"], expected["gradients"], "")
+        if case.autocast:  # what is rounded to bfloat16 on two ranks may round the other way
+            assert relative_error([result], expected["gradients"]) < 0.01
+        else:
+            assert_gradients_close(result["gradients"], expected["gradients"], "")
 
 
 def assert_gradients_close(found, expected, name):
