@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from relibra import Demand, iterate_trace, write_trace
+from relibra import Demand, RelibraError, iterate_trace, write_trace
 from relibra.routing.statistics import rank_skew
 from relibra.routing.synthetic import TraceShape, domain_trace
 
@@ -23,7 +23,10 @@ def made_trace(folder: Path) -> Path:
 
 with tempfile.TemporaryDirectory() as folder:
     trace = Path(sys.argv[1]) if len(sys.argv) > 1 else made_trace(Path(folder))
-    demand = Demand.from_traces(iterate_trace(trace))  # holds one piece at a time
+    try:
+        demand = Demand.from_traces(iterate_trace(trace))  # holds one piece at a time
+    except RelibraError as error:
+        sys.exit(str(error))
 
 load_LE = demand.counts_SLE.sum(axis=0)
 for ranks in (ranks for ranks in (2, 4, 8, 16) if demand.num_experts % ranks == 0):
