@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from relibra.engine.sequence import SamplingParameters
 from relibra.errors import ConfigError
 from relibra.serving.channel import Progress, read_frame
-from relibra.serving.server.admission import Admission, ServerLimits
+from relibra.serving.server.admission import Admission
 from relibra.serving.server.choice import make_choices
 from relibra.serving.server.metrics import CountAnswers, ServerMetrics
 from relibra.serving.server.serve import ServerSettings, key_check, read_api_keys
@@ -191,12 +191,9 @@ class NoWorkers(WorkerClients):
     def cancel(self, choice):
         self.cancelled.append(choice)
 
-    def end_answers(self, _why):
-        pass
-
-    def cut_answers(self):
+    def end_answers(self, finish, error=""):
         for choice in self.begun:
-            choice.cut()
+            choice.end(finish, error)
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -230,8 +227,8 @@ def choices_of(samples):
 
 
 def admission_of(room=0, deadline=5.0, **limits):
-    limits = {"waiting": 2, "open": 3} | limits
-    return Admission(NoWorkers(room), ServerLimits(at_worker=1, deadline=deadline, **limits), ServerMetrics())
+    limits = {"most_waiting": 2, "most_open": 3} | limits
+    return Admission(NoWorkers(room), ServerMetrics(), at_worker=1, deadline=deadline, **limits)
 
 
 @contextlib.contextmanager
@@ -253,7 +250,7 @@ async def started(admission, samples):
 
 def test_full_queue_takes_no_more_and_error_has_the_numbers():
     async def fill():
-        admission = admission_of(waiting=2, open=3)
+        admission = admission_of(most_waiting=2, most_open=3)
         await started(admission, 1)
         with refused(429, r"1 of 2 .* adds 2"):
             await anext(admission.run(choices_of(2)))
@@ -272,7 +269,7 @@ def test_full_queue_takes_no_more_and_error_has_the_numbers():
 
 def test_choices_begin_in_order_and_end_with_their_request():
     async def serve():
-        admission = admission_of(room=2, waiting=4, open=8)
+        admission = admission_of(room=2, most_waiting=4, most_open=8)
         clients = admission.clients
         await started(admission, 3)
         later, waiting = await started(admission, 1)
@@ -295,7 +292,7 @@ def test_choices_begin_in_order_and_end_with_their_request():
 
 def test_a_pause_ends_answers_with_what_they_have():
     async def serve():
-        admission = admission_of(room=1, waiting=4, open=8)
+        admission = admission_of(room=1, most_waiting=4, most_open=8)
         begun, waits = await started(admission, 1)
         queued, waits_too = await started(admission, 1)
         admission.clients.begun[0].put(Progress(number=0, token=3, log_prob=-1.0))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
 
 from fastapi import HTTPException
 
+from relibra.engine.sequence import FinishReason
 from relibra.serving.server.choice import Choice
 from relibra.serving.server.metrics import ServerMetrics
 from relibra.serving.server.workers import WorkerClients
@@ -16,28 +16,29 @@ from relibra.serving.server.workers import WorkerClients
 SOON = {"Retry-After": "1"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerLimits:
-    """Limits of an API server.
-
-    at_worker   choices that are sent to one worker at once: those that it decodes, and some that take their slots
-    waiting     most choices in the queue
-    open        most choices in all: in the queue, at the workers, and of clients that read slowly
-    deadline    seconds that a request may take
-    """
-
-    at_worker: int
-    waiting: int
-    open: int
-    deadline: float
-
-
 class Admission:
     """The queue before the workers: first come, first served, bounded, and held while weights are loaded."""
 
-    def __init__(self, clients: WorkerClients, limits: ServerLimits, metrics: ServerMetrics) -> None:
-        """Begin with an empty queue."""
-        self.clients, self.limits, self._metrics = clients, limits, metrics
+    def __init__(
+        self,
+        clients: WorkerClients,
+        metrics: ServerMetrics,
+        *,
+        most_waiting: int,
+        most_open: int,
+        at_worker: int,
+        deadline: float,
+    ) -> None:
+        """Begin with an empty queue.
+
+        most_waiting   choices in the queue
+        most_open      choices in all: in the queue, at the workers, and of clients that read slowly
+        at_worker      choices that are sent to one worker at once: those it decodes, and some that take their slots
+        deadline       seconds that a request may take
+        """
+        self.clients, self._metrics = clients, metrics
+        self._most_waiting, self._most_open, self._at_worker = most_waiting, most_open, at_worker
+        self._deadline = deadline
         self.queue: deque[Choice] = deque()
         self._open, self._held, self._paused, self._stopping = 0, False, False, ""
         clients.on_free = self._send
@@ -52,7 +53,7 @@ class Admission:
         self._metrics.count_prompts([choice.prompt for choice in choices if choice.sampling.sample == 0])
         self._open += len(choices)
         self.queue.extend(choices)
-        until = asyncio.get_running_loop().time() + self.limits.deadline
+        until = asyncio.get_running_loop().time() + self._deadline
         try:
             self._send()
             while any(choice.finish is None for choice in choices):
@@ -82,7 +83,7 @@ class Admission:
         except TimeoutError as error:
             raise HTTPException(
                 503,
-                f"the answer did not end within {self.limits.deadline:g} s (--deadline): send fewer requests at once, "
+                f"the answer did not end within {self._deadline:g} s (--deadline): send fewer requests at once, "
                 "or ask for fewer tokens",
                 SOON,
             ) from error
@@ -92,18 +93,17 @@ class Admission:
         """Raise an error where so many more choices cannot be taken."""
         if why := self._stopping or self.clients.failure:
             raise HTTPException(503, why)
-        limits = self.limits
-        if samples > limits.waiting:
+        if samples > self._most_waiting:
             raise HTTPException(
                 400,
-                f"this request asks for {samples} answers, and the queue of this server holds {limits.waiting}: ask "
-                "for fewer at once, or start relibra serve with a larger --max-waiting",
+                f"this request asks for {samples} answers, and the queue of this server holds {self._most_waiting}: "
+                "ask for fewer at once, or start relibra serve with a larger --max-waiting",
             )
-        if len(self.queue) + samples > limits.waiting or self._open + samples > limits.open:
+        if len(self.queue) + samples > self._most_waiting or self._open + samples > self._most_open:
             raise HTTPException(
                 429,
-                f"the server is busy: its queue has {len(self.queue)} of {limits.waiting} answers, and it has "
-                f"{self._open} of {limits.open} in all; this request adds {samples}: send it again later, or start "
+                f"the server is busy: its queue has {len(self.queue)} of {self._most_waiting} answers, and it has "
+                f"{self._open} of {self._most_open} in all; this request adds {samples}: send it again later, or start "
                 "relibra serve with a larger --max-waiting",
                 SOON,
             )
@@ -116,9 +116,7 @@ class Admission:
     def pause(self) -> None:
         """End all answers with the tokens that they have, and keep those that come in the queue until `resume`."""
         self._paused = True
-        while self.queue:
-            self.queue.popleft().cut()
-        self.clients.cut_answers()
+        self._end_all("abort")
 
     def resume(self) -> None:
         """Let choices go on to the workers."""
@@ -128,10 +126,13 @@ class Admission:
     def stop(self) -> None:
         """End all answers with a sentence, waiting or under way, and take no more."""
         self._stopping = "the server is being stopped: send the request again when it is back"
+        self._end_all("lost", self._stopping)
+
+    def _end_all(self, finish: FinishReason, error: str = "") -> None:
         while self.queue:
-            self.queue.popleft().end(self._stopping)
-        self.clients.end_answers(self._stopping)
+            self.queue.popleft().end(finish, error)
+        self.clients.end_answers(finish, error)
 
     def _send(self) -> None:
-        while self.queue and not (self._held or self._paused) and self.clients.has_room(self.limits.at_worker):
-            self.clients.begin(self.queue.popleft(), self.limits.at_worker)
+        while self.queue and not (self._held or self._paused) and self.clients.has_room(self._at_worker):
+            self.clients.begin(self.queue.popleft(), self._at_worker)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from fastapi import HTTPException
 
-from relibra.engine.sequence import SamplingParameters, Sequence
+from relibra.engine.sequence import FinishReason, SamplingParameters, Sequence
 from relibra.serving.channel import Progress
 from relibra.serving.server.text import AnswerText, TextCodec
 
@@ -70,13 +70,9 @@ class Choice:
         self._unread.append(progress)
         self.arrived.set()
 
-    def end(self, error: str) -> None:
-        """End without an answer."""
-        self.put(Progress(number=-1, finish="lost", error=error))
-
-    def cut(self) -> None:
-        """End with the tokens that have come."""
-        self.put(Progress(number=-1, finish="abort"))
+    def end(self, finish: FinishReason, error: str = "") -> None:
+        """End with a sentence, or without one with the tokens that have come."""
+        self.put(Progress(number=-1, finish=finish, error=error))
 
     def read(self) -> bool:
         """Take in progress that has come, of much a part; return whether there was some.

@@ -28,7 +28,7 @@ from relibra.field_checks import check_fields
 from relibra.rl.rollout.served.api_key import is_key, place_of_key, read_key_text
 from relibra.serving.launch import RunningWorkers
 from relibra.serving.layout import WorkerLayout
-from relibra.serving.server.admission import Admission, ServerLimits
+from relibra.serving.server.admission import Admission
 from relibra.serving.server.app import make_app
 from relibra.serving.server.connections import BoundedConnection, allow_open_files
 from relibra.serving.server.metrics import ServerMetrics
@@ -154,19 +154,20 @@ def serve(
         print_line(f"anybody who reaches {settings.host} may use this server: --api-key-from asks for a key")
     listener, metrics = _listen(settings.host, settings.port), ServerMetrics()
     at_worker = layout.max_batch + max(1, layout.max_batch // 4)
-    limits = ServerLimits(
-        at_worker=at_worker,
-        waiting=settings.max_waiting,
-        open=2 * settings.max_waiting + at_worker * layout.attention,
-        deadline=settings.deadline,
-    )
     recorded = settings.timeline is not None
     with listener, RunningWorkers(folder, layout, dtype=dtype, threads=threads, timeline=recorded) as model:
 
         @asynccontextmanager
         async def open_workers() -> AsyncIterator[tuple[Admission, ServedWeights]]:
             clients = await WorkerClients.open(model, settings.rebalance_seconds)
-            admission = Admission(clients, limits, metrics)
+            admission = Admission(
+                clients,
+                metrics,
+                most_waiting=settings.max_waiting,
+                most_open=2 * settings.max_waiting + at_worker * layout.attention,
+                at_worker=at_worker,
+                deadline=settings.deadline,
+            )
             url = f"http://{settings.host}:{listener.getsockname()[1]}"
             cache = f"KV cache of {layout.kv_tokens:,} tokens, {model.most_cache_bytes / 2**20:,.1f} MiB at most, each"
             print_line(

@@ -18,6 +18,7 @@ import numpy as np
 from fastapi import HTTPException
 from numpy import ndarray
 
+from relibra.engine.sequence import FinishReason
 from relibra.errors import EngineError
 from relibra.serving.channel import Progress, read_frame, write_frame
 from relibra.serving.launch import LOADING_SECONDS, RunningWorkers, Worker, weights_stamp
@@ -55,11 +56,6 @@ class Connection:
     lost: str = ""
     for_good: bool = False
     silence: float = 0.0
-
-    @property
-    def name(self) -> str:
-        """Role and number."""
-        return self.worker.name
 
     @property
     def stopped(self) -> bool:
@@ -129,7 +125,7 @@ class Connection:
 
     def give_up(self, why: str) -> None:
         """Note that the worker does not come back, and log why."""
-        self.lost, self.for_good = f"{self.name} {why}; stop this server and start it again", True
+        self.lost, self.for_good = f"{self.worker.name} {why}; stop this server and start it again", True
         _log.error("%s", self.lost)
 
 
@@ -223,7 +219,7 @@ class WorkerClients:
         """
         alive = [worker for worker in self._attention if not worker.lost and len(worker.running) < most]
         if not alive:
-            choice.end(self.failure)
+            choice.end("lost", self.failure)
             return
 
         def order(worker: Connection) -> tuple[bool, int]:
@@ -241,19 +237,12 @@ class WorkerClients:
                 worker.send({"cancel": choice.number})
                 self.on_free()
 
-    def end_answers(self, why: str) -> None:
-        """End all choices at the workers with a sentence."""
+    def end_answers(self, finish: FinishReason, error: str = "") -> None:
+        """End all choices at the workers with a sentence, or without one with the tokens that have come."""
         for worker in self._attention:
             for number in list(worker.running):
                 worker.send({"cancel": number})
-                self._hand_over(worker, Progress(number=number, finish="lost", error=why))
-
-    def cut_answers(self) -> None:
-        """End all choices at the workers with the tokens that have come."""
-        for worker in self._attention:
-            for number in list(worker.running):
-                worker.send({"cancel": number})
-                self._hand_over(worker, Progress(number=number, finish="abort"))
+                self._hand_over(worker, Progress(number=number, finish=finish, error=error))
 
     async def change_weights(self, folder: Path) -> list[str]:
         """Let all workers read weights, and use them if all could; return the sentences of those that could not.
@@ -333,7 +322,7 @@ class WorkerClients:
         everyone = self._everyone
         frames = await asyncio.gather(*(worker.ask("timeline", TIMELINE_SECONDS) for worker in everyone))
         silent = [worker for worker, frame in zip(everyone, frames, strict=True) if frame is None and not worker.lost]
-        self.lost_records += [(worker.name, time.time()) for worker in silent]
+        self.lost_records += [(one.worker.name, time.time()) for one in silent]
         return [frame for frame in frames if frame is not None]
 
     async def _check_health(self) -> None:
@@ -348,7 +337,7 @@ class WorkerClients:
                     continue
                 worker.check_health()
                 if worker.silence > self._patience:
-                    _log.warning("%s has not answered for %.0f s: it is given up", worker.name, self._patience)
+                    _log.warning("%s has not answered for %.0f s: it is given up", worker.worker.name, self._patience)
                     worker.writer.transport.abort()  # who reads from it takes the worker for ended
 
     def _announce(self, number: int) -> None:
@@ -371,11 +360,13 @@ class WorkerClients:
                 for progress in msgspec.convert(frame.get("progress", ()), tuple[Progress, ...]):
                     self._hand_over(connection, progress)
             state = "hangs" if connection.silence > self._patience else "is gone"
-            connection.end(f"{connection.name} {state}, and what it worked on is lost: it is being started again")
+            connection.end(
+                f"{connection.worker.name} {state}, and what it worked on is lost: it is being started again"
+            )
             for running in list(connection.running):
                 self._hand_over(connection, Progress(number=running, finish="lost", error=connection.lost))
             connection.writer.close()
-            self.lost_records.append((connection.name, time.time()))
+            self.lost_records.append((connection.worker.name, time.time()))
             self.on_free()
             why = f"ended {RESTARTS + 1} times: look at what it printed"
             if restarts == RESTARTS:
