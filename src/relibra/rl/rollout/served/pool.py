@@ -36,11 +36,10 @@ class PooledServer:
 
     under_way    requests
     is_up        it can be asked
-    on_trial     it was lost, and has not answered a request since
+    on_trial     it was lost, which was logged, and has not answered a request since
     failures     requests in a row that it lost, counted once per loss
     losses       how often it was lost
     seen         when it last answered with the weights of the run
-    is_logged    that it does not answer was logged, and it has not answered a request since
     why          it cannot be asked; empty: it was not tried yet
     is_given_up  it did not answer for as long as it is waited for; it is tried on
     """
@@ -53,7 +52,6 @@ class PooledServer:
     failures: int = 0
     losses: int = 0
     seen: float = -math.inf
-    is_logged: bool = False
     why: str = ""
     is_given_up: bool = False
     down: asyncio.Event = field(default_factory=asyncio.Event)
@@ -83,10 +81,7 @@ class ServerPool:
                 await self._changed.wait_for(lambda: all(one.is_up or one.why for one in self.servers))
 
     async def keep(self, server: PooledServer) -> None:
-        """Bring a server up, and again each time that it is lost; ends when it is cancelled.
-
-        raises    EngineError where it refuses
-        """
+        """Bring a server up, each time that it is lost, until cancelled; raises EngineError where it refuses."""
         while True:
             await server.down.wait()
             await self._bring_up(server)
@@ -113,26 +108,20 @@ class ServerPool:
                     raise EngineError(f"{lost}{number}") from lost.__cause__
             else:
                 if server.losses == losses:  # not lost since: an answer on its way says nothing of what came after
-                    server.on_trial, server.is_logged, server.failures, server.seen = False, False, 0, time.monotonic()
+                    server.on_trial, server.failures, server.seen = False, 0, time.monotonic()
                 return answer
             finally:
                 server.under_way -= 1
 
     async def _check_again(self, server: PooledServer) -> None:
-        """Look at a server that has not answered lately: it may have been started again without losing a request.
-
-        raises    ServerLost
-        """
+        """Look at a server that has not answered lately: it may have been started again without losing a request."""
         async with server.checking:
             if time.monotonic() - server.seen > SEEN_SECONDS:
                 await server.client.bring_up(server.connection)
                 server.seen = time.monotonic()
 
     async def _choose(self, lost_by: set[PooledServer], preferred: int) -> PooledServer:
-        """Wait until a server is up, and return the best: one that has not lost this request, and is not too busy.
-
-        raises    EngineError where none is left
-        """
+        """Wait until a server is up; return the best: it has not lost this request, and is not too busy."""
         async with self._changed:
             await self._changed.wait_for(
                 lambda: any(one.is_up for one in self.servers) or all(one.is_given_up for one in self.servers)
@@ -152,17 +141,16 @@ class ServerPool:
         if server.losses != losses:
             return
         server.losses, server.failures = losses + 1, server.failures + 1
-        server.is_up, server.on_trial, server.why = False, True, str(lost)
-        self._tell(server, lost)
+        self._put_on_trial(server, lost)
+        server.is_up = False
         server.down.set()
 
-    def _tell(self, server: PooledServer, lost: ServerLost) -> None:
-        """Log once that a server does not answer, and what becomes of its requests."""
-        if server.is_logged:
-            return
-        server.is_logged = True
-        waiting = f"waiting up to {self.retry_seconds:g} s for it"
-        _log.warning("%s; %s", lost, "its requests go to the others" if len(self.servers) > 1 else waiting)
+    def _put_on_trial(self, server: PooledServer, lost: ServerLost) -> None:
+        """Note that a server does not answer, and log once what becomes of its requests."""
+        if not server.on_trial:
+            waiting = f"waiting up to {self.retry_seconds:g} s for it"
+            _log.warning("%s; %s", lost, "its requests go to the others" if len(self.servers) > 1 else waiting)
+        server.on_trial, server.why = True, str(lost)
 
     async def _bring_up(self, server: PooledServer) -> None:
         attempts = Attempts(self.retry_seconds, failed=server.failures)
@@ -171,8 +159,7 @@ class ServerPool:
             try:
                 await server.client.bring_up(server.connection)
             except ServerLost as lost:
-                server.why, server.on_trial = str(lost), True
-                self._tell(server, lost)
+                self._put_on_trial(server, lost)
                 server.is_given_up |= attempts.are_used_up(timed_out=False)
             else:
                 server.is_up, server.is_given_up, server.seen = True, False, time.monotonic()
