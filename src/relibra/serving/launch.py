@@ -132,20 +132,14 @@ class RunningWorkers:
         self._spec["folder"], self._stamp = str(folder), stamp
 
     def restart_experts(self, number: int) -> None:
-        """Start an expert worker again, and wait until it has loaded; its address is another one then.
-
-        raises   EngineError if it fails to start, or the weights are not those of the other workers any more
-        """
+        """Start an expert worker again, at another address; raises EngineError where it fails or files changed."""
         self._end(self.workers[number])
         self.workers[number] = self._start("experts", number)
         self._await_experts(number, time.monotonic() + LOADING_SECONDS)
         _log.warning("%s is back", self.workers[number].name)
 
     def restart_attention(self, number: int) -> list[tuple[str, Sequence[int]]]:
-        """Start an attention worker again, and wait until it is connected; return where it found the experts.
-
-        raises   EngineError as `restart_experts` does
-        """
+        """Start an attention worker again; return where it found the experts; raises as `restart_experts` does."""
         index = self.layout.experts + number
         self._end(self.workers[index])
         worker = self.workers[index] = self._start("attention", number)

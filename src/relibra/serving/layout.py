@@ -165,10 +165,7 @@ class PlaceTable:
 
 
 def place_table(placement: Sequence[Sequence[int]], lost: Collection[int] = ()) -> PlaceTable:
-    """Return the places of experts on workers that are not lost.
-
-    raises   EngineError when an expert has no copy left
-    """
+    """Return the places of experts on workers that are not lost; raises EngineError when an expert has no copy left."""
     num_experts = 1 + max(max(experts) for experts in placement)
     places: list[list[int]] = [[] for _ in range(num_experts)]
     first = 0

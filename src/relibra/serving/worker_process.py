@@ -67,10 +67,7 @@ class ExpertProcess:
         self.recorder = _recorder(spec, self._layout)
 
     def hold(self, experts: Several[int], address: str) -> str:
-        """Load experts and answer for them at an address from now on; return the address.
-
-        raises   ConfigError, EngineError as `read_structure` and `load_experts` do
-        """
+        """Load experts and answer for them at an address from now on; return it; raises as `load_experts` does."""
         layout, dtype, folder = self._layout, self._spec["dtype"], Path(self._spec["folder"])
         structure = read_structure(folder, dtype)
         layers = load_experts(structure, open_checkpoint(folder), experts)

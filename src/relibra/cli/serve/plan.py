@@ -161,10 +161,7 @@ def plan(request: ServePlanRequest) -> None:
 
 
 def open_served_model(name: str) -> ServedModel:
-    """Return the sizes of a named model, or of a config.json (or its folder).
-
-    raises    ConfigError for anything else
-    """
+    """Return the sizes of a named model, or of a config.json (or its folder); raises ConfigError for anything else."""
     from relibra.planning.deployment.served_model import PAPER_MODELS
     from relibra.simulation.serving.served_shape import served_model
 

@@ -19,10 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def encode_prompt(group: int, task: Task, tokenizer: Tokenizer, settings: RolloutSettings) -> list[int]:
-    """Return the ids of a prompt.
-
-    raises    ConfigError for a prompt without tokens, or one that is too long
-    """
+    """Return the ids of a prompt; raises ConfigError for one without tokens, or one that is too long."""
     prompt = task.prompt(group)
     tokens = _encode(prompt, tokenizer)
     _check_length(prompt, group, len(tokens), settings.max_prompt)
@@ -32,10 +29,7 @@ def encode_prompt(group: int, task: Task, tokenizer: Tokenizer, settings: Rollou
 def encode_held_out(
     task: Task, tokenizer: Tokenizer, settings: RolloutSettings, num_prompts: int
 ) -> list[tuple[Prompt, list[int]]]:
-    """Return the held-out prompts with their ids, without long ones.
-
-    raises    ConfigError for a prompt without tokens, and where none is left
-    """
+    """Return the held-out prompts with their ids, without long ones; raises ConfigError where none is left."""
     found = []
     prompts = task.evaluation_prompts(num_prompts)
     for number, prompt in enumerate(prompts):

@@ -56,10 +56,7 @@ def save_responses(path: Path, responses: Sequence[Response]) -> None:
 
 
 def load_responses(path: Path) -> list[Response]:
-    """Read a file of `save_responses`.
-
-    raises    TraceError when the file is missing, foreign, of another version or damaged
-    """
+    """Read a file of `save_responses`; raises TraceError when it is missing, foreign, of another version or damaged."""
     arrays, _ = read_tensors(path, _FORMAT)
     lengths = {"T": arrays["length_S"], "X": arrays["length_S"] - arrays["prompt_length_S"]}
     for axis, name in (("T", "tokens_T"), ("X", "log_probs_X")):
@@ -152,10 +149,9 @@ def _cut(responses: Sequence[Response], most_bytes: int) -> list[list[Response]]
 
 
 def _agree_on_rounds(waiting: Sequence[Sequence[Sequence[Response]]]) -> int:
-    """Return the rounds in which all ranks send their pieces; collective.
+    """Return the rounds in which all ranks send their pieces, of which `waiting` has those for each rank; collective.
 
-    waiting   pieces for each rank
-    raises    EngineError, on all ranks, when one of them would receive more than MAX_EXCHANGE_BYTES
+    Raises EngineError, on all ranks, when one of them would receive more than MAX_EXCHANGE_BYTES.
     """
     bytes_R = [sum(_num_bytes(one) for piece in pieces for one in piece) for pieces in waiting]
     own = torch.tensor([max(len(pieces) for pieces in waiting), *bytes_R])

@@ -145,10 +145,7 @@ class SlotExchange:
         return self._results_XH[:first]
 
     def rejoin(self, worker: int, address: str, experts: Sequence[int]) -> None:
-        """Open a channel to a worker that was started again, or holds other experts; not during an exchange.
-
-        raises   EngineError if it does not answer
-        """
+        """Open a channel to a worker that was started again, or holds other experts, between exchanges."""
         experts_of = list(self.shape.experts_of)
         experts_of[worker] = tuple(experts)
         self.shape = replace(self.shape, experts_of=tuple(experts_of))
@@ -182,10 +179,7 @@ class SlotExchange:
                 self._open(worker)
 
     def _open(self, worker: int) -> None:
-        """Open a channel to a worker, in the place of a former one, and hand over the shared memory.
-
-        raises   EngineError, and the worker is lost
-        """
+        """Open a channel to a worker, in the place of a former one; raises EngineError, and the worker is lost."""
         shape = self.shape
         hello = Hello(
             secret=self._secret,

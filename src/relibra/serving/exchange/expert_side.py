@@ -72,10 +72,7 @@ class SlotChannel:
     results_XH: Tensor
 
     def receive(self) -> Message:
-        """Wait for the next message.
-
-        raises   OSError when the other end is gone, EngineError for a message that does not fit
-        """
+        """Wait for the next message; raises OSError when the other end is gone, EngineError where it does not fit."""
         found, hello = self.channel.receive(ROWS, most_bytes=MOST_BYTES), self.hello
         _, num_experts, num_layers, *_ = hello.sizes
         if len(found.counts) != 4 * num_experts or found.layer >= num_layers:

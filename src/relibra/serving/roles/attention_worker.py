@@ -69,7 +69,7 @@ class MicroBatch:
             return any(one.prompt == tokens and not (waiting and one.fed) for one in known)
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue a request."""
+        """Give a request to the micro-batch where its prompt waits, else to one with fewest, best where it runs."""
         with self._work:
             self._sequences[sequence.number] = sequence
             self._fresh.append(sequence)

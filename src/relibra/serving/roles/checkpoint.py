@@ -53,10 +53,7 @@ class CheckpointTensor:
 
 
 def open_checkpoint(folder: Path) -> dict[str, CheckpointTensor]:
-    """Return the tensors of a folder by name; nothing is read yet.
-
-    raises   ConfigError if there are no safetensors files, or one is damaged
-    """
+    """Return the tensors of a folder by name, still unread; raises ConfigError for missing or damaged files."""
     index = folder / "model.safetensors.index.json"
     try:
         if index.exists():

@@ -25,10 +25,7 @@ class ExpertWorker:
     def __init__(
         self, layers: Sequence[nn.Module], inbox: ExpertInbox, recorder: TimelineRecorder | None = None
     ) -> None:
-        """Take over modules that `load_experts` returned.
-
-        recorder   of its timeline; None: nothing is recorded
-        """
+        """Take over modules of `load_experts`, and a recorder of the worker's timeline, or None."""
         self.layers, self.inbox, self._recorder = layers, inbox, recorder
         self.busy_seconds = 0.0
 

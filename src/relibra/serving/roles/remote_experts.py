@@ -150,10 +150,7 @@ def without_experts() -> Iterator[None]:
 
 
 def use_remote_experts(model: nn.Module, experts: Sequence[str]) -> None:
-    """Let the experts modules of a model run remotely; they need no weights.
-
-    experts   paths of the experts modules, by ascending layer
-    """
+    """Let the experts modules of a model, named by ascending layer, run remotely; they need no weights."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, _run_remotely)
     for layer, path in enumerate(experts):
         setattr(model.get_submodule(path), _LAYER, layer)

@@ -356,10 +356,7 @@ class TokenBody(WholeBody):
 
 
 def log_prob_content(choice: Choice, named: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the new tokens of a choice, each with its log-prob and the likeliest ones, as chats list them.
-
-    named   returns how a token is listed
-    """
+    """Return the new tokens of a choice, listed as chats do: what `named` says, log-prob, and the likeliest."""
     return [
         {
             **named(token),

@@ -75,10 +75,7 @@ class Choice:
         self.put(Progress(number=-1, finish=finish, error=error))
 
     def read(self) -> bool:
-        """Take in progress that has come, of much a part; return whether there was some.
-
-        raises   HTTPException where it ends in an error: 503 where workers are lost
-        """
+        """Take in progress, of much a part; return whether there was some; raises HTTPException for an error."""
         unread, self._unread = self._unread[:READ_AT_ONCE], self._unread[READ_AT_ONCE:]
         if not unread or self.finish is not None:
             return False

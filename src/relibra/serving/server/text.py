@@ -265,10 +265,7 @@ def longest_beginning(text: str, stops: Sequence[str]) -> int:
 
 
 def load_codec(folder: Path) -> TextCodec:
-    """Return the codec of a model folder; one without files of a tokenizer takes and gives token ids only.
-
-    raises   ConfigError for files that cannot be read
-    """
+    """Return the codec of a model folder, which may lack a tokenizer; raises ConfigError for unreadable files."""
     config = json.loads((folder / "config.json").read_text())
     vocab_size = int((config.get("text_config") or config).get("vocab_size", 0)) or 1 << 31
     tokenizer = load_tokenizer(str(folder)) if has_tokenizer(folder) else None

@@ -119,10 +119,7 @@ class ServerClient:
         return open_connections(self.url, self.key, most)
 
     async def check_health(self, client: httpx.AsyncClient) -> None:
-        """Check that the server says that it is healthy, or does not know the question.
-
-        raises    RequestFailed
-        """
+        """Check that the server says that it is healthy, or does not know the question; raises RequestFailed."""
         try:
             await request_json(client, HEALTH_PATHS[self.dialect], seconds=LOOK_SECONDS, max_bytes=1 << 16)
         except RequestFailed as failure:
@@ -188,10 +185,7 @@ class ServerClient:
         await self.load(client, folder, version)
 
     async def load(self, client: httpx.AsyncClient, folder: Path, version: int) -> None:
-        """Let the server load weights, drop its caches, and know their version; one attempt.
-
-        raises    EngineError; ServerLost where it does not answer
-        """
+        """Let the server load weights, drop its caches, and know their version, as `load_weights` does; one attempt."""
         call, before = partial(self.call, client), self.published.folder
         await load_weights(call, self.dialect, self.url, folder, version, before)
 

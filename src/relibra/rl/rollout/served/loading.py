@@ -78,10 +78,7 @@ _ADAPTER_PATHS: dict[Dialect, tuple[str, str]] = {
 
 
 async def _load_adapter(call: Call, dialect: Dialect, url: str, folder: Path) -> None:
-    """Let a server load an adapter under the name of its folder; caches are kept by that name, so none is outdated.
-
-    raises    EngineError where it does not
-    """
+    """Let a server load an adapter under its folder's name, by which caches are kept: none is outdated."""
     try:
         answer = await call(_ADAPTER_PATHS[dialect][0], {"lora_name": folder.name, "lora_path": str(folder)})
     except EngineError as error:
@@ -98,10 +95,7 @@ async def _load_adapter(call: Call, dialect: Dialect, url: str, folder: Path) ->
 
 
 async def _load_into_sglang(call: Call, url: str, folder: Path, version: int) -> None:
-    """Let an SGLang server load a folder and drop its caches, which it refuses to while a request runs.
-
-    raises    EngineError where it does not
-    """
+    """Let an SGLang server load a folder and drop its caches, which it refuses to while a request runs."""
     body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
     try:
         answer = await call("/update_weights_from_disk", body)
@@ -126,10 +120,7 @@ async def read_version(call: Call, dialect: Dialect) -> str | None:
 
 
 async def drop_caches(call: Call, url: str) -> None:
-    """Drop the keys and values that the weights before computed.
-
-    raises    EngineError where the server keeps them: it does while a request runs
-    """
+    """Drop keys and values of earlier weights; raises EngineError where the server keeps them: while a request runs."""
     for path in ("/reset_prefix_cache", "/reset_prefix_cache?reset_running_requests=true"):
         answer = await call(path, {})
         if not isinstance(answer, dict) or answer.get("success", True) is True:  # old servers say nothing

@@ -108,10 +108,7 @@ async def _check(server: ServerClient, longest: int, dtype: str, rank: int) -> S
 
 
 async def _read_config(server: ServerClient, client: httpx.AsyncClient) -> dict[str, Any]:
-    """Return the configuration of a server.
-
-    raises    EngineError where it shows none
-    """
+    """Return the configuration of a server; raises EngineError where it shows none."""
     path = _INFO[server.dialect]
     try:
         body = await server.call(client, path)
@@ -225,10 +222,7 @@ def _find(config: dict[str, Any], key: str, default: Any = None) -> Any:
 
 
 async def _probe(server: ServerClient, client: httpx.AsyncClient) -> None:
-    """Ask for one token, and check all that comes with it.
-
-    raises    EngineError where log-probs or routes are missing, or another model answers
-    """
+    """Ask for one token; raises EngineError where log-probs or routes are missing, or another model answers."""
     tokens = list(range(min(_PROBE_TOKENS, server.vocab_size)))
     answer = await server.ask(client, tokens, limit=1, seed=0)
     server.check_tokens(answer)

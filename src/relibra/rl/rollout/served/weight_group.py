@@ -101,10 +101,7 @@ def joined_key(rank: int) -> str:
 
 
 def join_group(store: Any, address: GroupAddress, rank: int) -> Any:
-    """Return a process group beside those of trainer and server; waits for all of its ranks.
-
-    raises    RuntimeError where one of them does not join in time
-    """
+    """Join a process group beside those of trainer and server; raises RuntimeError where a rank does not come."""
     store.set(joined_key(rank), "")
     timeout = timedelta(seconds=address.timeout_seconds)
     named = dist.PrefixStore(address.transport, store)  # type: ignore[attr-defined]

@@ -77,10 +77,7 @@ def own_server(config: RunConfig, run: Path, policy: Policy, tokenizer: Tokenize
 
 
 def serve_command(config: RunConfig, model: str) -> list[str]:
-    """Return the words that start `relibra serve` at a free port; it ends with its standard input.
-
-    model   folder that it starts from
-    """
+    """Return the words that start `relibra serve` from a folder, at a free port; it ends with its standard input."""
     rollout = config.rollout
     longest = rollout.max_prompt + rollout.max_response
     words = [sys.executable, "-m", "relibra", "serve", model, "--port", "0", "--name", "policy", "--until-eof"]
@@ -111,10 +108,7 @@ class ServerProcess:
             )
 
     def wait_for_address(self, seconds: float) -> str:
-        """Return the address when the server takes requests.
-
-        raises   EngineError, with the end of what it printed, where it ended, or does not within so many seconds
-        """
+        """Return the address once it takes requests; raises EngineError, with what it printed last, if not."""
         deadline = time.monotonic() + seconds
         while True:
             over = self._process.poll() is not None
