@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from relibra import ConfigError, write_trace
-from relibra.cli.serve.run import ALONE, planned_workers
+from relibra.cli.serve.run import planned_workers
 from relibra.planning.deployment.accelerator import Accelerator, accelerator
 from relibra.planning.deployment.deployment_files import read_deployment
 from relibra.routing.synthetic import TraceShape, domain_trace
@@ -52,8 +52,8 @@ def test_a_server_takes_its_workers_from_a_plan_of_its_config(run, tmp_path):
     assert code == 0
     assert all(pair["gpus"] <= 8 for pair in json.loads(out)["pairs"])
     plan = read_deployment(path)
-    assert planned_workers(path, tmp_path) == (plan.attention.nodes, plan.experts.nodes, plan.micro_batches)
-    assert planned_workers(None, tmp_path) == ALONE
+    nodes = {"attention": plan.attention.nodes, "experts": plan.experts.nodes}
+    assert planned_workers(path, tmp_path) == nodes | {"micro_batches": plan.micro_batches}
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_local_experts": 4}))
     with pytest.raises(ConfigError, match=r"2 of 8 experts, hidden 1024.*has 4 layers, 2 of 4 experts"):
         planned_workers(path, tmp_path)

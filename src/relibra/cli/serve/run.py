@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
@@ -18,26 +18,8 @@ from relibra.errors import ConfigError, missing_packages
 INSTALL = "in the checkout, pip install -e '.[train,serve]'"
 
 
-class Workers(NamedTuple):
-    """Numbers of attention workers, expert workers and micro-batches."""
-
-    attention: int
-    experts: int
-    micro_batches: int
-
-
-ALONE = Workers(1, 1, 2)
-"""Without a plan."""
-
-
-def planned_workers(path: Path | None, model: Path) -> Workers:
-    """Return a worker for each node of a plan; without a plan one of each and two micro-batches.
-
-    model     folder that is served
-    raises    PlanError for a file that is no plan; ConfigError when it is of another model
-    """
-    if path is None:
-        return ALONE
+def planned_workers(path: Path, model: Path) -> dict[str, int]:
+    """Return options for a worker per node of a plan; raises PlanError, or ConfigError for a plan of another model."""
     from relibra.planning.deployment.deployment_files import read_deployment
 
     plan, served = read_deployment(path), open_served_model(str(model))
@@ -48,7 +30,9 @@ def planned_workers(path: Path | None, model: Path) -> Workers:
             f"--plan {path} is of {plan.model.name!r} ({planned}), {model} has {found}: make a plan of this model with "
             f"relibra serve plan {model} --output FILE"
         )
-    return Workers(plan.attention.nodes, plan.experts.nodes, plan.micro_batches)
+    return {
+        "attention": plan.attention.nodes, "experts": plan.experts.nodes, "micro_batches": plan.micro_batches
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +105,8 @@ def run(request: ServeRequest) -> None:
         from relibra.serving.server.serve import ServerSettings, serve
 
     check_outputs(named("--timeline", request.timeline), named("--plan", request.plan))
-    planned = planned_workers(request.plan, request.model)._asdict()
-    values = vars(request) | {name: vars(request)[name] or workers for name, workers in planned.items()}
+    planned = planned_workers(request.plan, request.model) if request.plan is not None else {}
+    values = planned | {name: value for name, value in vars(request).items() if value is not None}
     positions = count_positions(read_config(request.model))
     values["max_length"] = request.max_length or min(WorkerLayout.max_length, positions or WorkerLayout.max_length)
     if positions is not None and values["max_length"] > positions:
@@ -130,11 +114,15 @@ def run(request: ServeRequest) -> None:
             f"the model has {positions:,} positions, and --max-length allows more: answers beyond them are worse"
         )
     values["name"] = request.name or request.model.resolve().name
-    layout = WorkerLayout(**{field.name: values[field.name] for field in fields(WorkerLayout)})
+
+    def chosen(kind: type[Any]) -> Any:
+        return kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})
+
+    layout = chosen(WorkerLayout)
     serve(
         request.model,
         layout,
-        ServerSettings(**{field.name: values[field.name] for field in fields(ServerSettings)}),
+        chosen(ServerSettings),
         dtype=request.dtype,
         threads=request.threads or max(1, len(os.sched_getaffinity(0)) // (layout.attention + layout.experts)),
         print_line=print_note,
