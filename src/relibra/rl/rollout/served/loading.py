@@ -38,26 +38,19 @@ def adapter_name(folder: Path | None) -> str | None:
 async def load_weights(
     call: Call, dialect: Dialect, url: str, folder: Path, version: int, before: Path | None = None
 ) -> None:
-    """Let a server load a folder, drop its caches, and know the version.
-
-    url       names the server in messages
-    before    folder that it loaded before; its adapter is dropped
-    raises    EngineError where it does not
-    """
+    """Let a server load a folder, drop its caches and the adapter of the one before; raises EngineError."""
     if adapter_name(folder) is not None:
         await _load_adapter(call, dialect, url, folder)
         if (earlier := adapter_name(before)) not in (None, folder.name):
             with suppress(EngineError):  # a server that was started again does not know it
                 await call(_ADAPTER_PATHS[dialect][1], {"lora_name": earlier})
-        if not await _set_version(call, dialect, str(version)):
-            return
+        await _set_version(call, dialect, str(version))
     elif dialect == "sglang":
         await _load_into_sglang(call, url, folder, version)
     else:
         await call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
         await drop_caches(call, url)
-        if not await _set_version(call, dialect, str(version)):
-            return
+        await _set_version(call, dialect, str(version))
     await check_version(call, dialect, url, version)
 
 
@@ -131,15 +124,11 @@ async def drop_caches(call: Call, url: str) -> None:
     )
 
 
-async def _set_version(call: Call, dialect: Dialect, version: str) -> bool:
-    """Set the version of the weights of a server; return False for vLLM before 0.29, which has none."""
+async def _set_version(call: Call, dialect: Dialect, version: str) -> None:
+    """Set the version of the weights of a server, unless it has none, as vLLM before 0.29."""
+    body = {"new_version": version} | ({"abort_all_requests": False} if dialect == "sglang" else {})
     try:
-        await call(
-            "/update_weight_version",
-            {"new_version": version} | ({"abort_all_requests": False} if dialect == "sglang" else {}),
-        )
+        await call("/update_weight_version", body)
     except EngineError as error:
-        if refused_with(error) == 404:
-            return False
-        raise
-    return True
+        if refused_with(error) != 404:
+            raise
