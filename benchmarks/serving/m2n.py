@@ -26,7 +26,6 @@ from torch.multiprocessing.spawn import spawn
 from relibra.serving.channel import listen, worker_address
 from relibra.serving.exchange.attention_side import ExchangeShape, SlotExchange
 from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
-from relibra.serving.exchange.messages import ExchangeCounters
 from relibra.serving.layout import Transport
 
 HIDDEN = 1024
@@ -119,7 +118,7 @@ def _serve(pattern: Pattern, rank: int, folder: Path) -> dict:
     shape = ExpertShape(
         worker=number, num_experts=1, num_layers=1, hidden=pattern.hidden, dtype=torch.float32, max_rows=most
     )
-    inbox = ExpertInbox(listener, shape, SECRET, ExchangeCounters())
+    inbox = ExpertInbox(listener, shape, SECRET)
     dist.barrier()
     while inbox.counters.buffers < 2 * pattern.attention:
         assert inbox.next(0.01) is None, "nobody sends before all channels are open"

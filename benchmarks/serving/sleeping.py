@@ -20,7 +20,6 @@ from relibra.planning.deployment.pipeline_time import StageSeconds
 from relibra.serving.channel import listen, worker_address
 from relibra.serving.exchange.attention_side import ExchangeShape, SlotExchange
 from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
-from relibra.serving.exchange.messages import ExchangeCounters
 from relibra.serving.roles.remote_experts import ComputeToken
 from relibra.simulation.serving.ping_pong import Work, new_clocks, run_layers, sending_order
 
@@ -127,7 +126,7 @@ def _serve(one: SleepingDeployment, rank: int, folder: Path) -> dict:
         worker=number, num_experts=1, num_layers=one.layers, hidden=HIDDEN, dtype=torch.float32,
         max_rows=ROWS * one.experts,
     )  # fmt: skip
-    inbox = ExpertInbox(listener, shape, SECRET, ExchangeCounters())
+    inbox = ExpertInbox(listener, shape, SECRET)
     (folder / f"new-{number}").write_text(address)
     (folder / f"new-{number}").rename(folder / f"address-{number}")
     for _ in range(one.attention * one.micro_batches * one.layers * one.steps):

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from relibra.engine.sequence import Sequence
 from relibra.serving.channel import listen, worker_address
 from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
-from relibra.serving.exchange.messages import ExchangeCounters
 from relibra.serving.launch import Worker
 from relibra.serving.layout import WorkerLayout, place_experts
 from relibra.serving.roles.attention_worker import AttentionWorker
@@ -76,7 +75,7 @@ def expert_threads(folder: Path, layout: WorkerLayout, secret: bytes) -> Iterato
                 max_rows=layout.max_tokens * structure.top_k,
                 timeout=layout.timeout,
             )
-            inbox = ExpertInbox(listener, shape, secret, ExchangeCounters())
+            inbox = ExpertInbox(listener, shape, secret)
             workers.append(ExpertWorker(layers, inbox))
             places.append((address, own))
             thread = threading.Thread(target=workers[-1].run, name=f"experts {number}")

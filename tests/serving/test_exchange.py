@@ -22,7 +22,7 @@ from relibra.serving.channel import connect, listen, worker_address
 from relibra.serving.exchange import expert_side
 from relibra.serving.exchange.attention_side import ExchangeShape, SlotExchange, WorkerLostError
 from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
-from relibra.serving.exchange.messages import ANSWER, Done, ExchangeCounters, Hello, Rows
+from relibra.serving.exchange.messages import ANSWER, Done, Hello, Rows
 from relibra.serving.layout import place_experts, place_table
 
 SECRET = b"secret"
@@ -59,7 +59,7 @@ class Workers:
         for number, experts in enumerate(experts_of):
             listener, address = listen(worker_address(transport, folder, str(number)))
             shape = replace(EXPERTS, worker=number, num_experts=len(experts))
-            inbox = ExpertInbox(listener, shape, SECRET, ExchangeCounters())
+            inbox = ExpertInbox(listener, shape, SECRET)
             thread = threading.Thread(target=self.run, args=(inbox, experts, number in silent))
             thread.start()
             self.addresses.append(address)
@@ -256,7 +256,7 @@ def test_sender_that_reads_nothing_delays_no_longer_than_timeout():
     with contextlib.ExitStack() as stack:
         listener, address = listen("127.0.0.1:0")
         shape = replace(EXPERTS, hidden=hidden, max_rows=rows, timeout=0.5)
-        inbox = ExpertInbox(listener, shape, SECRET, ExchangeCounters())
+        inbox = ExpertInbox(listener, shape, SECRET)
         stack.callback(inbox.release)
         welcoming = threading.Thread(target=inbox.next, args=(0.5,))
         welcoming.start()

@@ -26,13 +26,11 @@ from relibra.environment import keep_hub_offline
 from relibra.errors import ConfigError, EngineError, RelibraError, in_a_line
 from relibra.serving.channel import Channel, listen, progress_of
 from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
-from relibra.serving.exchange.messages import ExchangeCounters
 from relibra.serving.layout import WorkerLayout
 from relibra.serving.roles.attention_worker import AttentionWorker
 from relibra.serving.roles.checkpoint import load_attention, load_experts, open_checkpoint, read_structure
 from relibra.serving.roles.expert_worker import ExpertWorker
 from relibra.serving.worker_timeline import timeline_frame, worker_recorder
-from relibra.timeline import TimelineRecorder
 
 
 def main(arguments: Several[str]) -> None:
@@ -64,7 +62,7 @@ class ExpertProcess:
         self._spec = spec
         self._layout = WorkerLayout(**spec["layout"])
         self._workers: list[tuple[ExpertWorker, threading.Thread]] = []
-        self.recorder = _recorder(spec, self._layout)
+        self.recorder = worker_recorder(self._layout, "experts", spec["number"]) if spec["timeline"] else None
 
     def hold(self, experts: Several[int], address: str) -> str:
         """Load experts and answer for them at an address from now on; return it; raises as `load_experts` does."""
@@ -81,7 +79,7 @@ class ExpertProcess:
             max_rows=layout.max_tokens * structure.top_k,
             timeout=layout.timeout,
         )
-        inbox = ExpertInbox(listener, shape, bytes.fromhex(self._spec["secret"]), ExchangeCounters())
+        inbox = ExpertInbox(listener, shape, bytes.fromhex(self._spec["secret"]))
         worker = ExpertWorker(layers, inbox, self.recorder)
         self._weights = NewWeights(
             layers, lambda path: load_experts(read_structure(path, dtype), open_checkpoint(path), experts)
@@ -135,7 +133,7 @@ def run_expert_worker(control: Channel, spec: dict[str, Any]) -> None:
 def run_attention_worker(control: Channel, spec: dict[str, Any]) -> None:
     """Load the model without experts, connect to them where the API server says, and generate until it is gone."""
     layout = WorkerLayout(**spec["layout"])
-    recorder = _recorder(spec, layout)
+    recorder = worker_recorder(layout, "attention", spec["number"]) if spec["timeline"] else None
     dtype = spec["dtype"]
     worker = AttentionWorker(Path(spec["folder"]), layout, spec["number"], dtype, recorder)
     weights = NewWeights(
@@ -176,10 +174,6 @@ def _answer_frames(control: Channel, actions: dict[str, Callable[[Any], Any]]) -
                 answer = actions[key](value)
                 if answer is not None:
                     control.send({key: answer})
-
-
-def _recorder(spec: dict[str, Any], layout: WorkerLayout) -> TimelineRecorder | None:
-    return worker_recorder(layout, spec["role"], spec["number"]) if spec["timeline"] else None
 
 
 class NewWeights:

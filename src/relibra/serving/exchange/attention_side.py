@@ -34,8 +34,6 @@ class ExchangeShape:
 
     experts_of     experts of each expert worker, ascending
     max_tokens     most tokens of one exchange
-    top_k          experts that a token chooses
-    num_layers     MoE layers
     """
 
     experts_of: tuple[tuple[int, ...], ...]
@@ -104,10 +102,7 @@ class SlotExchange:
         return self._rows_XH[:count]
 
     def dispatch(self, layer: int, counts_P: Int64[ndarray, " P"]) -> None:
-        """Send each worker its rows, or a notice that there are none. Returns before anyone has computed.
-
-        counts_P   rows of each place: the experts of worker 0, then those of worker 1, and so on
-        """
+        """Send each worker the rows of its places, or that there are none; return before anyone has computed."""
         self.counters.calls += 1
         first, place = 0, 0
         counts = np.ascontiguousarray(counts_P, dtype="<u4")

@@ -91,7 +91,6 @@ class SlotChannel:
 class Message:
     """Rows of one layer of one micro-batch.
 
-    layer      MoE layer
     counts_E   rows of each expert of this worker
     rows_YH    ordered by expert, in the memory in which they arrived
     result_YH  where the results belong
@@ -135,13 +134,12 @@ class ExpertInbox:
 
     With shared memory the computing thread reads messages itself. Otherwise each channel has a thread that takes rows
     in, so that full sockets cannot wait for one another in a circle.
-
-    counters   since the start
     """
 
-    def __init__(self, listener: socket.socket, shape: ExpertShape, secret: bytes, counters: ExchangeCounters) -> None:
+    def __init__(self, listener: socket.socket, shape: ExpertShape, secret: bytes) -> None:
         """Accept channels at a listening socket, from those who know the secret."""
-        self._listener, self._shape, self._secret, self.counters = listener, shape, secret, counters
+        self._listener, self._shape, self._secret = listener, shape, secret
+        self.counters = ExchangeCounters()
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)

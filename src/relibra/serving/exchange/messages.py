@@ -104,7 +104,6 @@ class ExchangeCounters:
 
     calls             dispatches of a layer of a micro-batch, or answers to one
     rows              sent
-    buffers           buffers allocated
     group_creations   sets of peers made for a call: a channel opened, or a buffer allocated, after the first call
     """
 

@@ -175,12 +175,7 @@ class AttentionWorker:
         dtype: str = "auto",
         recorder: TimelineRecorder | None = None,
     ) -> None:
-        """Load everything of a model but its experts.
-
-        number     of this attention worker
-        recorder   of its timeline; None: nothing is recorded
-        raises     ConfigError, EngineError as `read_structure` and `load_attention` do
-        """
+        """Load everything of a model but its experts; raises ConfigError, EngineError as `load_attention` does."""
         structure = read_structure(folder, dtype)
         self.layout, self.number, self._recorder = layout, number, recorder
         self.token = ComputeToken()
@@ -196,29 +191,22 @@ class AttentionWorker:
         )
         self.most_cache_bytes = _most_cache_bytes(self.model, layout)
         self.micro_batches: list[MicroBatch] = []
-        self._exchanges: list[SlotExchange] = []
 
     def connect(self, experts: Several[Several[Any]], secret: bytes, listener: Listener) -> None:
-        """Open the channels of all micro-batches and start their threads.
-
-        experts   address of each expert worker, and the experts that it holds
-        raises    EngineError if an expert worker does not answer
-        """
+        """Open channels to experts, by address and what each holds, and start the threads; raises EngineError."""
         layout, addresses = self.layout, [address for address, _ in experts]
         self.shape = replace(self.shape, experts_of=tuple(tuple(held) for _, held in experts))
-        for slot in range(layout.micro_batches):
-            self._exchanges.append(
-                SlotExchange(
-                    addresses, self.shape, attention=self.number, slot=slot, secret=secret, timeout=layout.timeout
-                )
-            )
+        exchanges = [
+            SlotExchange(addresses, self.shape, attention=self.number, slot=slot, secret=secret, timeout=layout.timeout)
+            for slot in range(layout.micro_batches)
+        ]
         limits = EngineLimits(
             max_running=layout.max_running, kv_tokens=layout.micro_batch_kv_tokens, max_tokens=layout.max_tokens
         )
         pad_id = self.model.config.get_text_config().pad_token_id or 0
         self.micro_batches = [
             MicroBatch(self.model, RemoteExperts(exchange, self.token, self._recorder), limits, pad_id, listener)
-            for exchange in self._exchanges
+            for exchange in exchanges
         ]
 
     def submit(self, sequence: Sequence) -> None:
@@ -246,13 +234,10 @@ class AttentionWorker:
         return sum(one.experts.load_E for one in self.micro_batches).tolist()  # type: ignore[union-attr]
 
     def counters(self) -> dict[str, int | float]:
-        """Return the counts of all micro-batches, the seconds in which one of them computed, and its cache.
-
-        kv_cache_usage   share of the KV cache that requests under way may need
-        """
+        """Return counts of all micro-batches, the seconds in which one computed, and bytes and use of the KV cache."""
         total: Counter[str] = Counter()
-        for exchange in self._exchanges:
-            total.update(vars(exchange.counters))
+        for one in self.micro_batches:
+            total.update(vars(one.experts.exchange.counters))
         engines = [one.engine for one in self.micro_batches]
         return {
             **total,
@@ -266,8 +251,7 @@ class AttentionWorker:
         """Stop the micro-batches and close all channels."""
         for one in self.micro_batches:
             one.close()
-        for exchange in self._exchanges:
-            exchange.close()
+            one.experts.exchange.close()
 
 
 @torch.inference_mode()
