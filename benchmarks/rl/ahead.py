@@ -28,7 +28,7 @@ from benchmarks.rl.runs import Rows, trained, warmed_up
 from relibra.environment import worker_environment
 from relibra.errors import ConfigError
 from relibra.rl.config.run_config import load_config
-from relibra.rl.rollout.started.own_server import ServerProcess, serve_command
+from relibra.rl.rollout.own_server import ServerProcess, serve_command
 
 SETTINGS = (
     "parallel.ranks=2",

@@ -31,12 +31,12 @@ from relibra.rl.model.policy import Policy, build_policy, reference_policy, save
 from relibra.rl.model.sharding import save_activations
 from relibra.rl.model.tokenizer import Tokenizer, make_tokenizer
 from relibra.rl.rollout.engines import check_engine, make_engine, sync_weights
+from relibra.rl.rollout.own_server import own_server
 from relibra.rl.rollout.prompt_lengths import encode_prompt, fit_prompts
 from relibra.rl.rollout.response import RolloutEngine
 from relibra.rl.rollout.served.canary_probe import Canary
 from relibra.rl.rollout.served.engine import ServerEngine
 from relibra.rl.rollout.served.sleep import rest_servers, wake_after_failure
-from relibra.rl.rollout.started.own_server import own_server
 from relibra.rl.run.checkpoints.checkpoint import Models, load_checkpoint
 from relibra.rl.run.checkpoints.checkpoint_writer import CheckpointWriter
 from relibra.rl.run.display import TrainingDisplay

@@ -9,8 +9,8 @@ import pytest
 
 from relibra.errors import EngineError
 from relibra.rl.config.run_config import load_config
-from relibra.rl.rollout.started import own_server
-from relibra.rl.rollout.started.own_server import ServerProcess, serve_command
+from relibra.rl.rollout import own_server
+from relibra.rl.rollout.own_server import ServerProcess, serve_command
 
 
 def test_options_of_the_user_come_last():
