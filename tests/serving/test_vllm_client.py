@@ -13,11 +13,10 @@ from relibra.errors import EngineError
 from relibra.rl.rollout.response import new_response
 from relibra.rl.rollout.served.canary_probe import Canary, WatchedServer
 from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
-from relibra.rl.rollout.served.cuts import PAUSE, RESUME
 from relibra.rl.rollout.served.engine import ServerEngine
 from relibra.rl.rollout.served.preflight import check_servers
 from relibra.rl.rollout.served.sampler import Sampler
-from relibra.rl.rollout.served.sleep import send
+from relibra.rl.rollout.served.sleep import PAUSE, RESUME, send
 from tests.rl.rollout.against_transformers import largest_difference
 from tests.rl.rollout.published import compare, publish_weights
 from tests.serving.models import write_model

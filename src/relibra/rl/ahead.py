@@ -2,7 +2,7 @@
 
 Three threads of a rank, each with what the others never do:
 
-    training    updates, and at each update of the weights stops the sampler's requests (`rollout/served/cuts.py`)
+    training    updates, and at each update of the weights stops the sampler's requests (`rollout/engines.py`)
     preparing   this file: begins the responses of steps, waits for them in order, and prepares each step as `rl_step`
                 does without `ahead`; its collectives run in a group of their own, in the same order on every rank
     sampler     talks to servers (`rollout/served/sampler.py`)

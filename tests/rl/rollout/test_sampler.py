@@ -12,9 +12,8 @@ import pytest
 from relibra.errors import EngineError
 from relibra.rl.rollout.response import new_response
 from relibra.rl.rollout.served import requests
-from relibra.rl.rollout.served.cuts import PAUSE, RESUME
 from relibra.rl.rollout.served.sampler import Sampler
-from relibra.rl.rollout.served.sleep import send
+from relibra.rl.rollout.served.sleep import PAUSE, RESUME, send
 from tests.rl.rollout.stand_in_server import STOP, answer_of, client_of, ids_of, running
 
 LIMIT = 24

@@ -20,10 +20,9 @@ from relibra.rl.rollout.response import RolloutEngine
 from relibra.rl.rollout.served.api_key import read_api_key
 from relibra.rl.rollout.served.canary_probe import Canary, CanaryReport, WatchedServer
 from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
-from relibra.rl.rollout.served.cuts import cut_answers
 from relibra.rl.rollout.served.engine import ServerEngine
 from relibra.rl.rollout.served.preflight import check_servers
-from relibra.rl.rollout.served.sleep import wake
+from relibra.rl.rollout.served.sleep import PAUSE, RESUME, on_servers, wake
 from relibra.rl.rollout.served.trained_scores import TrainedScorer
 from relibra.rl.rollout.served.transfer import send_weights
 from relibra.rl.rollout.served.weights import publish_weights, write_version
@@ -102,9 +101,7 @@ def check_engine(
     encode_prompt: Callable[[int], list[int]],
     lora_rank: int = 0,
 ) -> Canary | None:
-    """Wait for the servers of a run and check them; return the canary of their updates, on rank 0.
-
-    Collective.
+    """Wait for the servers of a run and check them; return the canary of their updates, on rank 0; collective.
 
     longest         tokens of the longest prompt and response together
     dtype           of the trainer's forward passes
@@ -154,7 +151,7 @@ def sync_weights(
     watched = broadcast_json(canary is not None)
     is_first, slept = engine.published.version is None, engine.published.asleep
     written = _write_weights(engine, policy, weight_version)
-    cut_answers(engine)
+    _cut_answers(engine)
     if canary is not None and not slept:
         canary.before_update()  # after the cut: else it waits in the servers' queues
     wait_for_ranks()  # here and below without a deadline: what rank 0 asks servers may take long
@@ -179,6 +176,21 @@ def sync_weights(
     release()
     found = broadcast_json(report and asdict(report))
     return found and CanaryReport(**found)
+
+
+def _cut_answers(engine: ServerEngine) -> None:
+    """End the answers under way (`rollout.ahead`), and take in what there is of them; collective.
+
+    Samplers stay held, so servers have nothing to do until `Sampler.release`; raises EngineError.
+    """
+    if engine.sampler is None:
+        return
+    engine.sampler.hold()
+    wait_for_ranks()  # a request that comes later than the pause would wait at the server
+    on_servers(engine, PAUSE)
+    engine.sampler.drain()
+    wait_for_ranks()
+    on_servers(engine, RESUME)
 
 
 def _write_weights(engine: ServerEngine, policy: Policy, weight_version: int) -> Path | None:

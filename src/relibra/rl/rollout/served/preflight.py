@@ -14,12 +14,11 @@ import httpx
 
 from relibra.errors import EngineError
 from relibra.rl.rollout.served.client import ServerClient
-from relibra.rl.rollout.served.cuts import RESUME
 from relibra.rl.rollout.served.dialects import Dialect
 from relibra.rl.rollout.served.loading import shown
 from relibra.rl.rollout.served.pool import on_every_server
 from relibra.rl.rollout.served.requests import ServerLost, refused_with
-from relibra.rl.rollout.served.sleep import is_asleep, send
+from relibra.rl.rollout.served.sleep import RESUME, is_asleep, send
 
 _log = logging.getLogger(__name__)
 
@@ -31,11 +30,7 @@ _SGLANG_RESERVE = 6
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What a server says about the model that it serves.
-
-    context   most tokens of a request; 0: it does not say
-    dtype     that it computes in, such as "float32"; empty: it does not say
-    """
+    """What a server says of its model: tokens of a request (0: nothing), dtype, as in "float32" (empty: nothing)."""
 
     context: int = 0
     dtype: str = ""
@@ -142,10 +137,7 @@ _UNKNOWN_PATH: dict[Dialect, str] = {
 
 
 def missing_flags(dialect: Dialect, config: dict[str, Any], *, longest: int, wants_routes: bool) -> Iterator[str]:
-    """Yield what a server has to be started with, and was not, in words.
-
-    config    of the server, as /server_info shows it
-    """
+    """Yield in words what a server with this /server_info has to be started with, and was not."""
     if wants_routes and _find(config, "enable_return_routed_experts") is not True:
         yield "add --enable-return-routed-experts (training replays the experts of the rollout; algorithm.replay)"
     if dialect == "sglang":

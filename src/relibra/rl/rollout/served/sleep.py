@@ -39,6 +39,9 @@ _WAKE: Mapping[str, Requests] = {
     tag: {"sglang": [("/resume_memory_occupation", {"tags": [tag]})], "vllm": [(f"/wake_up?tags={tag}", {})]}
     for tag in _TAGS
 }
+PAUSE: Requests = {"vllm": [("/pause?mode=abort", {})], "sglang": [("/pause_generation", {"mode": "abort"})]}
+"""Servers end all answers, with what they have of each, and begin none."""
+RESUME: Requests = {"vllm": [("/resume", {})], "sglang": [("/continue_generation", {})]}
 
 
 def free_bytes(device: torch.device) -> int | None:
