@@ -31,7 +31,6 @@ class EmbeddedEngine:
     """Samples from a model that is already in this process.
 
     model         full copy of the policy, in evaluation mode
-    stop_ids      tokens that end a response
     temperature   of sampling; log-probs are those of the tempered policy
     seed          with the sample's id and the token's position in the response, determines the random numbers
     max_batch     responses decoded at once: the slots of the batch
@@ -79,56 +78,38 @@ class EmbeddedEngine:
         )
         with record_routing(self.model) if self.record else nullcontext() as recorder:
             engine = Engine(
-                local_forward(self.model, recorder),
-                self.model.config,
-                limits,
-                pad_id=self.pad_id,
-                exact=True,
+                local_forward(self.model, recorder), self.model.config, limits, pad_id=self.pad_id, exact=True
             )
-            cost = self._run(engine, sequences, slots, spare, window, max_response)
-        return [_window(sequence) for sequence in sequences], cost
-
-    def _run(
-        self,
-        engine: Engine,
-        sequences: list[Sequence],
-        slots: int,
-        spare: Iterator[Response] | None,
-        window: int,
-        max_response: int,
-    ) -> RolloutCost:
-        """Sample until every sequence has ended and none is waiting; those that spares begin are appended.
-
-        `idle` counts slots x decode steps without a sequence since the last prefill.
-        """
-        begun = steps = busy = idle = prefilled = 0
-        while True:
-            running = len(engine.running)
-            if not running or (engine.can_join and idle >= slots):
-                free, steps_then = slots - running, steps + (not running)
-                if spare is not None and begun == len(sequences):
-                    count = spares_to_begin(free, slots, window - steps_then, self.shortest)
-                    limit = min(window - steps_then + 1, max_response)
-                    sequences += [self._sequence(response, limit) for response in islice(spare, count)]
-                if fresh := sequences[begun : begun + free]:
-                    engine.begin(fresh)
-                    while engine.prefills:
-                        _check_finite(engine.step())
-                    busy += 0 if running else len(fresh)
-                    begun, steps, idle = begun + len(fresh), steps_then, 0
-                    prefilled += sum(len(sequence.prompt) for sequence in fresh)
-                    continue
-            if not running:
-                break
-            _check_finite(engine.step())
-            steps, busy, idle = steps + 1, busy + running, idle + slots - len(engine.running)
-        return RolloutCost(
+            # idle: slots x decode steps without a sequence since the last prefill
+            begun = steps = busy = idle = prefilled = 0
+            while True:
+                running = len(engine.running)
+                if not running or (engine.can_join and idle >= slots):
+                    free, steps_then = slots - running, steps + (not running)
+                    if spare is not None and begun == len(sequences):
+                        count = spares_to_begin(free, slots, window - steps_then, self.shortest)
+                        limit = min(window - steps_then + 1, max_response)
+                        sequences += [self._sequence(response, limit) for response in islice(spare, count)]
+                    if fresh := sequences[begun : begun + free]:
+                        engine.begin(fresh)
+                        while engine.prefills:
+                            _check_finite(engine.step())
+                        busy += 0 if running else len(fresh)
+                        begun, steps, idle = begun + len(fresh), steps_then, 0
+                        prefilled += sum(len(sequence.prompt) for sequence in fresh)
+                        continue
+                if not running:
+                    break
+                _check_finite(engine.step())
+                steps, busy, idle = steps + 1, busy + running, idle + slots - len(engine.running)
+        cost = RolloutCost(
             decode_steps=steps,
             passes=engine.decode_steps + engine.prefill_passes,
             slot_steps=steps * slots,
             busy_slot_steps=busy,
             prefilled_tokens=prefilled,
         )
+        return [_window(sequence) for sequence in sequences], cost
 
     def _sequence(self, response: Response, limit: int) -> Sequence:
         """Return a response as the engine takes it, to be continued by up to `limit` tokens."""
