@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from relibra.rl.config.rollout_settings import RolloutSettings
 from relibra.rl.model.tokenizer import Tokenizer
-from relibra.rl.rollout.failed_rewards import check_failed_rewards
+from relibra.rl.rollout.collect import check_failed_rewards
 from relibra.rl.rollout.prompt_lengths import encode_held_out
 from relibra.rl.rollout.response import RolloutEngine, new_response
 from relibra.rl.run.ranks import begin_stage, sum_over_ranks, wait_for_ranks

@@ -33,9 +33,8 @@ from relibra.rl.model.optimizer import StepCount
 from relibra.rl.model.policy import Policy
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.admission import SampleCursor, check_versions
-from relibra.rl.rollout.collect import Rollout, check_live_responses, collect, compute_rewards
+from relibra.rl.rollout.collect import Rollout, check_failed_rewards, check_live_responses, collect, compute_rewards
 from relibra.rl.rollout.engines import sync_weights
-from relibra.rl.rollout.failed_rewards import check_failed_rewards
 from relibra.rl.rollout.response import Response, RolloutEngine
 from relibra.rl.rollout.served.canary_probe import Canary
 from relibra.rl.rollout.served.sleep import rest_servers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -9,14 +10,17 @@ from functools import cache
 import numpy as np
 import torch.distributed as dist
 
+from relibra.errors import ConfigError
 from relibra.rl.config.rollout_settings import RolloutSettings
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.admission import SampleCursor, check_no_response_lost, plan_admission
 from relibra.rl.rollout.prompt_lengths import encode_prompt
 from relibra.rl.rollout.response import Response, RolloutCost, RolloutEngine, new_response
 from relibra.rl.rollout.response_arrays import exchange_responses
-from relibra.rl.run.ranks import gather_arrays, wait_for_ranks
+from relibra.rl.run.ranks import gather_arrays, gather_json, wait_for_ranks
 from relibra.rl.tasks.task import RewardError, Task
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,15 +104,40 @@ def compute_rewards(
     return [one if one.finish_reason is None else rewarded(one) for one in responses], errors
 
 
+def check_failed_rewards(errors: Sequence[str], rated: int, *, where: str) -> int:
+    """Return how many rewards failed on all ranks, of those rated on each, and log the first error; collective.
+
+    Raises ConfigError, on all ranks, where more failed than may; it says `where`, such as "step 3".
+    """
+    wait_for_ranks()  # a verifier may take long on one rank
+    counts_R = gather_json({"failed": len(errors), "rated": rated, "first": errors[0] if errors else ""})
+    failed, total = sum(rank["failed"] for rank in counts_R), sum(rank["rated"] for rank in counts_R)
+    if not failed:
+        return 0
+    first = next(rank["first"] for rank in counts_R if rank["first"])
+    told = f"{where}: {failed} of {total} rewards failed"
+    if failed > allowed_failures(total):
+        raise ConfigError(f"{told}, and {allowed_failures(total)} may; the first: {first}")
+    if dist.get_rank() == 0:
+        _log.warning("%s, these responses are left out; the first: %s", told, first)
+    return failed
+
+
+def allowed_failures(rated: int) -> int:
+    """Return how many of so many rewards may fail: a tenth, but one at least, and never all of several.
+
+    >>> [allowed_failures(rated) for rated in (1, 2, 40)]
+    [1, 1, 4]
+    """
+    return min(max(1, rated // 10), max(1, rated - 1))
+
+
 def admit_responses(
     live: Sequence[Response], cursor: SampleCursor, start: Callable[[int], Response], settings: RolloutSettings
 ) -> tuple[list[Response], SampleCursor]:
     """Distribute unfinished and new responses evenly over the ranks; collective, where a response may be unfinished.
 
-    live      unfinished responses of this rank
-    cursor    samples that have not begun
-    start     by `response_starter`
-    returns   responses of this rank, by sample id; samples that have not begun then
+    From the unfinished ones of this rank, return all of this rank, by sample id, and the samples not begun then.
     """
     windowed = settings.window_tokens < settings.max_response
     others = _gather_windows(live) if windowed else []
