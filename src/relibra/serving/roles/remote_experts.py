@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,13 +58,12 @@ class RemoteExperts:
     def forward_pass(self) -> Iterator[list[Tensor]]:
         """Run the model inside; yield the routes `[T, K]` of each layer, which are there afterwards."""
         self.routes = []
-        _current.experts = self
         self._take_token()
         try:
-            yield self.routes
+            with _calling(self.run_layer):
+                yield self.routes
         finally:
             self._give_token(-1)
-            _current.experts = None
 
     def run_layer(self, layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Return the weighted sum of the experts' outputs of each token, added in the order of its choices."""
@@ -131,22 +130,19 @@ class RemoteExperts:
         return self._table
 
 
-class _NoExperts:
-    """Stand in for experts whose output does not matter."""
-
-    def run_layer(self, _layer: int, hidden_TH: Tensor, _ids_TK: Tensor, _weights_TK: Tensor) -> Tensor:
-        """Return zeros."""
-        return torch.zeros_like(hidden_TH)
-
-
 @contextmanager
-def without_experts() -> Iterator[None]:
-    """Let the model run inside, in this thread, with experts that return zeros: to look at its caches."""
-    _current.experts = _NoExperts()
+def _calling(run_layer: Callable[..., Tensor]) -> Iterator[None]:
+    """Let a function compute the experts of each layer inside, in this thread."""
+    _current.run_layer = run_layer
     try:
         yield
     finally:
-        _current.experts = None
+        _current.run_layer = None
+
+
+def without_experts() -> AbstractContextManager[None]:
+    """Let the model run inside, in this thread, with experts that return zeros: to look at its caches."""
+    return _calling(lambda _layer, hidden_TH, *_: torch.zeros_like(hidden_TH))
 
 
 def use_remote_experts(model: nn.Module, experts: Sequence[str]) -> None:
@@ -158,10 +154,10 @@ def use_remote_experts(model: nn.Module, experts: Sequence[str]) -> None:
 
 
 def _run_remotely(module: nn.Module, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    experts: RemoteExperts | _NoExperts | None = getattr(_current, "experts", None)
-    if experts is None:
+    run_layer: Callable[..., Tensor] | None = getattr(_current, "run_layer", None)
+    if run_layer is None:
         raise EngineError("the experts of this model are on other processes: run it inside RemoteExperts.forward_pass")
-    return experts.run_layer(getattr(module, _LAYER), hidden_TH, ids_TK, weights_TK)
+    return run_layer(getattr(module, _LAYER), hidden_TH, ids_TK, weights_TK)
 
 
 class ComputeToken:
