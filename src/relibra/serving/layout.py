@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Annotated, Literal
 
 import numpy as np
@@ -81,9 +80,7 @@ def split_experts(num_experts: int, workers: int) -> tuple[tuple[int, ...], ...]
         raise ConfigError(
             f"--experts {workers} is more than the {num_experts} experts of a layer: use at most {num_experts} workers"
         )
-    base, rest = divmod(num_experts, workers)
-    ends = [sum(base + (w < rest) for w in range(n)) for n in range(workers + 1)]
-    return tuple(tuple(range(a, b)) for a, b in pairwise(ends))
+    return tuple(tuple(part.tolist()) for part in np.array_split(np.arange(num_experts), workers))
 
 
 Placement = tuple[tuple[int, ...], ...]
@@ -116,9 +113,7 @@ def add_copies(base: Placement, load_E: Float64[ndarray, " E"], spare: int) -> P
     loaded of these workers; ties: lower id. MegaScale-Infer (arXiv 2504.02263) gives copies by the same rule; there,
     experts move too.
     """
-    held_NE = np.zeros((len(base), len(load_E)), dtype=bool)
-    for worker, experts in enumerate(base):
-        held_NE[worker, list(experts)] = True
+    held_NE = np.array([np.isin(np.arange(len(load_E)), experts) for experts in base])
     room_N = np.full(len(base), spare)
     while True:
         share_E = load_E / held_NE.sum(axis=0)
@@ -134,9 +129,7 @@ def add_copies(base: Placement, load_E: Float64[ndarray, " E"], spare: int) -> P
 
 def worker_imbalance(placement: Placement, load_E: Shaped[ndarray, " E"]) -> float:
     """Return the load of the busiest worker / that of the mean, where copies share rows evenly."""
-    held_NE = np.zeros((len(placement), len(load_E)))
-    for worker, experts in enumerate(placement):
-        held_NE[worker, list(experts)] = 1.0
+    held_NE = np.array([np.isin(np.arange(len(load_E)), experts) for experts in placement])
     load_N = (held_NE * (load_E / held_NE.sum(axis=0))).sum(axis=1)
     return float(load_N.max() / max(load_N.mean(), 1e-9))
 
