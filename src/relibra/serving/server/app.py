@@ -17,7 +17,7 @@ from relibra.serving.server.admission import Admission
 from relibra.serving.server.bodies import ChatBody, CompletionBody, TokenBody
 from relibra.serving.server.choice import Choice
 from relibra.serving.server.connections import EventStream, unless_left
-from relibra.serving.server.errors import add_error_handlers, error_body
+from relibra.serving.server.errors import ERROR_HANDLERS, error_body
 from relibra.serving.server.forked import run_forked
 from relibra.serving.server.metrics import CONTENT_TYPE, CountAnswers, ServerMetrics
 from relibra.serving.server.reading import BodyReader, check_model
@@ -42,12 +42,7 @@ def make_app(
     check_key: Callable[[Request], None],
     metrics: ServerMetrics,
 ) -> FastAPI:
-    """Return the application of a model.
-
-    name        as clients call it
-    config      as vLLM's /server_info shows it
-    check_key   rejects requests of strangers
-    """
+    """Return the application of a model; `config` is what vLLM's /server_info shows, `check_key` rejects strangers."""
     max_length = config["model_config"]["max_model_len"]
 
     @asynccontextmanager
@@ -55,9 +50,9 @@ def make_app(
         async with open_workers() as (app.state.admission, app.state.weights):
             yield
 
-    app, bodies = FastAPI(lifespan=lifespan, openapi_url=None), BodyReader(name, codec, max_length)
+    app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers=ERROR_HANDLERS)
+    bodies = BodyReader(name, codec, max_length)
     app.add_middleware(CountAnswers, metrics=metrics)
-    add_error_handlers(app)
     anybody, clients = APIRouter(), APIRouter(dependencies=[Depends(check_key)])
     started = int(time.time())
 

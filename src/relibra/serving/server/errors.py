@@ -7,7 +7,7 @@ import logging
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from pydantic_core import from_json
@@ -21,12 +21,6 @@ LONGEST_VALUE = 80
 """Characters of a value in a message."""
 _MISSING = object()
 _logged = set[type[Exception]]()
-
-
-def add_error_handlers(app: FastAPI) -> None:
-    """Let an application answer each error by one sentence."""
-    app.add_exception_handler(HTTPException, _answer_error)
-    app.add_exception_handler(ClientDisconnect, _answer_nobody)
 
 
 def error_body(message: str, status: int) -> dict[str, Any]:
@@ -48,6 +42,10 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 async def _answer_nobody(_request: Request, _error: Exception) -> Response:
     return Response(status_code=499)  # as nginx counts it; nobody reads it
+
+
+ERROR_HANDLERS: dict[int | type[Exception], Any] = {HTTPException: _answer_error, ClientDisconnect: _answer_nobody}
+"""Of the application: each error is answered by one sentence."""
 
 
 def answer_failure(error: Exception) -> Response:

@@ -34,6 +34,8 @@ SHOWN_SECONDS = 3.0
 """Silence from which on it is shown."""
 LEAST_PATIENCE = 10.0
 """Least silence from which on a worker hangs: a machine may be busy."""
+ANSWER_SECONDS = 2.0
+"""How long workers may take to return their counters, or what they have recorded."""
 
 
 @dataclass(eq=False)
@@ -42,7 +44,6 @@ class Connection:
 
     lost      why it is gone; empty: it is not
     for_good  it does not come back
-    running   choices by their numbers
     answers   to what was asked, by their keys; None: it has ended
     silence   seconds since it was asked something that it did not answer, as `check_health` counts them; 0: it has
               answered
@@ -97,7 +98,7 @@ class Connection:
             self.send({"health": True})
         self.silence += HEALTH_SECONDS
 
-    async def ask(self, what: str, seconds: float, value: Any = True) -> Any:
+    async def ask(self, what: str, value: Any = True, seconds: float = ANSWER_SECONDS) -> Any:
         """Return the worker's answer; None: it is gone, or does not answer in time."""
         answers = self.answers[what]
         while not answers.empty():
@@ -112,7 +113,7 @@ class Connection:
 
     async def command(self, what: str, value: Any, seconds: float = LOADING_SECONDS) -> Any:
         """Return the answer to a command that may take long; a worker that hangs is given up. None: it ends."""
-        answer = await self.ask(what, seconds, value)
+        answer = await self.ask(what, value, seconds)
         if answer is None and not self.lost:
             self.writer.transport.abort()  # who reads from it takes the worker for ended
         return answer
@@ -141,10 +142,6 @@ LEAST_ROWS = 100
 RESTARTS = 3
 """How often a worker that ends is started again."""
 _POLL_SECONDS = 0.1
-COUNTING_SECONDS = 2.0
-"""How long workers may take to return their counters."""
-TIMELINE_SECONDS = 2.0
-"""How long workers may take to return what they have recorded."""
 
 
 class WorkerClients:
@@ -170,10 +167,7 @@ class WorkerClients:
 
     @classmethod
     async def open(cls, model: RunningWorkers, rebalance_seconds: float = 0.0) -> WorkerClients:
-        """Take over the connections of a model's workers; workers that end are started again.
-
-        rebalance_seconds   time after which copies of experts are placed anew; 0: never
-        """
+        """Take over a model's workers, which start again when they end; copies move after so many seconds, 0: never."""
         attention = [await connection_to(worker) for worker in model.attention_workers]
         clients = cls(model, attention, [await connection_to(worker) for worker in model.expert_workers])
         if rebalance_seconds:
@@ -247,9 +241,7 @@ class WorkerClients:
     async def change_weights(self, folder: Path) -> list[str]:
         """Let all workers read weights, and use them if all could; return the sentences of those that could not.
 
-        Whoever calls holds `changing`.
-
-        raises       HTTPException (503) where a worker is gone before
+        Whoever calls holds `changing`. Raises HTTPException (503) where a worker is gone before.
         """
         everyone, stamp = [*self._experts, *self._attention], weights_stamp(folder)
 
@@ -305,7 +297,7 @@ class WorkerClients:
 
     async def _load(self) -> ndarray:
         """Return the rows of each expert since the start, of the attention workers that answer; empty: none does."""
-        rows = await asyncio.gather(*(worker.ask("load", COUNTING_SECONDS) for worker in self._attention))
+        rows = await asyncio.gather(*(worker.ask("load") for worker in self._attention))
         found = [np.asarray(row) for row in rows if row is not None]
         return np.sum(found, axis=0) if found else np.zeros(0, dtype=np.int64)
 
@@ -313,14 +305,14 @@ class WorkerClients:
         """Return the counts of each worker that is there and answers soon, by role and number."""
         async with self._counting:
             everyone = self._everyone
-            counts = await asyncio.gather(*(worker.ask("counters", COUNTING_SECONDS) for worker in everyone))
-        workers = [(one.worker.role, one.worker.number) for one in everyone]
-        return {worker: count for worker, count in zip(workers, counts, strict=True) if count is not None}
+            counts = await asyncio.gather(*(one.ask("counters") for one in everyone))
+        found = zip(everyone, counts, strict=True)
+        return {(one.worker.role, one.worker.number): count for one, count in found if count is not None}
 
     async def timelines(self) -> list[dict[str, Any]]:
         """Return what each worker has recorded, of those that are there and answer; others are then lost records."""
         everyone = self._everyone
-        frames = await asyncio.gather(*(worker.ask("timeline", TIMELINE_SECONDS) for worker in everyone))
+        frames = await asyncio.gather(*(worker.ask("timeline") for worker in everyone))
         silent = [worker for worker, frame in zip(everyone, frames, strict=True) if frame is None and not worker.lost]
         self.lost_records += [(one.worker.name, time.time()) for one in silent]
         return [frame for frame in frames if frame is not None]
