@@ -46,8 +46,9 @@ class ExpertLayout:
         experts = getattr(config, "num_experts", None) or getattr(config, "num_moe_experts", None)
         if not experts:
             raise ConfigError("the model has no experts")
-        expert_ranks, expert_tensor = _size(parallel, "expert_model_parallel_size"), _expert_tensor_ranks(parallel)
-        own_ranks = _size(parallel, "tensor_model_parallel_size") * _size(parallel, "context_parallel_size")
+        tensor_ranks, expert_ranks = (_size(parallel, f"{it}_parallel_size") for it in ("tensor_model", "expert_model"))
+        expert_tensor = _size(parallel, "expert_tensor_parallel_size", tensor_ranks)
+        own_ranks = tensor_ranks * _size(parallel, "context_parallel_size")
         if expert_ranks == 1:
             raise ConfigError("every rank has all experts (expert_model_parallel_size is 1): no schedule is more even")
         if experts % expert_ranks:
@@ -83,14 +84,8 @@ class ExpertLayout:
         return self.token_price * n_S + self.pair_price * n_S * (n_S + 1) / 2
 
 
-def _size(config: Any, name: str) -> int:
-    return int(getattr(config, name, None) or 1)
-
-
-def _expert_tensor_ranks(config: Any) -> int:
-    """Return the ranks that divide one expert; Megatron takes the tensor-parallel size by default."""
-    stated = getattr(config, "expert_tensor_parallel_size", None)
-    return int(stated) if stated else _size(config, "tensor_model_parallel_size")
+def _size(config: Any, name: str, default: int = 1) -> int:
+    return int(getattr(config, name, None) or default)
 
 
 def _score_width(config: Any) -> float:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from relibra.errors import EngineError, RelibraError, in_a_line
 
@@ -48,7 +49,12 @@ def _sentences(error: Exception | None, device: torch.device | str, group: dist.
     """Return the error of each rank in a sentence, "" where it has none; collective."""
     text = "" if error is None else (str(error) if isinstance(error, RelibraError) else in_a_line(error))
     data = text.encode()[:_BYTES].ljust(_BYTES, b"\0")
-    own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    gathered = all_gather(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device), group)
+    return [bytes(item.cpu().numpy()).rstrip(b"\0").decode(errors="ignore") for item in gathered]
+
+
+def all_gather(own: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Return the tensor of each rank, all of one shape and type; collective."""
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, own, group=group)
-    return [bytes(item.cpu().numpy()).rstrip(b"\0").decode(errors="ignore") for item in gathered]
+    return gathered

@@ -37,7 +37,6 @@ _log = logging.getLogger("relibra.slime")
 _SCHEDULE = ("args", "train_parallel_config", "total_lengths", "global_batch_size", "rollout_indices")
 _READ = "the versions that docs/guides/trainers.md names"
 
-
 _routes: list[Sequence[Any] | None] = []
 """Routes of the samples of the rollout that is scheduled next."""
 
@@ -125,13 +124,13 @@ def _planned(stock: Callable[..., Any]) -> Callable[..., Any]:
     def build_dp_schedule(
         args: Any, train_parallel_config: dict[str, Any], total_lengths: list[int], **options: Any
     ) -> tuple[Partitions, MicroBatches, list[int], list[int]]:
-        routes = _routes.pop() if _routes else None
+        routes, ranks = _routes.pop() if _routes else None, train_parallel_config
         given = stock(args, train_parallel_config, total_lengths, **options)
         partitions, micro_batches, num_micro_batches, rollouts = given
         try:
             if routes is None:
                 raise TraceError("the samples have no routes: start with --use-rollout-routing-replay")
-            layout = ExpertLayout.of_megatron(args, data_ranks=train_parallel_config["dp_size"])
+            layout = ExpertLayout.of_megatron(args, data_ranks=ranks["dp_size"])
             partitions, micro_batches, step = repack_partitions(
                 partitions,
                 micro_batches,
@@ -139,7 +138,7 @@ def _planned(stock: Callable[..., Any]) -> Callable[..., Any]:
                 routes=routes,
                 total_lengths=total_lengths,
                 layout=layout,
-                rank_tokens=_rank_tokens(args, train_parallel_config),
+                rank_tokens=int(args.max_tokens_per_gpu * ranks["cp_size"]) if args.use_dynamic_batch_size else None,
             )
         except RelibraError as error:
             unplanned.warn(str(error))
@@ -148,13 +147,6 @@ def _planned(stock: Callable[..., Any]) -> Callable[..., Any]:
         return partitions, micro_batches, num_micro_batches, rollouts
 
     return build_dp_schedule
-
-
-def _rank_tokens(args: Any, train_parallel_config: dict[str, Any]) -> int | None:
-    """Return the most tokens of a micro-batch; None: micro-batches have a fixed number of samples."""
-    if not args.use_dynamic_batch_size:
-        return None
-    return int(args.max_tokens_per_gpu * train_parallel_config["cp_size"])
 
 
 def repack_partitions(

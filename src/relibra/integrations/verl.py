@@ -34,7 +34,7 @@ from relibra.errors import RelibraError, TraceError
 from relibra.integrations.expert_layout import ExpertLayout
 from relibra.integrations.hooks import WarnOnce, check_parameters, noting_calls, wrap_function
 from relibra.integrations.repacking import RepackedStep, TrainerSchedule, count_samples, of_used_layers, repack_step
-from relibra.integrations.shared_failures import on_all_ranks
+from relibra.integrations.shared_failures import all_gather, on_all_ranks
 from relibra.routing.sampler_check import SampledTokens, SamplerHistory, check_sampler, sampler_sums
 
 _log = logging.getLogger("relibra.verl")
@@ -330,15 +330,12 @@ def _gather_tables(own: Int32[ndarray, "X Y"] | None, group: Any) -> list[Int32[
         return None if own is None else [own]
     device = _device(group)
     shape = torch.tensor([0, 0] if own is None else own.shape, dtype=torch.int64, device=device)
-    shapes = [torch.empty_like(shape) for _ in range(_size(group))]
-    dist.all_gather(shapes, shape, group=group)
-    shape_R2 = torch.stack(shapes).cpu().numpy()
+    shape_R2 = torch.stack(all_gather(shape, group)).cpu().numpy()
     if (shape_R2 == 0).any() or len(set(shape_R2[:, 1].tolist())) > 1 or own is None:
         return None
     padded = torch.zeros(tuple(shape_R2.max(axis=0).tolist()), dtype=torch.int32, device=device)
     padded[: len(own)] = torch.from_numpy(own).to(device)
-    tables = [torch.empty_like(padded) for _ in shapes]
-    dist.all_gather(tables, padded, group=group)
+    tables = all_gather(padded, group)
     return [table[:rows].cpu().numpy() for table, rows in zip(tables, shape_R2[:, 0].tolist(), strict=True)]
 
 

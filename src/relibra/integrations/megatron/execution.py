@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,11 +18,11 @@ from numpy import ndarray
 from torch import Tensor, nn
 
 from relibra.errors import EngineError, RelibraError
-from relibra.integrations.megatron.moe_layer import PlannedMoELayer
+from relibra.integrations.megatron.moe_layer import LayerPlan, PlannedMoELayer
 from relibra.integrations.megatron.route_replay import RouteReplay
-from relibra.integrations.shared_failures import on_all_ranks
+from relibra.integrations.shared_failures import all_gather, on_all_ranks
 from relibra.planning.plan import StepPlan
-from relibra.planning.traffic.rank_tables import RankTables, rank_tables
+from relibra.planning.traffic.rank_tables import rank_tables
 from relibra.planning.validation import validate_plan
 from relibra.routing.demand import Demand, ScheduledDemand, count_token_slots
 
@@ -68,10 +66,10 @@ def gather_demand(
         return counts_MLE
 
     counts_MLE = on_all_ranks(count, "count its routes", device=device, group=group)
-    numbers = [int(n) for n in _all_gather(torch.tensor([M], device=device), group)]
+    numbers = [int(n) for n in all_gather(torch.tensor([M], device=device), group)]
     if len(set(numbers)) > 1:
         raise EngineError(f"ranks of an expert-parallel group have {numbers} micro-batches")
-    gathered = _all_gather(torch.from_numpy(counts_MLE).to(device), group)
+    gathered = all_gather(torch.from_numpy(counts_MLE).to(device), group)
     counts_SLE = np.concatenate([counts.cpu().numpy() for counts in gathered])
     demand = Demand(
         counts_SLE=counts_SLE,
@@ -158,15 +156,12 @@ class MegatronPlanExecution:
         positions = {int(layer): position for position, layer in enumerate(self._plan.layer_ids)}
         for layer_id, layer in self._layers.items():
             rank = dist.get_rank(layer.ep_group)
-            layer.passes.begin(_PlannedLayer(self, rank, planned, positions[layer_id]))
-        if ids_TLK is not None:
-            if self._replay is None:
-                self._replay = self.replay_routes.enter_context(
-                    RouteReplay(self._chunks, self._plan.layer_ids.tolist())
-                )
+            tables = partial(rank_tables, self._plan, self._demand, rank, planned, positions[layer_id])
+            layer.passes.begin(LayerPlan(tables, self.note_difference))
+        if ids_TLK is not None and self._replay is None:
+            self._replay = self.replay_routes.enter_context(RouteReplay(self._chunks, self._plan.layer_ids.tolist()))
+        if self._replay is not None:
             self._replay.begin(ids_TLK)
-        elif self._replay is not None:
-            self._replay.begin(None)
 
     @property
     def num_awaiting(self) -> int:
@@ -185,12 +180,8 @@ class MegatronPlanExecution:
         differences, self._differences = self._differences, []
         if not differences:
             return
-        wrong = [
-            where
-            for (where, _), n in zip(differences, torch.stack([d for _, d in differences]).tolist(), strict=True)
-            if n
-        ]
-        if wrong:
+        places, sums = zip(*differences, strict=True)
+        if wrong := [where for where, n in zip(places, torch.stack(sums).tolist(), strict=True) if n]:
             raise EngineError(
                 f"{wrong[0]}: the routers chose other experts than planned, and results of this step are wrong: replay "
                 "the routes that the demand was counted from, padding included, and stop this step"
@@ -201,30 +192,6 @@ class MegatronPlanExecution:
         self._differences.append((where, (tokens_E - planned_E).abs().sum()))
         if tokens_E.device.type == "cpu":
             self.check()
-
-    def tables(self, rank: int, micro_batch: int, position: int) -> RankTables:
-        """Return the tables of a rank for one layer, given by its position in the plan."""
-        return rank_tables(self._plan, self._demand, rank, micro_batch, position)
-
-
-@dataclass(eq=False)
-class _PlannedLayer:
-    """A micro-batch of the plan in one layer; one for the forward pass and its recomputation."""
-
-    execution: MegatronPlanExecution
-    rank: int
-    micro_batch: int
-    position: int
-
-    @cached_property
-    def tables(self) -> RankTables:
-        """Return the tables of this rank."""
-        return self.execution.tables(self.rank, self.micro_batch, self.position)
-
-    def check(self, tokens_E: Tensor) -> None:
-        """Compare the token-slots that the router chose with the planned ones."""
-        planned_E = torch.from_numpy(self.tables.tokens_E).to(tokens_E.device, non_blocking=True)
-        self.execution.note_difference(str(self.tables.place), tokens_E, planned_E)
 
 
 def _check_plan(layers: dict[int, PlannedMoELayer], plan: StepPlan, demand: ScheduledDemand) -> None:
@@ -274,17 +241,10 @@ def states_of_ranks(layer: PlannedMoELayer, refusal: RelibraError | None, state:
     raises    the refusal here, elsewhere an EngineError with `what` and the ranks that refuse
     """
     own = torch.frombuffer(bytearray([refusal is not None, *state]), dtype=torch.uint8)
-    states_R = [
-        bytes(one.cpu().numpy()) for one in _all_gather(own.to(next(layer.parameters()).device), layer.ep_group)
-    ]
+    gathered = all_gather(own.to(next(layer.parameters()).device), layer.ep_group)
+    states_R = [bytes(one.cpu().numpy()) for one in gathered]
     if refusal is not None:
         raise refusal
     if refusing := [rank for rank, one in enumerate(states_R) if one[0]]:
         raise EngineError(f"{what}: see what expert-parallel ranks {refusing} say")
     return [one[1:] for one in states_R]
-
-
-def _all_gather(own: Tensor, group: Any) -> list[Tensor]:
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own, group=group)
-    return gathered

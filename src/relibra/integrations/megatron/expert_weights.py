@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from relibra.errors import EngineError
-from relibra.planning.traffic.rank_tables import Push, RankTables
+from relibra.planning.traffic.rank_tables import RankTables
 
 
 class ExpertParameter(NamedTuple):
@@ -92,28 +92,15 @@ class ReplicaExchange:
         """Return the home slots whose experts are pushed from here, ascending."""
         return sorted({push.home_slot for _, push in self.tables.pushes_from_here})
 
-    @property
-    def filled_slots(self) -> list[int]:
-        """Return the replica slots of this rank that are filled, ascending."""
-        return [push.slot for _, push in self.tables.pushes_to_here]
-
     def travel(self, outgoing: dict[int, list[Tensor]], incoming: dict[int, list[Tensor]], *, homewards: bool) -> None:
         """Send and receive tensors by number of the push; returns when all have arrived."""
-        pushes, operations = self.tables.pushes, []
+        operations = []
         for n in sorted(outgoing.keys() | incoming.keys()):
-            push: Push = pushes[n]
+            push, sends = self.tables.pushes[n], n in outgoing
+            operation, peer = dist.isend if sends else dist.irecv, push.home if sends == homewards else push.replica
             for part, tensor in enumerate(outgoing.get(n, []) + incoming.get(n, [])):
-                sends = n in outgoing
-                peer = push.home if sends == homewards else push.replica
-                operations.append(
-                    dist.P2POp(
-                        dist.isend if sends else dist.irecv,
-                        tensor,
-                        group=self.group,
-                        tag=n * len(self.like) + part,
-                        group_peer=peer,
-                    )
-                )
+                tag = n * len(self.like) + part
+                operations.append(dist.P2POp(operation, tensor, group=self.group, tag=tag, group_peer=peer))
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
 
@@ -129,7 +116,7 @@ class PushReplicas(torch.autograd.Function):
 
         anchor     any parameter of the experts: where experts are trained, replicas need gradients on every rank
         pushed     parameters of the experts of `pushed_slots`, by slot, then in the order of `like`
-        received   those of `filled_slots`, likewise
+        received   those of the filled replica slots, likewise
         """
         ctx.exchange, width = exchange, len(exchange.like)
         of_slot = {slot: list(pushed[i * width : (i + 1) * width]) for i, slot in enumerate(exchange.pushed_slots)}

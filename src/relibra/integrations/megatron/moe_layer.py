@@ -7,10 +7,10 @@ for one pass, so optimizers, checkpoints and exporters do not see them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import partial
-from typing import Any, Protocol
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,18 +31,30 @@ from relibra.integrations.megatron.expert_weights import (
     weights_replaced,
 )
 from relibra.integrations.megatron.route_replay import LayerPasses, refuse_deepep
+from relibra.integrations.shared_failures import all_gather
 from relibra.planning.traffic.rank_tables import Place, RankTables, home_tables
 
 
-class LayerPlan(Protocol):
-    """What a layer needs in one micro-batch of a plan."""
+@dataclass(eq=False)
+class LayerPlan:
+    """A micro-batch of a plan in one layer; one for the forward pass and its recomputation.
 
-    @property
+    make_tables       returns the tables of this rank
+    note_difference   takes place, chosen and planned token-slots
+    """
+
+    make_tables: Callable[[], RankTables]
+    note_difference: Callable[[str, Tensor, Tensor], None]
+
+    @cached_property
     def tables(self) -> RankTables:
         """Return the tables of this rank."""
+        return self.make_tables()
 
     def check(self, tokens_E: Tensor) -> None:
         """Compare the token-slots that the router chose with the planned ones."""
+        planned_E = torch.from_numpy(self.tables.tokens_E).to(tokens_E.device, non_blocking=True)
+        self.note_difference(str(self.tables.place), tokens_E, planned_E)
 
 
 @dataclass(eq=False)
@@ -165,8 +177,7 @@ class PlannedMoELayer(MoELayer):  # type: ignore[misc]
 
     def _count_home_tables(self, tokens_E: Tensor) -> RankTables:
         """Exchange the counts of token-slots; return the tables without replicas."""
-        counts_RE = [torch.empty_like(tokens_E) for _ in range(dist.get_world_size(self.ep_group))]
-        dist.all_gather(counts_RE, tokens_E, group=self.ep_group)
+        counts_RE = all_gather(tokens_E, self.ep_group)
         place = Place(dist.get_rank(self.ep_group), self.layer_id, -1)
         return home_tables(torch.stack(counts_RE).cpu().numpy(), self.physical_to_logical_E, place)
 

@@ -88,13 +88,11 @@ class RouteReplay:
         layer_ids   absolute decoder layer of each entry of the routes' layer axis; None: entry i is layer i
         """
         self._routers = find_routers(chunks)
-        self._position = {layer: layer if layer_ids is None else -1 for layer in self._routers}
+        self._position = {layer: layer for layer in self._routers}
         if layer_ids is not None:
-            known = {int(layer): position for position, layer in enumerate(layer_ids)}
-            missing = sorted(self._routers.keys() - known.keys())
-            if missing:
-                raise EngineError(f"layers {missing} have routers, and the routes are of layers {list(layer_ids)}")
-            self._position = {layer: known[layer] for layer in self._routers}
+            self._position = {int(layer): position for position, layer in enumerate(layer_ids)}
+        if missing := sorted(self._routers.keys() - self._position.keys()):
+            raise EngineError(f"layers {missing} have routers, and the routes are of layers {list(self._position)}")
         self._passes: dict[int, LayerPasses[Tensor]] = {layer: LayerPasses() for layer in self._routers}
 
     def __enter__(self) -> RouteReplay:
