@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from statistics import fmean
@@ -13,7 +14,7 @@ from typer.main import get_command
 
 from relibra.cli.inputs import options
 from relibra.cli.inputs.requests import documented
-from relibra.cli.outputs.terminal import print_note, print_result
+from relibra.cli.outputs.terminal import print_note, print_result, print_table, print_text
 from relibra.errors import ConfigError, RelibraError
 
 if TYPE_CHECKING:
@@ -75,12 +76,35 @@ def train(
 
 
 def _print_memory(config: RunConfig, *, as_json: bool) -> None:
-    """Print the estimated memory of a run, without a run folder."""
-    from relibra.cli.outputs.memory import print_estimate
-    from relibra.rl.memory.estimator import estimate_memory
+    """Print the estimated memory of a run, and what helps where it does not fit; makes no run folder."""
+    from relibra.rl.memory.estimate import GIB, PARTS
+    from relibra.rl.memory.estimator import estimate_memory, refusal
 
     found, helps = estimate_memory(config)
-    print_estimate(found, helps, as_json=as_json)
+    if as_json:
+        typer.echo(json.dumps({**found.as_json(), "helps": {one.setting: one.saves for one in helps}}))
+        return
+    print_text(f"{found.model}; rank 0 of {found.ranks}, micro-batches of {found.tokens:,} tokens; GiB of a GPU:")
+    parts = [part for part in PARTS if any(one.parts.get(part, 0) >= GIB / 200 for one in found.peaks)]
+    rows = [{"": part, **{one.phase: f"{one.parts.get(part, 0) / GIB:.2f}" for one in found.peaks}} for part in parts]
+    print_table([*rows, {"": "sum", **{one.phase: f"{one.total / GIB:.2f}" for one in found.peaks}}])
+    peak = found.peak
+    print_text(f"most in {peak.phase}: {peak.total / GIB:.2f}, when {peak.line or 'it begins'} takes its part")
+    if found.device_bytes is not None:
+        print_text(
+            f"{found.device_name}: {found.device_bytes / GIB:.1f} GiB, {found.usable_bytes / GIB:.1f} to be used; "
+            f"{found.free_bytes / GIB:.1f} left for slots of plans"
+        )
+    else:
+        print_text("no GPU here to compare with: plan.cluster=h100x8 names one")
+    if found.choice:
+        print_text(str(found.choice))
+    print_text(f"host memory of a node: {found.host_bytes / GIB:.1f} GiB")
+    if found.offload_bytes >= GIB / 20:
+        print_text(
+            f"offloading: {found.offload_bytes / GIB:.1f} GiB in an optimizer step, {found.offload_seconds:.2f} s"
+        )
+    print_text("it fits" if found.fits else f"it does not fit: {refusal(found, helps)}")
 
 
 def _check_server_options(config: RunConfig) -> None:
