@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any
 
 import numpy as np
@@ -141,9 +140,7 @@ class TraceWriter:
         """Return the writer."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Write the index, unless the block raised: then the folder has none and readers refuse it."""
         if kind is None:
             self._refuse_finished()  # another writer may have finished first

@@ -28,23 +28,12 @@ def takes(request: type[Request]) -> Callable[[Callable[[Request], None]], Calla
 
     request    a keyword-only dataclass; lines of its docstring are the name of a field, a placeholder and a help text
     """
-
-    def decorate(verb: Callable[[Request], None]) -> Callable[..., None]:
-        def command(**values: Any) -> None:
-            verb(request(**values))
-
-        return _command(command, verb, request)
-
-    return decorate
+    return lambda verb: _command(lambda **values: verb(request(**values)), verb, request)
 
 
 def documented(verb: Callable[..., None]) -> Callable[..., None]:
     """Turn a function into a typer command; lines of its docstring are its parameters, as in a request (`takes`)."""
-
-    def command(**values: Any) -> None:
-        verb(**values)
-
-    return _command(command, verb, verb)
+    return _command(lambda **values: verb(**values), verb, verb)
 
 
 def _command(command: Callable[..., None], verb: Callable[..., None], owner: Any) -> Callable[..., None]:

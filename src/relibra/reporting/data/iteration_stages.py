@@ -12,13 +12,7 @@ from relibra.reporting.data.compared_plans import ComparedStep
 from relibra.reporting.data.metrics import Metrics
 from relibra.reporting.data.recording import Recording
 from relibra.routing.readers import open_trace
-from relibra.simulation.training_passes import (
-    Activations,
-    Iteration,
-    Levers,
-    PredictedIteration,
-    simulate_passes,
-)
+from relibra.simulation.training_passes import Activations, Iteration, Levers, PredictedIteration, simulate_passes
 
 STAGES = (
     *("rollout", "tail", "reward", "trace", "plan", "relocate", "recompute", "reference", "values", "update values"),

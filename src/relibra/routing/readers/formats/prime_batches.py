@@ -75,8 +75,5 @@ def _samples(where: str, found: _MicroBatch) -> Iterator[RoutedSample]:
     lengths[-1] -= padding
     for sample, (first, tokens) in enumerate(zip(accumulate(lengths, initial=0), lengths, strict=False)):
         yield RoutedSample(
-            where=f"{where}, sample {sample}",
-            ids_TLK=routes[first : first + tokens],
-            tokens=tokens,
-            last_absent=True,
+            where=f"{where}, sample {sample}", ids_TLK=routes[first : first + tokens], tokens=tokens, last_absent=True
         )
