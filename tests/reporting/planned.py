@@ -12,6 +12,7 @@ from relibra.planning.costs.expert_shape import expert_shape
 from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step
 from relibra.reporting.data.compared_plans import ComparedPlan, ComparedStep, compare_plan, compare_static
+from relibra.reporting.data.comparison import ComparisonRow, iterate_comparison
 from relibra.routing.demand import Demand
 from relibra.simulation import model_shape
 
@@ -44,3 +45,8 @@ def compared_step(before: ComparedPlan | None = None, after: ComparedPlan | None
     layers = len(after.plan.layer_ids)
     model = replace(model_shape("qwen3-30b-a3b"), moe_layers=layers, experts=16, top_k=4)
     return ComparedStep(before=before, after=after, cluster=CLUSTER, model=model)
+
+
+def compare(*given, **options) -> list[ComparisonRow]:
+    """The rows of `iterate_comparison`."""
+    return [row for row, _ in iterate_comparison(*given, **options)]

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from relibra.planning.budget import Budget
-from relibra.reporting.data.comparison import compare
 from relibra.reporting.html.page import write_page
 from relibra.reporting.pages.plan_page import render_plan_page
-from tests.reporting.planned import CLUSTER, EXPERT, compared_step, planned_step
+from tests.reporting.planned import CLUSTER, EXPERT, compare, compared_step, planned_step
 from tests.reporting.test_report_in_browser import Tab, tab
 
 __all__ = ["tab"]  # the fixture

@@ -92,7 +92,7 @@ def _plan_to_draw(found: list[tuple[ComparisonRow, StepPlan | None]]) -> tuple[s
 
 def print_comparison(rows: list[ComparisonRow]) -> None:
     """Print the rows as a table that fits the terminal, its legend, and the errors of balancers without a plan."""
-    from relibra.reporting.data.comparison_columns import COLUMNS
+    from relibra.reporting.data.comparison import COLUMNS
 
     cells = [{column.name: column.cell(row) for column in COLUMNS} if row.skew is not None else {} for row in rows]
     table = [{"balancer": row.balancer, "ok": row.valid, **own} for row, own in zip(rows, cells, strict=True)]

@@ -15,7 +15,8 @@ from relibra.planning.costs.expert_shape import expert_shape
 from relibra.planning.planner import plan_step
 from relibra.planning.registry import BALANCERS
 from relibra.reporting.data import comparison
-from relibra.reporting.data.comparison import compare, iterate_comparison, measure
+from relibra.reporting.data.comparison import iterate_comparison, measure
+from tests.reporting.planned import compare
 
 EXPERT = expert_shape("mixtral-8x7b")
 CLUSTER = cluster_preset("h100x8", 4, 2)
@@ -72,7 +73,9 @@ def test_figures_are_those_of_a_slow_count(demand):
 
 def test_every_balancer_gives_a_valid_row(demand):
     history_MLE = demand.load_MLE[:2]
-    rows = {row.balancer: row for row in compare(demand, CLUSTER, BUDGET, expert=EXPERT, history_MLE=history_MLE)}
+    rows = {
+        row.balancer: row for row in compare(demand, CLUSTER, BUDGET, BALANCERS, expert=EXPERT, history_MLE=history_MLE)
+    }
     assert list(rows) == list(BALANCERS)
     assert [row.message for row in rows.values() if not row.valid] == []
     assert all(row.skew >= row.bound >= row.bound_any_homes >= 1 - 1e-12 for row in rows.values())

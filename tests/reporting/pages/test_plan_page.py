@@ -19,7 +19,7 @@ from relibra.planning.planner import plan_step
 from relibra.planning.traffic.distinct_rows import distinct_rows_of_step
 from relibra.reporting.data.byte_ledger import byte_ledger
 from relibra.reporting.data.compared_plans import ComparedStep, compare_plan, compare_static
-from relibra.reporting.data.comparison import ComparisonRow, compare
+from relibra.reporting.data.comparison import ComparisonRow
 from relibra.reporting.data.number_format import percent
 from relibra.reporting.html.page import templates
 from relibra.reporting.pages.plan_page import balancer_values, render_plan_page
@@ -28,7 +28,7 @@ from relibra.routing.demand import Demand
 from relibra.simulation import model_shape, overlap_ratio, simulate_step
 from relibra.simulation.units import format_seconds
 from relibra.timeline import Event, Timeline
-from tests.reporting.planned import CLUSTER, EXPERT, compared_plans, compared_step, planned_step
+from tests.reporting.planned import CLUSTER, EXPERT, compare, compared_plans, compared_step, planned_step
 
 MADE = datetime(2026, 1, 2, tzinfo=UTC)
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from relibra.printable import plural
 from relibra.reporting.data.compared_plans import ComparedStep
-from relibra.reporting.data.comparison import ComparisonRow
-from relibra.reporting.data.comparison_columns import COLUMNS
+from relibra.reporting.data.comparison import COLUMNS, ComparisonRow
 from relibra.reporting.html.page import render_page
 from relibra.reporting.pages.step_values import Bar, end_of_skews, step_headline, step_values
 from relibra.timeline import Timeline
