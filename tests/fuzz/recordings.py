@@ -8,10 +8,10 @@ from functools import cache, partial
 import numpy as np
 import torch
 
-from relibra.routing.readers.encodings.base64_text import decode_base64
 from relibra.routing.readers.encodings.inert_pickle import read_pickle
 from relibra.routing.readers.formats import Format, ImportRules, ShortRows, ZeroRows, import_samples
 from relibra.routing.readers.formats.normalise import ImportCounts, iterate_pieces
+from relibra.routing.readers.formats.wire_routes import decode_base64
 from tests.fuzz.mutations import mutate_array, mutate_bytes, mutate_json, mutate_value, pick
 from tests.routing import recordings as made
 

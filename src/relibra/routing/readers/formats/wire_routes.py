@@ -9,12 +9,13 @@ import re
 from typing import Any
 
 import numpy as np
+import pybase64
+from jaxtyping import UInt8
 from msgspec import Raw, Struct
 from numpy import ndarray
 
 from relibra.errors import TraceError
 from relibra.routing.array_sizes import MAX_LAYERS, MAX_TOP_K
-from relibra.routing.readers.encodings.base64_text import decode_base64
 from relibra.routing.readers.encodings.excerpts import excerpt
 from relibra.routing.readers.encodings.json_text import Count, decode_json, decode_lists
 from relibra.routing.readers.encodings.nested_lists import array_of_lists
@@ -83,3 +84,19 @@ def decode_text(where: str, value: Raw) -> ndarray:
     if bytes(text[:1]) != b'"':
         raise TraceError(f"{where} has no routes: it is {bytes(text[:20])!r}, expected text in base64")
     return decode_base64(where, text[1:-1])
+
+
+def decode_base64(where: str, text: bytes | memoryview) -> UInt8[ndarray, " X"]:
+    r"""Return the bytes of a text in base64, padded with `=`, without spaces; `\/` of JSON is read as `/`.
+
+    raises    TraceError for any other text; `where` begins the message
+    """
+    try:  # several times as fast as the standard library
+        return np.frombuffer(pybase64.b64decode(text, validate=True), dtype=np.uint8)
+    except ValueError as error:
+        plain = bytes(text)
+        if b"\\/" in plain:
+            return decode_base64(where, plain.replace(b"\\/", b"/"))
+        cut = f"{len(plain):,} characters are no multiple of 4; the text was cut" * bool(len(plain) % 4)
+        other = "it holds characters outside of A-Z, a-z, 0-9, + and /, or '=' before the end"
+        raise TraceError(f"{where} is no base64: {cut or other}") from error
