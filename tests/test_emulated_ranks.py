@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.harness.recorded_cuts import cut_recorded
 from relibra import Budget, ConfigError, cluster_preset, plan_step
 from relibra.planning.costs.expert_shape import ExpertShape
-from relibra.routing.micro_batches import cut_recorded
 from relibra.routing.synthetic import TraceShape, domain_trace
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"

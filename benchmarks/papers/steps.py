@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.harness.recorded_cuts import cut_recorded
 from benchmarks.papers.tokens import Tokens, draw_tokens, repeated
 from benchmarks.planner.steps import at_most, domain_step
 from relibra import simulation
@@ -27,7 +28,7 @@ from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step
 from relibra.routing.demand import Demand, ScheduledDemand
 from relibra.routing.demand_rows import sample_of_rows
-from relibra.routing.micro_batches import cut_recorded, select_micro_batches
+from relibra.routing.micro_batches import select_micro_batches
 from relibra.routing.readers import open_trace
 from relibra.routing.statistics import co_activation
 from relibra.routing.synthetic import TraceShape, domain_trace

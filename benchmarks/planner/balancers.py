@@ -17,12 +17,13 @@ from rich.table import Table
 
 from benchmarks.harness.options import measurement_options
 from benchmarks.harness.provenance import quartiles, write_results
+from benchmarks.harness.recorded_cuts import cut_recorded
 from relibra.cluster import cluster_preset
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import expert_shape
 from relibra.planning.registry import BALANCERS
-from relibra.reporting.data.comparison import compare
-from relibra.routing.micro_batches import cut_recorded, select_micro_batches
+from relibra.reporting.data.comparison import iterate_comparison
+from relibra.routing.micro_batches import select_micro_batches
 from relibra.routing.readers import open_trace
 
 CASES = {
@@ -115,7 +116,7 @@ def _compared(trace, ranks: int, tokens: int, model: str) -> dict:
     rows = [
         row
         for each, balancers in [(budget, others), *own]
-        for row in compare(
+        for row, _ in iterate_comparison(
             select_micro_batches(whole, half),
             cluster_preset("h100x8", ranks, 8),
             each,

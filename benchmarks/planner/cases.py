@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness.provenance import quartiles
+from benchmarks.harness.recorded_cuts import cut_recorded
 from benchmarks.planner.replication_milp import replicate_milp
 from benchmarks.planner.steps import domain_step, skewed_load
 from benchmarks.programs import command
@@ -27,7 +28,7 @@ from relibra.planning.costs.expert_shape import expert_shape
 from relibra.planning.levers.replication import replicate
 from relibra.planning.planner import plan_step
 from relibra.planning.validation import validate_plan
-from relibra.routing.micro_batches import cut_recorded, select_micro_batches
+from relibra.routing.micro_batches import select_micro_batches
 from relibra.routing.readers import open_trace
 
 SKEW = "skew: sum of busiest / mean ranks, token-slots"

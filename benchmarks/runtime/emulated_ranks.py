@@ -26,6 +26,7 @@ from rich.table import Table
 
 from benchmarks.harness.options import measurement_options
 from benchmarks.harness.provenance import write_results
+from benchmarks.harness.recorded_cuts import cut_recorded
 from relibra.calibration.grouped_experts import GroupedExperts, grouped_experts, seconds_each
 from relibra.cluster import cluster_preset
 from relibra.planning.budget import Budget
@@ -34,7 +35,7 @@ from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.split import split_tokens
 from relibra.reporting.data.comparison import iterate_comparison
 from relibra.routing.demand import ScheduledDemand
-from relibra.routing.micro_batches import cut_recorded, select_micro_batches
+from relibra.routing.micro_batches import select_micro_batches
 from relibra.routing.readers import open_trace
 from relibra.routing.synthetic import TraceShape, domain_trace
 from relibra.routing.trace import RoutingTrace

@@ -26,6 +26,7 @@ from numpy import ndarray
 
 from benchmarks.harness.options import measurement_options
 from benchmarks.harness.provenance import quartiles, write_results
+from benchmarks.harness.recorded_cuts import cut_recorded
 from benchmarks.planner.steps import domain_step
 from benchmarks.runtime import emulated_ranks as emulated
 from benchmarks.runtime import executor_path
@@ -34,7 +35,7 @@ from relibra.calibration.grouped_experts import grouped_experts
 from relibra.errors import ConfigError
 from relibra.planning.costs.expert_shape import ExpertShape, expert_shape
 from relibra.routing.demand import ScheduledDemand
-from relibra.routing.micro_batches import cut_recorded, select_micro_batches
+from relibra.routing.micro_batches import select_micro_batches
 from relibra.routing.readers import open_trace
 from relibra.routing.synthetic import TraceShape, domain_trace
 from relibra.routing.trace import RoutingTrace

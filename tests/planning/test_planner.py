@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.harness.recorded_cuts import cut_recorded
 from relibra.errors import PlanError, TraceError
 from relibra.planning.budget import Budget
 from relibra.planning.costs.exchange import rows_per_crossing
@@ -21,7 +22,6 @@ from relibra.planning.registry import BALANCERS
 from relibra.planning.validation import validate_plan
 from relibra.rl.batch.schedule import make_schedule
 from relibra.routing.demand import Demand, ScheduledDemand
-from relibra.routing.micro_batches import cut_recorded
 from relibra.routing.statistics import co_activation
 from relibra.routing.synthetic import TraceShape, domain_trace
 from tests.examples import few_and_many

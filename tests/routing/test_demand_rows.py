@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.harness.recorded_cuts import cut_recorded
 from relibra.errors import TraceError
 from relibra.routing.demand import Demand
 from relibra.routing.demand_rows import sample_of_rows
-from relibra.routing.micro_batches import cut_recorded, schedule_samples, select_micro_batches
+from relibra.routing.micro_batches import schedule_samples, select_micro_batches
 from relibra.routing.synthetic import TraceShape, domain_trace
 
 

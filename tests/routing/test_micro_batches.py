@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.harness.recorded_cuts import cut_recorded
 from relibra.errors import TraceError
-from relibra.routing.micro_batches import cut_recorded, draw_samples, schedule_samples, select_micro_batches
+from relibra.routing.micro_batches import draw_samples, schedule_samples, select_micro_batches
 from relibra.routing.synthetic import TraceShape, domain_trace
 from relibra.routing.trace import RoutingTrace
 from tests.routing.slow_statistics import micro_batch_load

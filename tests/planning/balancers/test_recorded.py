@@ -5,12 +5,13 @@ from functools import cache
 import numpy as np
 import pytest
 
+from benchmarks.harness.recorded_cuts import cut_recorded
 from relibra.planning.balancers.even_placement import busiest_rank
 from relibra.planning.balancers.physical_placement import count_copies
 from relibra.planning.balancers.shares import optimal_quotas
 from relibra.planning.baselines.eplb import eplb_placement
 from relibra.planning.registry import BALANCERS
-from relibra.routing.micro_batches import cut_recorded, select_micro_batches
+from relibra.routing.micro_batches import select_micro_batches
 from relibra.routing.readers import open_trace
 from tests.planning.balancers.requests import ask, rank_loads, spread, step_skew
 from tests.planning.cases import DATA

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.harness.recorded_cuts import cut_recorded
 from benchmarks.planner.steps import domain_step
 from relibra.cluster import cluster_preset
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES
 from relibra.planning.planner import plan_step
-from relibra.routing.micro_batches import cut_recorded, select_micro_batches
+from relibra.routing.micro_batches import select_micro_batches
 from relibra.routing.readers import open_trace
 from tests.examples import quick_and_slow
 from tests.planning.cases import DATA

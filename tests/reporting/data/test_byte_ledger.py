@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.harness.recorded_cuts import cut_recorded
 from relibra.cluster import cluster_preset
 from relibra.planning.budget import Budget
 from relibra.planning.costs.expert_shape import ExpertShape
@@ -14,7 +15,6 @@ from relibra.planning.planner import plan_step
 from relibra.planning.traffic.distinct_rows import distinct_rows_of_step
 from relibra.reporting.data.byte_ledger import byte_ledger, port_bytes_per_second
 from relibra.routing.demand_rows import sample_of_rows
-from relibra.routing.micro_batches import cut_recorded
 from relibra.routing.synthetic import TraceShape, domain_trace
 from relibra.routing.trace import RoutingTrace
 from tests.planning.walks import ranks_of_tokens

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.harness.recorded_cuts import cut_recorded
 from relibra import Budget, ConfigError, Demand, PlanError, cluster_preset, plan_step
 from relibra.cluster import Link
 from relibra.planning.costs.copies import pushed_copies
@@ -14,7 +15,6 @@ from relibra.planning.costs.layer_costs import decision_seconds, layer_costs
 from relibra.planning.costs.prediction import predict
 from relibra.planning.traffic.distinct_rows import distinct_rows_of_step
 from relibra.routing.demand_rows import sample_of_rows
-from relibra.routing.micro_batches import cut_recorded
 from relibra.routing.statistics import co_activation
 from relibra.routing.synthetic import TraceShape, domain_trace
 from relibra.simulation import Execution, ParallelLayout, model_shape, simulate_groups, simulate_step, with_mini_batches
