@@ -238,8 +238,10 @@ def _repacked_indices(
     micro_batch_S = _from_first_rank(on_all_ranks(plan, "plan the micro-batches", device=_device(None)))
     if (micro_batch_S < 0).any():
         return None
-    before = sum(len(table) - 1 for table in tables[: _place(dp_group)])
-    return _indices_of(micro_batch_S[before : before + len(own) - 1], len(indices), unit)
+    place = 0 if dp_group is None else dist.get_rank(dp_group)
+    before = sum(len(table) - 1 for table in tables[:place])
+    own_S = np.repeat(micro_batch_S[before : before + len(own) - 1], unit)
+    return [np.flatnonzero(own_S == m).tolist() for m in range(len(indices))]
 
 
 def own_table(
@@ -301,12 +303,6 @@ def repack_tables(
     )
 
 
-def _indices_of(micro_batch_u: Int32[ndarray, " u"], num_micro_batches: int, unit: int) -> list[list[int]]:
-    """Return the samples of each micro-batch."""
-    micro_batch_S = np.repeat(micro_batch_u, unit)
-    return [np.flatnonzero(micro_batch_S == m).tolist() for m in range(num_micro_batches)]
-
-
 def sample_lengths(data: Any) -> Int64[ndarray, " S"]:
     """Return the tokens of each sample of a batch."""
     ids = data["input_ids"]
@@ -366,10 +362,6 @@ def _device(group: Any) -> str:
 
 def _size(group: Any) -> int:
     return 1 if group is None else dist.get_world_size(group)
-
-
-def _place(group: Any) -> int:
-    return 0 if group is None else dist.get_rank(group)
 
 
 def _setting(data: Any, key: str, default: Any) -> Any:
