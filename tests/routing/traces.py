@@ -9,7 +9,8 @@ from relibra.routing.synthetic import TraceShape
 
 def balanced_trace(shape: TraceShape) -> RoutingTrace:
     """Return round-robin routes: every run of E / gcd(E, K) tokens loads all experts equally."""
-    number_TK = np.arange(shape.num_rows * shape.top_k).reshape(shape.num_rows, shape.top_k)
+    rows = sum(shape.rows_per_sample)
+    number_TK = np.arange(rows * shape.top_k).reshape(rows, shape.top_k)
     experts_TLK = np.stack([(number_TK + layer) % shape.num_experts for layer in range(shape.num_layers)], axis=1)
     samples = np.split(experts_TLK.astype(np.uint8), np.cumsum(shape.rows_per_sample)[:-1])
     return RoutingTrace.from_samples(samples, num_experts=shape.num_experts, source="synthetic, forced balance")

@@ -40,11 +40,6 @@ class TraceShape:
                 f"a trace needs layers and samples: got {self.num_layers} and {len(self.rows_per_sample)}"
             )
 
-    @property
-    def num_rows(self) -> int:
-        """Return the token rows of all samples."""
-        return int(sum(self.rows_per_sample))
-
 
 def domain_trace(
     shape: TraceShape, rng: Generator, *, num_domains: int = 4, sigma: float = 0.8, drift: float = 0.5
