@@ -21,12 +21,6 @@ UNLIMITED = 100_000
 """Columns of a file or pipe."""
 
 
-def stdout_console() -> Console:
-    """Return the console of stdout; in a file or pipe nothing is wrapped or left out, unless COLUMNS gives a width."""
-    console = Console()
-    return console if console.is_terminal or has_columns() else Console(width=UNLIMITED)
-
-
 def progress(label: str) -> Status:
     """Show a spinner with a label on stderr while the `with` block runs."""
     return Console(stderr=True).status(escape(printable(label)))
@@ -92,10 +86,13 @@ def format_value(value: object) -> str:
 def print_table(rows: Sequence[Mapping[str, object]], columns: Sequence[str] | None = None) -> list[str]:
     """Print rows with a column for each of their fields, or for some; return the names of those that are printed.
 
-    The last columns are left out where a terminal has no room for them.
+    The last columns are left out where a terminal has no room for them. In a file or pipe nothing is wrapped or left
+    out, unless COLUMNS gives a width.
     """
     names = list(columns or dict.fromkeys(name for row in rows for name in row))
-    shown, console = names.copy(), stdout_console()
+    shown, console = names.copy(), Console()
+    if not (console.is_terminal or has_columns()):
+        console = Console(width=UNLIMITED)
     unlimited = console.options.update(width=UNLIMITED)
     while len(shown) > 1 and console.measure(_table(rows, shown), options=unlimited).minimum > console.width:
         shown.pop()
