@@ -278,11 +278,11 @@ def _run(
     if config.update.activations == "plan":
         activations = PlannedActivations.of_run(folder, policy.trained, cluster, policy.shape, config.plan.memory_gib)
     learner = Learner(
+        config=config,
         policy=policy,
         optimizer=make_optimizer(policy.trained, config.update.learning_rate, config.update),
         critic=None,
         loss=find_loss(config),
-        reference=None,
         engine=MadeUpEngine(sizes.length - 1, len(policy.layer_ids), policy.num_experts, policy.top_k),
         task=MadeUpTask(sizes.prompt),
         tokenizer=tokenizer,
@@ -295,7 +295,7 @@ def _run(
         if step == 1:  # the optimizer has its moments
             seconds.clear()
             _reset_peak(device)
-        result = rl_step(step, learner, progress, config, traces)
+        result = rl_step(step, learner, progress, traces)
         progress, metrics = result.progress, result.metrics
         assert not metrics["equal_groups"], "a response that is not trained would count as if it was"
         seconds.append(metrics["seconds"])

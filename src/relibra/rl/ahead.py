@@ -27,7 +27,6 @@ import torch
 from relibra.planning.balancers.lasting import with_residents
 from relibra.rl.batch.step_plan import exchange_residents
 from relibra.rl.batch.training_batch import homes_at
-from relibra.rl.config.run_config import RunConfig
 from relibra.rl.rollout.admission import SampleCursor
 from relibra.rl.rollout.collect import Rollout, admit_responses, response_starter
 from relibra.rl.rollout.response import Response
@@ -56,22 +55,23 @@ class _BegunStep:
 class StepsAhead:
     """Prepares steps in a thread; its methods are for the thread that trains, and every rank calls them alike."""
 
-    def __init__(self, learner: Learner, config: RunConfig, traces: StepTraces, progress: Progress, step: int) -> None:
+    def __init__(self, learner: Learner, traces: StepTraces, progress: Progress, step: int) -> None:
         """Begin with the step that trains next; collective.
 
         progress   before that step; weights of its version are published
         """
         assert isinstance(learner.engine, ServerEngine), "the settings refuse another"
         assert learner.engine.sampler is not None, "make_engine made one"
-        self._learner, self._config, self._traces, self._sampler = learner, config, traces, learner.engine.sampler
-        self._start = response_starter(learner.task, learner.tokenizer, config.rollout)
+        self._learner, self._config, self._traces = learner, learner.config, traces
+        self._sampler = learner.engine.sampler
+        self._start = response_starter(learner.task, learner.tokenizer, self._config.rollout)
         self._live: Sequence[Response] = progress.live
         self._cursor, self._homes = progress.cursor, homes_before(learner, progress)
         self._residents: Callable[[], list | None] = lambda: None
         self._version, self._next, self._closing = step, step, False
         self._error: BaseException | None = None
         self._begun = deque[_BegunStep]()
-        self._prepared: dict[int, Future[PreparedStep]] = {s: Future() for s in range(step, config.run.steps)}
+        self._prepared: dict[int, Future[PreparedStep]] = {s: Future() for s in range(step, self._config.run.steps)}
         self._changed, self._group = threading.Condition(), open_group()
         self._thread = threading.Thread(target=self._run, name="steps ahead", daemon=True)
         self._thread.start()
@@ -176,9 +176,7 @@ class StepsAhead:
         homes, residents = self._homes, self._residents()
         if homes is not None and residents is not None:
             homes = with_residents(homes, residents)
-        prepared = prepare_step(
-            begun.step, self._learner, rollout, homes, self._config, self._traces, Stopwatch(begun.step)
-        )
+        prepared = prepare_step(self._learner, rollout, homes, self._traces, Stopwatch(begun.step))
         self._live = [response for response in prepared.rollout.responses if response.finish_reason is None]
         if (plan := prepared.batch.plan) is not None:
             learner = self._learner

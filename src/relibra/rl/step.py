@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -138,33 +138,31 @@ class Progress:
         )
 
 
-_STATE = (
-    *("finished", "policy_steps", "value_steps", "policy_skips", "value_skips"),
-    *("untrained_steps", "explained_variance", "planned", "residents", "sampler_history"),
-)
+_STATE = [one.name for one in fields(Progress) if one.name not in ("live", "for_values", "cursor")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Learner:
-    """Models, engine and task of one rank.
+    """Settings, models, engine and task of one rank.
 
     critic      value model of the "gae" algorithms
     loss        of the policy
-    reference   frozen policy of the KL term; None: there is no such term
+    reference   frozen policy of the KL term; None: there is no such term, or not yet
     cluster     machine that steps are planned for
     canary      on rank 0: compares a server with the policy after each update of its weights; None: there is none
     activations   what layers keep by plan; None: the same in all of them
     """
 
+    config: RunConfig
     policy: Policy
     optimizer: torch.optim.Optimizer
     critic: Trained | None
     loss: PolicyLoss
-    reference: nn.Module | None
     engine: RolloutEngine
     task: Task
     tokenizer: Tokenizer
     cluster: Cluster
+    reference: nn.Module | None = None
     canary: Canary | None = None
     activations: PlannedActivations | None = None
 
@@ -210,7 +208,6 @@ def rl_step(
     step: int,
     learner: Learner,
     progress: Progress,
-    config: RunConfig,
     traces: StepTraces,
     take: Callable[[Stopwatch], PreparedStep] | None = None,
 ) -> StepResult:
@@ -218,17 +215,15 @@ def rl_step(
 
     take    returns what was prepared while the steps before trained (`rollout.ahead`)
     """
-    clock = Stopwatch(step)
+    config, clock = learner.config, Stopwatch(step)
     if take is None:
-        rollout = _sample(step, learner, progress, config, clock)
-        prepared = prepare_step(step, learner, rollout, homes_before(learner, progress), config, traces, clock)
+        rollout = _sample(learner, progress, clock)
+        prepared = prepare_step(learner, rollout, homes_before(learner, progress), traces, clock)
     else:
         prepared = take(clock)
     waited = dict(clock.seconds)
     rollout, signal, advantage_of = prepared.rollout, prepared.signal, prepared.advantage_of
-    batch, recomputed = _recompute(
-        learner, progress, prepared.batch, config, clock, trains=_trains_policy(step, learner, progress, config)
-    )
+    batch, recomputed = _recompute(learner, progress, prepared.batch, clock)
     if take is not None:
         batch = replace(batch, responses=with_recorded_values(batch.responses, progress.live))
 
@@ -243,15 +238,15 @@ def rl_step(
     before_first_step(None, batch, Comparison())  # what a pass has found already
     with clock.stage("trace"):
         traces.write_plan(step, batch.plan, batch.demand)
-    progress, credit, value_metrics = _run_value_model(step, learner, progress, batch.responses, config, clock)
+    progress, credit, value_metrics = _run_value_model(learner, progress, batch.responses, clock)
     credit = credit or broadcast_advantages(batch.responses, advantage_of)
-    batch = _with_targets(learner, batch, recomputed, credit, config, clock)
+    batch = _with_targets(learner, batch, recomputed, credit, clock)
     update = PolicyUpdate(
         count=StepCount(rl_step=step, made=progress.policy_steps, skipped_in_a_row=progress.policy_skips)
     )
-    trains = _trains_policy(step, learner, progress, config)
+    trains = _trains_policy(step, learner, progress)
     if trains:
-        update = _update_policy(learner, update.count, batch, config, clock, before_first_step)
+        update = _update_policy(learner, update.count, batch, clock, before_first_step)
     mismatch = step_metrics.mismatch_metrics_of_ranks(recomputed.compared + update.compared)
     with clock.stage("sync"):
         canary = sync_weights(learner.engine, learner.policy, step + 1, learner.canary)
@@ -296,9 +291,9 @@ def rl_step(
     return StepResult(metrics=metrics, responses=rollout.responses, progress=progress)
 
 
-def _trains_policy(step: int, learner: Learner, progress: Progress, config: RunConfig) -> bool:
+def _trains_policy(step: int, learner: Learner, progress: Progress) -> bool:
     """Return whether a step trains the policy: not before the value model has been."""
-    first = config.critic.pretrain_steps
+    first = learner.config.critic.pretrain_steps
     return learner.critic is None or (step >= first and (progress.value_steps > 0 or not first))
 
 
@@ -312,30 +307,24 @@ def largest_mismatch(config: RunConfig) -> float:
     return config.update.max_mismatch or rounding
 
 
-def _sample(step: int, learner: Learner, progress: Progress, config: RunConfig, clock: Stopwatch) -> Rollout:
+def _sample(learner: Learner, progress: Progress, clock: Stopwatch) -> Rollout:
     """Sample a window of every response."""
-    with clock.stage("rollout"), idle_while_sampling(learner.policy.trained, config.update):
+    with clock.stage("rollout"), idle_while_sampling(learner.policy.trained, learner.config.update):
         rollout = collect(
             progress.live,
             cursor=progress.cursor,
             engine=learner.engine,
             task=learner.task,
             tokenizer=learner.tokenizer,
-            settings=config.rollout,
-            weight_version=step,
+            settings=learner.config.rollout,
+            weight_version=clock.step,
         )
         rest_servers(learner.engine, learner.canary, next(learner.policy.trained.parameters()).device)
     return rollout
 
 
 def prepare_step(
-    step: int,
-    learner: Learner,
-    rollout: Rollout,
-    previous: Homes | None,
-    config: RunConfig,
-    traces: StepTraces,
-    clock: Stopwatch,
+    learner: Learner, rollout: Rollout, previous: Homes | None, traces: StepTraces, clock: Stopwatch
 ) -> PreparedStep:
     """Compute rewards, write the routes of the step, compare groups, and plan; collective.
 
@@ -343,13 +332,13 @@ def prepare_step(
     previous    homes of experts before the step, and replicas that last; None: the static layout
     """
     sampled_at = time.perf_counter()
-    responses = _rate(step, learner, rollout.responses, config, traces, clock)
+    responses = _rate(learner, rollout.responses, traces, clock)
     rollout.responses.clear()  # so that routes that are sent leave memory
-    kept, signal, advantage_of = _compare_groups(responses, config, clock)
+    kept, signal, advantage_of = _compare_groups(responses, learner.config, clock)
     responses[:] = [_without_routes(response) for response in responses]
     routed = sum(response.experts_mLK.nbytes for response in kept if response.experts_mLK is not None)
     with clock.stage("plan"):
-        batch = build_batch(kept, learner.policy, config, previous=previous, cluster=learner.cluster)
+        batch = build_batch(kept, learner.policy, learner.config, previous=previous, cluster=learner.cluster)
     return PreparedStep(
         rollout=replace(rollout, responses=responses),
         signal=signal,
@@ -361,15 +350,9 @@ def prepare_step(
     )
 
 
-def _rate(
-    step: int,
-    learner: Learner,
-    sampled: Sequence[Response],
-    config: RunConfig,
-    traces: StepTraces,
-    clock: Stopwatch,
-) -> list[Response]:
+def _rate(learner: Learner, sampled: Sequence[Response], traces: StepTraces, clock: Stopwatch) -> list[Response]:
     """Compute rewards, and write the routes of the step."""
+    config, step = learner.config, clock.step
     with clock.stage("reward"):
         responses, errors = compute_rewards(
             sampled,
@@ -413,19 +396,11 @@ def homes_before(learner: Learner, progress: Progress) -> Homes | None:
 
 
 def _recompute(
-    learner: Learner,
-    progress: Progress,
-    batch: TrainingBatch,
-    config: RunConfig,
-    clock: Stopwatch,
-    *,
-    trains: bool,
+    learner: Learner, progress: Progress, batch: TrainingBatch, clock: Stopwatch
 ) -> tuple[TrainingBatch, Recomputed]:
-    """Compute old log-probs, with the routes of the rollout (R3), or record routes and plan from them (R2).
-
-    trains   as for `micro_batches_to_recompute`
-    """
-    policy, settings, cluster = learner.policy, config.algorithm, learner.cluster
+    """Compute old log-probs, with the routes of the rollout (R3), or record routes and plan from them (R2)."""
+    policy, config, cluster = learner.policy, learner.config, learner.cluster
+    settings, trains = config.algorithm, _trains_policy(clock.step, learner, progress)
     previous = homes_before(learner, progress)
     _move_homes(learner, batch, clock)
     numbers = micro_batches_to_recompute(batch.schedule, settings, trains=trains)
@@ -458,19 +433,14 @@ def _move_homes(learner: Learner, batch: TrainingBatch, clock: Stopwatch) -> Non
 
 
 def _run_value_model(
-    step: int,
-    learner: Learner,
-    progress: Progress,
-    responses: Sequence[Response],
-    config: RunConfig,
-    clock: Stopwatch,
+    learner: Learner, progress: Progress, responses: Sequence[Response], clock: Stopwatch
 ) -> tuple[Progress, Credit | None, dict[str, float | None]]:
     """Compute values and advantages, and train the value model once enough responses have finished.
 
     returns   progress with responses and counters of the value model; credit, None without a value model: advantages
               are then those of groups; metrics
     """
-    critic, settings = learner.critic, config.algorithm
+    critic, config, settings = learner.critic, learner.config, learner.config.algorithm
     if critic is None:
         nothing: dict[str, float | None] = dict.fromkeys(("explained_variance", "cut_auroc", "value_loss"))
         return replace(progress, live=(), for_values=()), None, {**nothing, "skipped_value_updates": 0}
@@ -492,7 +462,7 @@ def _run_value_model(
         recorded = [_without_routes(response) for response in record_values(responses, values)]
     for_values = [*progress.for_values, *(one for one in recorded if one.finish_reason is not None)]
     value_loss, skipped = None, 0
-    count = StepCount(rl_step=step, made=progress.value_steps, skipped_in_a_row=progress.value_skips)
+    count = StepCount(rl_step=clock.step, made=progress.value_steps, skipped_in_a_row=progress.value_skips)
     if int(sum_over_ranks(torch.tensor([len(for_values)]))) >= config.critic.min_finished:
         with clock.balanced_stage("update values", critic.model, config.plan, learner.cluster):
             value_loss, count, skipped = update_values(
@@ -533,9 +503,10 @@ def _without_routes(response: Response) -> Response:
 
 
 def _with_targets(
-    learner: Learner, batch: TrainingBatch, recomputed: Recomputed, credit: Credit, config: RunConfig, clock: Stopwatch
+    learner: Learner, batch: TrainingBatch, recomputed: Recomputed, credit: Credit, clock: Stopwatch
 ) -> TrainingBatch:
     """Return the batch with all that the policy loss reads."""
+    config = learner.config
     if config.rollout.mixed_routes == "mask" and config.algorithm.replay == "R3":
         credit = without_mixed_routes(credit, batch.responses)
     batch = with_credit(
@@ -555,15 +526,11 @@ def _with_targets(
 
 
 def _update_policy(
-    learner: Learner,
-    count: StepCount,
-    batch: TrainingBatch,
-    config: RunConfig,
-    clock: Stopwatch,
-    before_first_step: BeforeFirstStep,
+    learner: Learner, count: StepCount, batch: TrainingBatch, clock: Stopwatch, before_first_step: BeforeFirstStep
 ) -> PolicyUpdate:
     if learner.activations is not None:
         learner.activations.prepare(batch)
+    config = learner.config
     with clock.stage("update"), executing(learner.policy, batch, config.plan, learner.cluster) as context:
         update = update_policy(
             learner.policy.trained,

@@ -17,7 +17,7 @@ from relibra.calibration.machine import find_cluster
 from relibra.cluster import Cluster
 from relibra.environment import launched_rank
 from relibra.rl.ahead import StepsAhead
-from relibra.rl.algorithms.loss import PolicyLoss, find_loss
+from relibra.rl.algorithms.loss import find_loss
 from relibra.rl.batch.step_plan import try_balancer
 from relibra.rl.config.plan_without_effect import plan_settings_without_effect
 from relibra.rl.config.rollout_settings import RolloutSettings
@@ -25,7 +25,7 @@ from relibra.rl.config.run_config import RunConfig
 from relibra.rl.evaluation import evaluate
 from relibra.rl.memory.measured import compare_memory
 from relibra.rl.model.critic import build_critic
-from relibra.rl.model.host_weights import idle_while_sampling, move_to_host, on_device
+from relibra.rl.model.host_weights import move_to_host, on_device
 from relibra.rl.model.optimizer import make_optimizer
 from relibra.rl.model.policy import Policy, build_policy, reference_policy, save_policy
 from relibra.rl.model.sharding import save_activations
@@ -96,16 +96,26 @@ def _train(
     rest_servers(engine, canary, device)
     resumed = broadcast_json(has_checkpoint(run) if dist.get_rank() == 0 else None)
     warmed = resumed or _warm_up(config, policy, task, tokenizer, display, stop)
-    learner, progress, step = _build_learner(
-        config, run, device, policy, task, tokenizer, cluster, loss, engine, canary, resumed=resumed
+    learner = Learner(
+        config=config,
+        policy=policy,
+        optimizer=make_optimizer(policy.trained, config.update.learning_rate, config.update),
+        critic=_make_critic(config, policy, run, device),
+        loss=loss,
+        engine=engine,
+        task=task,
+        tokenizer=tokenizer,
+        cluster=cluster,
+        canary=canary,
     )
+    learner, progress, step = _begin_or_resume(learner, run, device, resumed=resumed)
     if resumed:
         display.resumed(step)
     traces = StepTraces(run, config.trace, num_experts=policy.num_experts, layer_ids=policy.layer_ids)
     saved, stopped = step, stop.on_any_rank()
     first = step
     begins_ahead = config.rollout.ahead > 0 and step < config.run.steps
-    ahead = StepsAhead(learner, config, traces, progress, step) if begins_ahead else None
+    ahead = StepsAhead(learner, traces, progress, step) if begins_ahead else None
     with (
         CheckpointWriter(run, config.checkpoint) as writer,
         StepLogs(run, step) if dist.get_rank() == 0 else nullcontext() as logs,
@@ -116,17 +126,17 @@ def _train(
         while step < config.run.steps and not stopped:
             baseline = None
             if config.evaluation.every and step == 0:
-                baseline = _evaluate(learner, config)
+                baseline = evaluate(learner)
                 display.baseline(baseline)
             with display.compiling() if step == first else nullcontext():
                 take = None if ahead is None else partial(ahead.take, step)
-                result = rl_step(step, learner, progress, config, traces, take)
+                result = rl_step(step, learner, progress, traces, take)
             if ahead is not None:
                 ahead.advance(step + 1)
             metrics, progress = result.metrics, result.progress
             metrics |= {"baseline": baseline, "evaluation": None}
             if config.evaluation.every and (step + 1) % config.evaluation.every == 0:
-                metrics["evaluation"] = _evaluate(learner, config)
+                metrics["evaluation"] = evaluate(learner)
             step += 1
             if config.checkpoint.every and step % config.checkpoint.every == 0:
                 saved = _stage(writer, step, learner, progress)
@@ -153,18 +163,6 @@ def _train(
     if dist.get_rank() == 0:
         check_not_removed(run)
     return warmed and step >= config.run.steps
-
-
-def _evaluate(learner: Learner, config: RunConfig) -> dict[str, float]:
-    """Return mean reward and response length of the present policy on held-out prompts; collective."""
-    with idle_while_sampling(learner.policy.trained, config.update):
-        return evaluate(
-            learner.engine,
-            learner.task,
-            learner.tokenizer,
-            config.evaluation.prompts,
-            config.rollout,
-        )
 
 
 def _find_cluster(config: RunConfig, device: torch.device) -> Cluster:
@@ -298,35 +296,26 @@ def _warm_up(
     return warm_up(policy.trained, task, tokenizer, config.warmup, config.update, seed=config.run.seed, on_step=on_step)
 
 
-def _build_learner(
-    config: RunConfig,
-    run: Path,
-    device: torch.device,
-    policy: Policy,
-    task: Task,
-    tokenizer: Tokenizer,
-    cluster: Cluster,
-    loss: PolicyLoss,
-    engine: RolloutEngine,
-    canary: Canary | None,
-    *,
-    resumed: bool,
+def _make_critic(config: RunConfig, policy: Policy, run: Path, device: torch.device) -> Trained | None:
+    if config.algorithm.advantage != "gae":
+        return None
+    model = build_critic(config.model, policy, run, device)
+    save_activations(model, config.update.activations)
+    return Trained(model=model, optimizer=make_optimizer(model, config.critic.learning_rate, config.update))
+
+
+def _begin_or_resume(
+    learner: Learner, run: Path, device: torch.device, *, resumed: bool
 ) -> tuple[Learner, Progress, int]:
-    """Build everything that trains, resume, and return the next step too; collective.
+    """Load the checkpoint of a resumed run, add what follows from it, and return the next step too; collective.
 
     Also writes config.json (and reference/, if the loss needs it) and gives the engine the weights of the policy.
     """
-    optimizer = make_optimizer(policy.trained, config.update.learning_rate, config.update)
-    critic = None
-    if config.algorithm.advantage == "gae":
-        critic_model = build_critic(config.model, policy, run, device)
-        save_activations(critic_model, config.update.activations)
-        critic_optimizer = make_optimizer(critic_model, config.critic.learning_rate, config.update)
-        critic = Trained(model=critic_model, optimizer=critic_optimizer)
-    progress, step = _resume(run, _models(policy, optimizer, critic), task) if resumed else (Progress(), 0)
+    config, policy, critic = learner.config, learner.policy, learner.critic
+    progress, step = _resume(run, learner) if resumed else (Progress(), 0)
     if dist.get_rank() == 0:
         write_config(run, config, model_sizes(policy))  # only now: a checkpoint fits this configuration
-    sync_weights(engine, policy, step, canary)
+    sync_weights(learner.engine, policy, step, learner.canary)
     reference = None
     if config.algorithm.kl_coefficient and config.lora.rank:
         reference = policy.trained  # without its adapters
@@ -338,40 +327,29 @@ def _build_learner(
                 move_to_host(model)
     activations = None
     if config.update.activations == "plan":
-        activations = PlannedActivations.of_run(run, policy.trained, cluster, policy.shape, config.plan.memory_gib)
-    learner = Learner(
-        policy=policy,
-        optimizer=optimizer,
-        critic=critic,
-        loss=loss,
-        reference=reference,
-        engine=engine,
-        task=task,
-        tokenizer=tokenizer,
-        cluster=cluster,
-        canary=canary,
-        activations=activations,
-    )
-    return learner, progress, step
+        slots_gib = config.plan.memory_gib
+        activations = PlannedActivations.of_run(run, policy.trained, learner.cluster, policy.shape, slots_gib)
+    return replace(learner, reference=reference, activations=activations), progress, step
 
 
-def _resume(run: Path, models: Models, task: Task) -> tuple[Progress, int]:
+def _resume(run: Path, learner: Learner) -> tuple[Progress, int]:
     """Load the latest checkpoint, remove what the run folder has of later steps; return progress and next step."""
-    loaded = load_checkpoint(run, models=models)
+    loaded = load_checkpoint(run, models=_models(learner))
     assert loaded is not None, "there is a checkpoint, and a damaged one raises"
-    check_same_rows(task, loaded.state)
+    check_same_rows(learner.task, loaded.state)
     remove_steps_from(run, loaded.step)
     return Progress.from_state(loaded.state, loaded.responses), loaded.step
 
 
-def _models(policy: Policy, optimizer: torch.optim.Optimizer, critic: Trained | None) -> Models:
-    policy_alone: Models = {"policy": (policy.trained, optimizer)}
-    return policy_alone if critic is None else {**policy_alone, "critic": (critic.model, critic.optimizer)}
+def _models(learner: Learner) -> Models:
+    models: Models = {"policy": (learner.policy.trained, learner.optimizer)}
+    critic = learner.critic
+    return models if critic is None else {**models, "critic": (critic.model, critic.optimizer)}
 
 
 def _stage(writer: CheckpointWriter, step: int, learner: Learner, progress: Progress) -> int:
     """Copy a checkpoint, and return its step; collective."""
-    models = _models(learner.policy, learner.optimizer, learner.critic)
+    models = _models(learner)
     with on_device(*(model for model, _ in models.values())):
         writer.stage(
             step,
