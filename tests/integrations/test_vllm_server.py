@@ -20,7 +20,7 @@ from relibra.rl.rollout.served.canary_probe import Canary, WatchedServer
 from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
 from relibra.rl.rollout.served.engine import ServerEngine
 from relibra.rl.rollout.served.preflight import check_servers
-from relibra.rl.start_folder import write_start_folder
+from relibra.rl.run.checkpoints.policy_folder import write_start_folder
 from tests.rl.rollout.against_transformers import largest_difference
 from tests.rl.rollout.published import compare, publish_weights
 

@@ -16,7 +16,7 @@ from relibra.errors import ConfigError, EngineError
 from relibra.rl.config.run_config import describe_training, load_config
 from relibra.rl.rollout.response import new_response
 from relibra.rl.rollout.served.sampler import request_seed
-from relibra.rl.start_folder import write_start_folder
+from relibra.rl.run.checkpoints.policy_folder import write_start_folder
 from relibra.routing.trace_files import read_trace
 from tests.rl.ranks_at_work import (
     assert_same_bits,

@@ -11,8 +11,8 @@ from relibra.rl.config.run_config import load_config
 from relibra.rl.model.optimizer import make_optimizer
 from relibra.rl.model.sharding import full_parameters
 from relibra.rl.model.tokenizer import make_tokenizer
+from relibra.rl.run.checkpoints.policy_folder import write_start_folder
 from relibra.rl.run.run_folder import write_config
-from relibra.rl.start_folder import write_start_folder
 from relibra.rl.tasks.make import make_task
 from relibra.rl.toy.model import built_in_config, initial_model
 from relibra.rl.toy.tasks import Arithmetic

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from relibra.rl.config.run_config import load_config
-from relibra.rl.start_folder import write_start_folder
+from relibra.rl.run.checkpoints.policy_folder import write_start_folder
 from tests.rl.ranks_at_work import TINY
 from tests.serving.server_process import relibra_serve
 

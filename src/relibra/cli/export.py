@@ -59,7 +59,7 @@ def export(
         return
     if step is not None or dtype is not None:
         raise ConfigError("--step and --dtype are for the checkpoint of a run: give --run too")
-    from relibra.rl.start_folder import write_start_folder
+    from relibra.rl.run.checkpoints.policy_folder import write_start_folder
 
     write_start_folder(load_config(*options.file_and_overrides(settings)), folder)
     print_text(f"model   {folder}")

@@ -11,7 +11,7 @@ from relibra.rl.model.policy import Policy
 from relibra.rl.rollout.engines import make_engine
 from relibra.rl.rollout.served import canary_probe, requests
 from relibra.rl.rollout.served.dialects import HEALTH_PATHS, PATHS
-from relibra.rl.start_folder import write_start_folder
+from relibra.rl.run.checkpoints.policy_folder import write_start_folder
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
 from relibra.rl.toy.tasks import Arithmetic
 from tests.replay.tiny_models import tiny_model

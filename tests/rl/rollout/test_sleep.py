@@ -12,7 +12,7 @@ from relibra.rl.rollout.served import sleep
 from relibra.rl.rollout.served.canary_probe import Canary, WatchedServer
 from relibra.rl.rollout.served.preflight import check_servers, missing_for_weights
 from relibra.rl.rollout.served.sleep import rest_servers, wake, wake_after_failure
-from relibra.rl.start_folder import write_start_folder
+from relibra.rl.run.checkpoints.policy_folder import write_start_folder
 from tests.replay.tiny_models import tiny_model
 from tests.rl.joined import CPU, alone
 from tests.rl.ranks_at_work import assert_same_bits, assert_trained, outcome_of, run_alone, tiny_config

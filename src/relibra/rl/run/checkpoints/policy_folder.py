@@ -1,4 +1,4 @@
-"""Exported model folders: the policy of a checkpoint, by one process that holds it once, and how they are written."""
+"""Exported model folders: the policy of a checkpoint, or the built-in model before its first step, by one process."""
 
 from __future__ import annotations
 
@@ -55,6 +55,18 @@ def write_policy_folder(config: RunConfig, run: Path, step: int | None, folder: 
         merge_adapters(model).to(getattr(torch, dtype))
     write_model_folder(model, save_tokenizer, folder)
     return checkpoint
+
+
+def write_start_folder(config: RunConfig, folder: Path) -> None:
+    """Write the built-in model of a run as it is before its first step, from which a server starts.
+
+    raises    ConfigError for a run with a model of its own, which is such a folder, and where nothing can be written
+    """
+    if config.model.path:
+        raise ConfigError(f"model.path {config.model.path!r} is a folder to start a server from: nothing to export")
+    check_new(folder)
+    model, tokenizer = built_in_model(config)
+    write_model_folder(model, tokenizer.save, folder)
 
 
 def built_in_model(config: RunConfig) -> tuple[Any, CharacterTokenizer]:
