@@ -8,7 +8,7 @@ import pytest
 
 from relibra.errors import ConfigError
 from relibra.rl.config.defaults import BUILT_IN_MODEL, PRESETS
-from relibra.rl.config.other_trainers import ABSENT, CALLED_HERE
+from relibra.rl.config.messages import ABSENT, CALLED_HERE
 from relibra.rl.config.run_config import (
     RunConfig,
     as_toml,

@@ -11,13 +11,36 @@ from typing import Any
 from pydantic import ValidationError
 
 from relibra.errors import LONGEST_VALUE, ConfigError
-from relibra.rl.config.other_trainers import ABSENT, CALLED_HERE
 from relibra.rl.config.settings import RunConfig
 
 MAX_SHOWN = 8
 """Refusals in one message."""
 SAME_NAME = 0.75
 """How alike two names are of which one is the other misspelt, as difflib counts: grop and grpo, not r4 and r3."""
+CALLED_HERE: Mapping[str, str] = {
+    "lr": "update.learning_rate", "epsilon": "algorithm.clip_low", "epsilon_high": "algorithm.clip_high",
+    "beta": "algorithm.kl_coefficient", "kl_coef": "algorithm.kl_coefficient",
+    "n": "rollout.responses_per_prompt", "num_generations": "rollout.responses_per_prompt",
+    "max_completion_length": "rollout.max_response", "max_new_tokens": "rollout.max_response",
+    "max_prompt_length": "rollout.max_prompt", "gradient_checkpointing": "update.activations",
+    "lora_rank": "lora.rank", "lora_alpha": "lora.alpha",
+    "max_steps": "run.steps", "save_steps": "checkpoint.every", "ppo_epochs": "update.epochs",
+}  # fmt: skip
+"""Settings of other trainers, and what they are called here."""
+_CUT = "responses cut at rollout.max_response are trained on; algorithm.overlong_buffer lowers their reward"
+ABSENT: Mapping[str, str] = {
+    **dict.fromkeys(("top_p", "top_k", "min_p"), "rollout.temperature is all that shapes sampling"),
+    **dict.fromkeys(("max_turns", "max_assistant_turns", "multi_turn"), "a response is one turn, without tools"),
+    "use_peft": "lora.rank above 0 trains adapters",
+    **dict.fromkeys(("overlong_filter", "mask_truncated_completions"), _CUT),
+    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size"), "parallel.ranks shards all layers"),
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "update.lr_warmup_steps, then the rate is constant"),
+    **dict.fromkeys(("report_to", "use_wandb"), "metrics.jsonl and tensorboard/ of the run have all numbers"),
+    "evaluation.temperature": "evaluations sample at rollout.temperature",
+    "evaluation.responses_per_prompt": "an evaluation samples one response per prompt",
+    "evaluation.max_response": "evaluations have rollout.max_response",
+}
+"""What stands here for settings of other trainers that are not there yet; by key, or section.key."""
 
 
 def raise_all(refusals: Sequence[ConfigError]) -> None:
@@ -27,11 +50,8 @@ def raise_all(refusals: Sequence[ConfigError]) -> None:
     if refusals:
         listed = "; ".join(f"({number}) {one}" for number, one in enumerate(refusals[:MAX_SHOWN], start=1))
         left = len(refusals) - MAX_SHOWN
-        together = ConfigError(
-            f"{len(refusals)} mistakes in the settings",
-            allowed=listed,
-            next_step=f"and {left} more" if left > 0 else "",
-        )
+        more = f"and {left} more" if left > 0 else ""
+        together = ConfigError(f"{len(refusals)} mistakes in the settings", allowed=listed, next_step=more)
         together.causes = tuple(refusals)
         raise together
 

@@ -65,17 +65,10 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
         yield "update.on_mismatch", why, "set warn or stop"
     if update.on_mismatch and (algorithm.old_log_probs == "recompute" or algorithm.replay == "R2"):
         why = "checks log-probs that the update itself computes, and here a pass has computed them all"
-        yield (
-            "update.on_mismatch",
-            why,
-            "leave it out, or set skip_first and algorithm.replay=R3",
-        )
+        yield "update.on_mismatch", why, "leave it out, or set skip_first and algorithm.replay=R3"
     if rollout.mixed_routes != "replay" and not rollout.ahead:
-        yield (
-            "rollout.mixed_routes",
-            "is for answers that an update of the weights cuts",
-            "set rollout.ahead, or leave it out",
-        )
+        why = "is for answers that an update of the weights cuts"
+        yield "rollout.mixed_routes", why, "set rollout.ahead, or leave it out"
 
     # What leaves the device comes back before it is used.
     follows = config.follows_plans and not config.plan.live
