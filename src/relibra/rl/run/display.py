@@ -6,20 +6,11 @@ import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -44,14 +35,15 @@ class TrainingDisplay:
     def __init__(self, *, warmup_steps: int, rl_steps: int, enabled: bool) -> None:
         self.console = Console(stderr=True, quiet=not enabled)
         self._totals = {"warm-up": warmup_steps, "RL": rl_steps}
-        columns: list[ProgressColumn] = [
+        self._bars = Progress(
             TextColumn("[bold]{task.description:>8}", table_column=_fixed()),
             BarColumn(bar_width=24),
             MofNCompleteColumn(table_column=_fixed()),
             TimeRemainingColumn(compact=True, table_column=_fixed()),
             TextColumn("{task.fields[note]}", table_column=Column(no_wrap=True)),
-        ]
-        self._bars = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
         self._live = Live(console=self.console, auto_refresh=True, refresh_per_second=4, transient=False)
         self._tasks: dict[str, TaskID] = {}
         self._rows: deque[dict[str, Any]] = deque(maxlen=CURVE_STEPS)
@@ -67,9 +59,7 @@ class TrainingDisplay:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.console.is_terminal:
             self._live.stop()
 
@@ -182,30 +172,23 @@ def curve(values: Sequence[float | None]) -> str:
 
 def _note(metrics: dict[str, Any]) -> str:
     """Return the metrics of a step as one line."""
+    longest, skew, planned = metrics["response_length_max"], metrics["rank_skew"], metrics["planned_skew"]
+    loss, explained = metrics["loss"], metrics["explained_variance"]
     parts = [
         _part("reward", metrics["reward"], "{:.2f}"),
-        _part("length", metrics["response_length"], "{:.0f}")
-        + ("" if metrics["response_length_max"] is None else f" (max {metrics['response_length_max']})"),
+        _part("length", metrics["response_length"], "{:.0f}") + ("" if longest is None else f" (max {longest})"),
+        metrics["unfinished_share"] and f"unfinished {metrics['unfinished_share']:.0%}",
+        skew is not None and f"rank skew {skew:.2f}" + ("" if planned is None else f" -> {planned:.2f}"),
+        loss is not None and f"loss {loss:.2g}",
+        _part("entropy", metrics["entropy"], "{:.2f}"),
+        metrics["equal_groups"] and f"groups without signal {metrics['equal_groups']:.0%}",
+        metrics.get("untrained_steps") and "nothing trained",
+        _part("k3", metrics["k3_kl"], "{:.1e}"),
+        explained is not None and f"explained {explained:.2f}",
+        metrics["evaluation"] and f"evaluation {metrics['evaluation']['reward']:.2f}",
+        f"{tokens_per_second(metrics):,.0f} tokens/s",
     ]
-    if metrics["unfinished_share"]:
-        parts.append(f"unfinished {metrics['unfinished_share']:.0%}")
-    if metrics["rank_skew"] is not None:
-        planned = metrics["planned_skew"]
-        parts.append(f"rank skew {metrics['rank_skew']:.2f}" + ("" if planned is None else f" -> {planned:.2f}"))
-    if metrics["loss"] is not None:
-        parts.append(f"loss {metrics['loss']:.2g}")
-    parts.append(_part("entropy", metrics["entropy"], "{:.2f}"))
-    if metrics["equal_groups"]:
-        parts.append(f"groups without signal {metrics['equal_groups']:.0%}")
-    if metrics.get("untrained_steps"):
-        parts.append("nothing trained")
-    parts.append(_part("k3", metrics["k3_kl"], "{:.1e}"))
-    if metrics["explained_variance"] is not None:
-        parts.append(f"explained {metrics['explained_variance']:.2f}")
-    if metrics["evaluation"]:
-        parts.append(f"evaluation {metrics['evaluation']['reward']:.2f}")
-    parts.append(f"{tokens_per_second(metrics):,.0f} tokens/s")
-    return "  ".join(parts)
+    return "  ".join(filter(None, parts))
 
 
 def tokens_per_second(metrics: dict[str, Any]) -> float:
@@ -291,5 +274,4 @@ def metrics_table(rows: Sequence[dict[str, Any]], *, wide: bool) -> Table:
 
 
 def _fixed() -> Column:
-    """Return a column of fixed width."""
     return Column(no_wrap=True, overflow="ignore")
