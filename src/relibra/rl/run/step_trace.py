@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from relibra.errors import TraceError
 from relibra.planning.plan import StepPlan
 from relibra.planning.plan_files import write_plan
 from relibra.rl.batch.schedule import cut_into_runs
+from relibra.rl.batch.step_plan import routes_of
 from relibra.rl.config.settings import TraceSettings
 from relibra.rl.rollout.response import Response
 from relibra.rl.run.ranks import gather_json, wait_for_ranks
@@ -113,10 +113,8 @@ class StepTraces:
         shutil.rmtree(folder, ignore_errors=True)
         if not self._dropped:
             _log.warning(
-                "cannot write the routes of a step to %s (%s): training continues without them until there is room; "
-                "trace.keep=0 writes none",
-                folder,
-                problem,
+                f"cannot write the routes of a step to {folder} ({problem}): training continues without them until "
+                "there is room; trace.keep=0 writes none"
             )
         self._dropped = True
 
@@ -127,17 +125,12 @@ def record_routes(step: int, responses: Sequence[Response], traces: StepTraces) 
     returns   the responses, with routes of the narrowest type
     raises    TraceError where the engine reported illegal routes
     """
-    sizes: dict[str, Any] = {"num_experts": traces.num_experts, "layer_ids": traces.layer_ids}
+    source, num_experts, layer_ids = f"rollout of step {step}", traces.num_experts, traces.layer_ids
     runs = cut_into_runs([len(response.tokens_n) for response in responses], SHARD_ROWS)
     parts = ([responses[s] for s in run] for run in runs)
-    traces.write(step, (trace_of(part, **sizes, source=f"rollout of step {step}") for part in parts))
-    return [_narrowed(response, traces.num_experts) for response in responses]
-
-
-def _narrowed(response: Response, num_experts: int) -> Response:
-    """Return a response whose checked routes have the type of traces; not copied where they have it already."""
-    assert response.experts_mLK is not None, "routes were checked"
-    return replace(response, experts_mLK=response.experts_mLK.astype(expert_dtype(num_experts), copy=False))
+    traces.write(step, (trace_of(part, num_experts=num_experts, layer_ids=layer_ids, source=source) for part in parts))
+    dtype = expert_dtype(num_experts)
+    return [replace(one, experts_mLK=routes_of(one).astype(dtype, copy=False)) for one in responses]
 
 
 def is_kept(step: int, settings: TraceSettings, latest: int | None = None) -> bool:

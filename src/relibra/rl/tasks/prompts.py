@@ -60,12 +60,12 @@ class Prompts:
 
     def row_prompt(self, row: int) -> Prompt:
         """Return the prompt of a row of the training file."""
-        return self._at(self.rows, row)
+        return _prompt(self.rows.row(row), self.settings, self.rows.name(row))
 
     def evaluation_prompts(self, count: int) -> list[Prompt]:
         """Return the first held-out prompts, in the order of the file; fewer if it has no more."""
-        last = min(self.first_held + count, len(self.held))
-        return [self._at(self.held, index) for index in range(self.first_held, last)]
+        held, last = self.held, min(self.first_held + count, len(self.held))
+        return [_prompt(held.row(i), self.settings, held.name(i)) for i in range(self.first_held, last)]
 
     def answer(self, prompt: Prompt) -> Any:
         """Return what the answer column holds."""
@@ -77,9 +77,6 @@ class Prompts:
         raises    RewardError as `Reward` does
         """
         return self.rate(prompt, response)
-
-    def _at(self, rows: Rows, index: int) -> Prompt:
-        return _prompt(rows.row(index), self.settings, rows.name(index))
 
 
 def open_prompts(settings: TaskSettings, seed: int, evaluation_prompts: int) -> Prompts:

@@ -29,30 +29,25 @@ MOST_PLACES = 1000
 """Digits before or behind the point of a right answer."""
 _ONE_AT_A_TIME = threading.Lock()
 """With `rollout.ahead` a thread computes rewards, beside those of an evaluation."""
-RewardFunction = Callable[[str, Mapping[str, Any]], Any]
-"""A user's function: (response, row of the prompt) -> number."""
 
 
 @dataclass(frozen=True, eq=False)
 class Reward:
-    """A reward function with its configured name, for error messages."""
+    """A reward function, (response, row of the prompt) -> number, with its configured name, for error messages."""
 
     name: str
-    function: RewardFunction
+    function: Callable[[str, Mapping[str, Any]], Any]
 
     def __call__(self, prompt: Prompt, response: str) -> float:
         """Return the reward of a response.
 
         raises    RewardError naming function and row, if the function raises or returns no number in range
         """
-        with _ONE_AT_A_TIME:
-            return self._of(prompt, response)
-
-    def _of(self, prompt: Prompt, response: str) -> float:
         where = f"task.reward {self.name!r} at {prompt.origin or 'a prompt'}, response {excerpt(response)}"
         try:
-            value = self.function(response, prompt.row)
-            number = _number(value)
+            with _ONE_AT_A_TIME:
+                value = self.function(response, prompt.row)
+                number = _number(value)
         except RelibraError as error:
             raise type(error)(f"{where}: {error}") from error
         except KeyboardInterrupt:

@@ -41,7 +41,6 @@ from relibra.rl.rollout.response_arrays import load_responses, save_responses
 from relibra.rl.run.checkpoints.checkpoint_manifest import digest_files, find_damage, write_manifest
 from relibra.rl.run.checkpoints.checkpoint_tensors import (
     at_saved_homes,
-    copied,
     in_logical_order,
     restore_scalars,
     scalars,
@@ -103,9 +102,8 @@ def stage_checkpoint(
         for name, (model, optimizer) in models.items():
             numbers = scalars(model, optimizer) if optimizer else None
             contents["models"][name] = {"homes": homes[name], "optimizer": numbers}
-        return StagedCheckpoint(
-            step=step, contents=contents, tensors=copied(tensors(models)), responses=tuple(responses)
-        )
+        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors(models).items()}
+        return StagedCheckpoint(step=step, contents=contents, tensors=copies, responses=tuple(responses))
 
 
 def write_checkpoint(run: Path, staged: StagedCheckpoint, keep: int, group: dist.ProcessGroup | None = None) -> Path:

@@ -52,11 +52,6 @@ def tensors(models: Mapping[str, tuple[nn.Module, Optimizer | None]]) -> dict[st
     return {key: tensor for key, tensor in one_block.items() if local_shard(tensor).numel()}
 
 
-def copied(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies in host memory, sharded as the tensors are."""
-    return {key: tensor.detach().to("cpu", copy=True) for key, tensor in named.items()}
-
-
 def scalars(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, float | None]]:
     """Return the optimizer state of each parameter by name: scalars, and None in place of tensors."""
     reshard(model)  # else the root has gathered parameters, which are no keys of the optimizer state

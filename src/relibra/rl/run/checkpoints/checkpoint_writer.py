@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from relibra.rl.config.settings import CheckpointSettings
@@ -36,7 +35,7 @@ class CheckpointWriter:
     def __enter__(self) -> CheckpointWriter:
         return self
 
-    def __exit__(self, _kind: type | None, error: BaseException | None, _traceback: TracebackType | None) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Let a run that failed finish the checkpoint that is being written, unless a peer is lost."""
         if self._thread is not None and isinstance(error, Exception) and not is_peer_loss(error):
             self._thread.join(GRACE_SECONDS)
