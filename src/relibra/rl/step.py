@@ -20,13 +20,7 @@ from relibra.planning.placement import Homes
 from relibra.rl.algorithms.loss import PolicyLoss
 from relibra.rl.algorithms.mismatch import LARGEST_MISMATCH, alarms, check_mismatch
 from relibra.rl.batch.step_plan import exchange_residents
-from relibra.rl.batch.training_batch import (
-    TrainingBatch,
-    build_batch,
-    current_homes,
-    executing,
-    plan_recorded_routes,
-)
+from relibra.rl.batch.training_batch import TrainingBatch, build_batch, current_homes, executing, plan_recorded_routes
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.model.host_weights import idle_while_sampling
 from relibra.rl.model.optimizer import StepCount

@@ -74,12 +74,7 @@ def train_rank(config: RunConfig, run: Path, device: torch.device) -> bool:
 
 
 def _train(
-    config: RunConfig,
-    run: Path,
-    device: torch.device,
-    display: TrainingDisplay,
-    stop: StopRequest,
-    servers: ExitStack,
+    config: RunConfig, run: Path, device: torch.device, display: TrainingDisplay, stop: StopRequest, servers: ExitStack
 ) -> bool:
     cluster = _find_cluster(config, device)  # before the warm-up, which may be long
     loss = find_loss(config)
@@ -256,11 +251,8 @@ def warn_beyond_context(longest: int, model: nn.Module, name: str) -> None:
     context = getattr(model.config, "max_position_embeddings", None)
     if isinstance(context, int) and longest > context:
         _log.warning(
-            "prompt and response have up to %d tokens together, but model.path %r was trained for %d "
-            "(max_position_embeddings): lower rollout.max_response, or ignore this if the model extrapolates",
-            longest,
-            name,
-            context,
+            f"prompt and response have up to {longest} tokens together, but model.path {name!r} was trained for "
+            f"{context} (max_position_embeddings): lower rollout.max_response, or ignore this if the model extrapolates"
         )
 
 

@@ -89,11 +89,7 @@ def run_launched(config: RunConfig, launched: LaunchedRank, resume: Path | None)
 
 
 def run_rank(
-    config: RunConfig,
-    launched: LaunchedRank,
-    open_folder: Callable[[Rendezvous], tuple[Path, bool]],
-    *,
-    prints: bool,
+    config: RunConfig, launched: LaunchedRank, open_folder: Callable[[Rendezvous], tuple[Path, bool]], *, prints: bool
 ) -> tuple[Path, bool]:
     """Join the other ranks and train; return the run folder, and False if stopped by Ctrl-C or SIGTERM; collective.
 

@@ -29,6 +29,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,7 @@ def create_run_folder(config: RunConfig) -> Path:
     returns   an absolute path, because a reward function may change the working folder
     raises    ConfigError if it cannot be created
     """
-    attempt = 1
-    while True:
+    for attempt in count(1):
         name = config.run.name if attempt == 1 else f"{config.run.name}-{attempt}"
         path = config.run.folder.absolute() / name
         try:
@@ -60,7 +60,6 @@ def create_run_folder(config: RunConfig) -> Path:
         except FileExistsError:
             if not path.is_dir():
                 raise ConfigError(f"cannot create the run folder {path}: a file has that name") from None
-            attempt += 1
         except OSError as error:
             raise ConfigError(f"cannot create the run folder {path} (run.folder): {error.strerror}") from error
     write_config(path, config)

@@ -149,9 +149,8 @@ class _EventFile:
                 if file is not None:
                     file.close()
             _log.warning(
-                "cannot write %s for TensorBoard (%s): training continues without it; metrics.jsonl has its numbers",
-                self._path,
-                error.strerror or error,
+                f"cannot write {self._path} for TensorBoard ({error.strerror or error}): training continues without "
+                "it; metrics.jsonl has its numbers"
             )
 
 

@@ -117,9 +117,7 @@ def _rows_of_rank(pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer, max_to
 
 def _row(encoded: Sequence[tuple[list[int], list[int]]]) -> Row:
     """Lay prompts and their answers end to end; only answer tokens are targets."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    targets: list[int] = []
+    tokens, positions, targets = list[int](), list[int](), list[int]()
     for prompt, answer in encoded:
         tokens += [*prompt, *answer]
         positions += range(len(prompt) + len(answer))
