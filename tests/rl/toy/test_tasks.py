@@ -5,7 +5,7 @@ import pytest
 
 from relibra.rl.tasks.task import Demonstrating, Task
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
-from relibra.rl.toy.tasks import STOP, Arithmetic, Strings, problem, write_chain
+from relibra.rl.toy.tasks import STOP, Arithmetic, Strings, problem
 
 PROMPT, RIGHT = problem([7, 5, 8]), "7+5=2,2+8=0"
 
@@ -104,7 +104,7 @@ def test_every_letter_counts():
 
 def test_the_share_of_errors_is_the_error_rate():
     rng = np.random.default_rng(0)
-    chains = [write_chain((7, 5, 8), rng, error_rate=1.0) for _ in range(2000)]
+    chains = [arithmetic().demonstrate(PROMPT, rng, error_rate=1.0) for _ in range(2000)]
     rewards = [arithmetic().reward(PROMPT, chain, stopped=True) for chain in chains]
     assert np.mean(rewards) == pytest.approx(0.1, abs=0.03), "one digit in ten is right by chance"
     pairs = []

@@ -69,8 +69,19 @@ class Arithmetic(_ToyTask):
         return int(sum(prompt.row["terms"])) % 10
 
     def demonstrate(self, prompt: Prompt, rng: Generator, *, error_rate: float) -> str:
-        """Return a chain whose links are wrong with probability `error_rate`."""
-        return write_chain(prompt.row["terms"], rng, error_rate=error_rate)
+        """Return a chain; with probability `error_rate` a link ends in a random digit, and the chain continues with it.
+
+        >>> task = Arithmetic(seed=0, max_terms=12, continue_probability=0.72)
+        >>> task.demonstrate(problem([7, 5, 8]), np.random.default_rng(0), error_rate=0.0)
+        '7+5=2,2+8=0'
+        """
+        running, *following = prompt.row["terms"]
+        links = []
+        for term in following:
+            result = int(rng.integers(10)) if rng.random() < error_rate else (running + term) % 10
+            links.append(f"{running}+{term}={result}")
+            running = result
+        return ",".join(links)
 
     def draw(self, rng: Generator) -> Prompt:
         """Draw a problem."""
@@ -141,20 +152,6 @@ def problem(terms: Sequence[int]) -> Prompt:
     '7+5+8='
     """
     return Prompt(text="+".join(map(str, terms)) + "=", row={"terms": tuple(terms)})
-
-
-def write_chain(terms: Sequence[int], rng: Generator, *, error_rate: float = 0.0) -> str:
-    """Return the chain; with probability `error_rate` a link ends in a random digit, and the chain continues with it.
-
-    >>> write_chain([7, 5, 8], np.random.default_rng(0))
-    '7+5=2,2+8=0'
-    """
-    running, links = terms[0], []
-    for term in terms[1:]:
-        result = int(rng.integers(10)) if rng.random() < error_rate else (running + term) % 10
-        links.append(f"{running}+{term}={result}")
-        running = result
-    return ",".join(links)
 
 
 def _draw_letters(rng: Generator, count: int) -> str:
