@@ -13,7 +13,7 @@ import pytest
 from relibra.cluster import Link, cluster_preset, write_cluster
 from relibra.planning.plan_files import read_plan
 from relibra.reporting.data.metrics import read_metrics
-from relibra.rl.run.step_trace import step_folders
+from relibra.rl.run.run_folder import step_folders
 from relibra.routing.trace_files import read_trace
 from tests.rl.ranks_at_work import assert_same_bits, comparable, outcome_of, run_alone, run_on_ranks
 from tests.rl.runs import LongRun, check_samples, check_whole, make_user_task, run_command, train, wait_until_gone

@@ -11,7 +11,8 @@ import pytest
 from relibra.errors import TraceError
 from relibra.rl.config.settings import TraceSettings
 from relibra.rl.run import step_trace
-from relibra.rl.run.step_trace import StepTraces, record_routes, step_folders, trace_of
+from relibra.rl.run.run_folder import step_folders
+from relibra.rl.run.step_trace import StepTraces, record_routes, trace_of
 from relibra.routing.trace_files import read_trace
 from tests.rl.joined import alone
 from tests.rl.made_up import EXPERTS, LAYERS, response_of

@@ -40,7 +40,7 @@ from relibra.files import write_text
 from relibra.rl.config.run_config import RunConfig, changed_settings, describe_sources
 
 _LAUNCH = ".launch"
-_CHECKPOINT = re.compile("step-[0-9]{5,}")
+_STEP_FOLDER = re.compile("step-([0-9]{5,})")
 LOCK_SECONDS = 10.0
 """Seconds that a resumed run waits for the lock: the ranks of a killed run end a moment after it."""
 
@@ -215,8 +215,13 @@ def latest_checkpoint(run: Path) -> str | None:
 
 def checkpoint_names(run: Path) -> list[str]:
     """Return the names of the checkpoints of a run, that after the most steps first."""
-    names = [path.name for path in (run / "checkpoints").glob("step-*")]
-    return sorted(filter(_CHECKPOINT.fullmatch, names), key=lambda name: int(name[5:]), reverse=True)
+    return [folder.name for _, folder in step_folders(run / "checkpoints")]
+
+
+def step_folders(parent: Path) -> list[tuple[int, Path]]:
+    """Return the folders of steps, whole or not, with their step, the latest first; other names are left alone."""
+    found = ((_STEP_FOLDER.fullmatch(path.name), path) for path in parent.glob("step-*"))
+    return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
 
 
 def read_settings(path: Path, verb: str = "resume") -> dict[str, Any]:

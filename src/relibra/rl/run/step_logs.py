@@ -24,8 +24,7 @@ from relibra.errors import EngineError
 from relibra.files import atomic_path
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.response import Response
-from relibra.rl.run.run_folder import check_not_removed
-from relibra.rl.run.step_trace import step_folders
+from relibra.rl.run.run_folder import check_not_removed, step_folders
 from relibra.rl.tasks.task import Task
 
 SAMPLES_PER_KIND = 3

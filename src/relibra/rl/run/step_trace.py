@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from relibra.rl.batch.step_plan import routes_of
 from relibra.rl.config.settings import TraceSettings
 from relibra.rl.rollout.response import Response
 from relibra.rl.run.ranks import gather_json, wait_for_ranks
-from relibra.rl.run.run_folder import trace_folder
+from relibra.rl.run.run_folder import step_folders, trace_folder
 from relibra.routing.demand import ScheduledDemand
 from relibra.routing.demand_files import write_demand
 from relibra.routing.trace import RoutingTrace, expert_dtype, hash_tokens
@@ -30,7 +29,6 @@ from relibra.routing.trace_files import SHARD_ROWS, ShardEntry, TraceWriter, ind
 
 KEPT_EVERY = 50
 """Steps whose number is a multiple of this keep their routes."""
-_STEP_FOLDER = re.compile(r"step-(\d{5,})")
 _log = logging.getLogger(__name__)
 
 
@@ -141,12 +139,6 @@ def is_kept(step: int, settings: TraceSettings, latest: int | None = None) -> bo
     """
     recent = (step if latest is None else latest) - step < settings.keep
     return recent or (settings.keep > 0 and step % KEPT_EVERY == 0)
-
-
-def step_folders(traces: Path) -> list[tuple[int, Path]]:
-    """Return the folders of steps, whole or not, with their step; other names are left alone."""
-    found = ((_STEP_FOLDER.fullmatch(path.name), path) for path in traces.glob("step-*"))
-    return [(int(match[1]), path) for match, path in found if match]
 
 
 def trace_of(responses: Sequence[Response], *, num_experts: int, layer_ids: Sequence[int], source: str) -> RoutingTrace:

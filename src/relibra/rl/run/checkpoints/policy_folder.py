@@ -18,7 +18,7 @@ from relibra.rl.model.adapter_values import merge_adapters
 from relibra.rl.model.sharding import quiet_loading
 from relibra.rl.model.tokenizer import load_tokenizer, loading
 from relibra.rl.run.checkpoints.checkpoint import load_weights
-from relibra.rl.run.run_folder import checkpoint_names
+from relibra.rl.run.run_folder import step_folders
 from relibra.rl.tasks.make import make_task
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
 from relibra.rl.toy.model import built_in_config, initial_model
@@ -32,10 +32,10 @@ def write_policy_folder(config: RunConfig, run: Path, step: int | None, folder: 
     step      finished steps of the checkpoint; None: of the latest one
     raises    ConfigError if there is no such checkpoint, it is damaged, or nothing can be written
     """
-    names = {int(name.removeprefix("step-")): name for name in checkpoint_names(run)}
-    if step is not None and step not in names:
-        raise ConfigError(f"--step {step}: {run} has checkpoints after the steps {', '.join(map(str, sorted(names)))}")
-    checkpoint = run / "checkpoints" / names[max(names) if step is None else step]
+    found = dict(step_folders(run / "checkpoints"))
+    if step is not None and step not in found:
+        raise ConfigError(f"--step {step}: {run} has checkpoints after the steps {', '.join(map(str, sorted(found)))}")
+    checkpoint = found[max(found) if step is None else step]
     check_new(folder)
     if config.model.path:
         trusted, source = config.model.trust_remote_code, config.model.source
