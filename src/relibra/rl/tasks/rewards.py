@@ -70,6 +70,9 @@ def make_reward(name: str, answer_column: str) -> Reward:
     name             "exact", "maths" or `module:function`
     answer_column    column of the correct answer
     raises           ConfigError if there is no such reward, module or function, or a library is missing
+
+    >>> make_reward("exact", "answer")(Prompt(text="six times seven", row={"answer": "forty two"}), " forty  two")
+    1.0
     """
     if name == "exact":
         return Reward(name, lambda response, row: _is_answer(response, row, answer_column))
@@ -88,19 +91,10 @@ def check_reward(name: str) -> None:
         check_function("task.reward", name, known=_KNOWN)
 
 
-def same_text(response: str, answer: str) -> bool:
-    r"""Return whether two texts are equal up to the amount of white space.
-
-    >>> same_text(" forty \n two", "forty two"), same_text("forty-two", "forty two")
-    (True, False)
-    """
-    return response.split() == answer.split()
-
-
 def _is_answer(response: str, row: Mapping[str, Any], answer_column: str) -> bool:
-    """Return whether a response equals the right answer: one that is a number in any way of writing it."""
+    """Return whether a response equals the right answer but for white space: a number in any way of writing it."""
     answer = right_answer(row, answer_column)
-    if same_text(response, answer):
+    if response.split() == answer.split():
         return True
     if isinstance(row[answer_column], str):
         return False
