@@ -23,23 +23,15 @@ def plan_settings_without_effect(config: RunConfig, *, num_experts: int, num_nod
         return _have_no_effect(given, "the model has no experts to balance")
     if ranks == 1:
         return _have_no_effect(given, "one rank has all experts")
-    if config.follows_plans:
-        return _of_balanced(plan, given, ranks, num_nodes)
     others = [name for name in given if name != "balancer"]
-    if plan.balancer == "static":
+    if not config.follows_plans and plan.balancer == "static":
         return _have_no_effect(others, "plan.balancer='static' balances nothing")
-    nothing = (
-        f"nothing balances this run: plan.balancer={plan.balancer!r} plans from recorded routes, and "
-        "algorithm.replay='off' records none; set plan.balancer=live"
-    )
-    return [nothing, *_have_no_effect(others, "no step is planned")]
-
-
-def _of_balanced(plan: PlanSettings, given: Sequence[str], ranks: int, num_nodes: int) -> list[str]:
-    """Return the sentences about a run whose ranks follow plans, or are balanced live.
-
-    given   settings of the plan that are not the defaults
-    """
+    if not config.follows_plans:
+        nothing = (
+            f"nothing balances this run: plan.balancer={plan.balancer!r} plans from recorded routes, and "
+            "algorithm.replay='off' records none; set plan.balancer=live"
+        )
+        return [nothing, *_have_no_effect(others, "no step is planned")]
     found = []
     if plan.live:
         unused = [name for name in given if name in _OF_WHOLE_STEPS]
