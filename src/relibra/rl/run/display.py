@@ -68,10 +68,9 @@ class TrainingDisplay:
         done = step >= self._totals["RL"]
         what = "all are done: the policy is written again; a larger run.steps goes on" if done else f"with step {step}"
         self._print(f"resuming from the checkpoint after {step} steps, {what}")
-        if "warm-up" in self._tasks:
-            self._bars.update(self._tasks["warm-up"], completed=self._totals["warm-up"])
-        if "RL" in self._tasks:
-            self._bars.update(self._tasks["RL"], completed=step)
+        completed = {**self._totals, "RL": step}
+        for name, task in self._tasks.items():
+            self._bars.update(task, completed=completed[name])
 
     def first_prompt(self, origin: str, num_tokens: int, text: str, other_columns: Sequence[str] = ()) -> None:
         """Show a prompt as the model gets it, special tokens included, and which columns do not change prompts.
@@ -118,8 +117,9 @@ class TrainingDisplay:
     def rl_step(self, metrics: dict[str, Any]) -> None:
         """Show a finished RL step."""
         self._rows.append(metrics)
-        seconds = sum(metrics["seconds"].values())
-        left = self._seconds_left(metrics["step"])
+        seconds_of_steps = [sum(row["seconds"].values()) for row in self._rows]
+        seconds, usual = seconds_of_steps[-1], statistics.median(seconds_of_steps[-RECENT_STEPS:])
+        left = (self._totals["RL"] - metrics["step"] - 1) * usual
         self._advance("RL", f"{seconds:.1f} s per step")
         if self.console.is_terminal:
             self._live.update(Group(self._bars, metrics_table(self._rows, wide=self.console.width >= NARROW)))
@@ -144,11 +144,6 @@ class TrainingDisplay:
     def _print(self, text: str, style: str | None = None) -> None:
         """Print a line as it is, however wide the terminal."""
         self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
-
-    def _seconds_left(self, step: int) -> float:
-        """Return the seconds of the steps that are left, at the median speed of the latest ones."""
-        seconds = [sum(row["seconds"].values()) for row in list(self._rows)[-RECENT_STEPS:]]
-        return (self._totals["RL"] - step - 1) * statistics.median(seconds)
 
     def _advance(self, name: str, note: str) -> None:
         task = self._tasks[name]

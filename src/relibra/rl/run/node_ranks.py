@@ -92,7 +92,9 @@ def _launch(node: Node, folder: Path) -> dict[int, Any]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    _silence_agent()
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.propagate = False  # what the agent logs of ranks that end, `run_failure.py` says in one sentence
+    logger.addHandler(logging.NullHandler())
     port, store = node.port, None
     if not port:  # the agent shares this server, so that no other program takes the port or reaches it from outside
         listener = socket.create_server((node.host, 0))
@@ -123,13 +125,6 @@ def _launch(node: Node, folder: Path) -> dict[int, Any]:
     finally:
         del store
     return {}
-
-
-def _silence_agent() -> None:
-    """Leave out what the agent logs of ranks that end: `run_failure.py` says it in one sentence."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    logger.propagate = False
-    logger.addHandler(logging.NullHandler())
 
 
 def _failure(failure: Any, stopped: set[int]) -> RankFailure:

@@ -6,7 +6,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
@@ -55,7 +55,7 @@ class EndedRanks:
     num_ranks: int
     done: Mapping[int, bool]
     failures: Mapping[int, RankFailure]
-    lost: tuple[str, ...] = field(default=())
+    lost: tuple[str, ...] = ()
 
 
 class LostRankError(EngineError):

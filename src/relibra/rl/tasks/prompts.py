@@ -87,9 +87,8 @@ def open_prompts(settings: TaskSettings, seed: int, evaluation_prompts: int) -> 
     """
     rate = make_reward(settings.reward, settings.answer_column)
     rows, held, other_columns = open_files(settings, evaluation_prompts)
-    if held is not rows:
-        num_training, first_held = len(rows), 0
-    else:
+    num_training, first_held = len(rows), 0
+    if held is rows:
         num_training = first_held = len(rows) - min(evaluation_prompts, len(rows) // 2)
     return Prompts(
         seed=seed,

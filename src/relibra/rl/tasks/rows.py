@@ -138,8 +138,7 @@ class Parquet:
     def row(self, index: int) -> dict[str, Any]:
         """Return one row."""
         with _readable(self.path):
-            row: dict[str, Any] = self.table.slice(index, 1).to_pylist()[0]
-        return row
+            return self.table.slice(index, 1).to_pylist()[0]
 
     def name(self, index: int) -> str:
         """Return file and row number (from 1), for error messages."""

@@ -93,9 +93,7 @@ def stage_checkpoint(
     Experts move to logical order and back. Needs host memory for the shards of this rank, and for as much again while
     it is written.
 
-    step        finished RL steps
-    responses   responses in progress on this rank
-    state       JSON data that the caller needs to resume, the same on all ranks
+    state   JSON data that the caller needs to resume, the same on all ranks
     """
     contents: dict[str, Any] = {"step": step, "ranks": dist.get_world_size(), "state": state, "models": {}}
     with in_logical_order(models) as homes:
@@ -140,10 +138,9 @@ def load_checkpoint(run: Path, *, models: Models) -> LoadedCheckpoint | None:
     damage = []
     for name in found:
         folder = run / "checkpoints" / name
-        damage_of_rank = find_damage(folder, dist.get_rank(), dist.get_world_size())
+        own = find_damage(folder, dist.get_rank(), dist.get_world_size())
         wait_for_ranks()
-        found_damage = gather_json(damage_of_rank)
-        wrong = [each for each in found_damage if each]
+        wrong = [each for each in gather_json(own) if each]
         if not wrong:
             return _load(folder, models)
         damage.append(wrong[0])
