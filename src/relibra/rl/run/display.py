@@ -183,7 +183,7 @@ def _note(metrics: dict[str, Any]) -> str:
         metrics["evaluation"] and f"evaluation {metrics['evaluation']['reward']:.2f}",
         f"{tokens_per_second(metrics):,.0f} tokens/s",
     ]
-    return "  ".join(filter(None, parts))
+    return "  ".join(part for part in parts if part)
 
 
 def tokens_per_second(metrics: dict[str, Any]) -> float:
