@@ -67,14 +67,6 @@ from relibra.rl.update.value_update import update_values
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
-    """A model and its optimizer."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-
-
-@dataclass(frozen=True, kw_only=True)
 class Progress:
     """State that a step hands to the next one, beside weights; checkpoints contain all of it.
 
@@ -139,7 +131,7 @@ _STATE = [one.name for one in fields(Progress) if one.name not in ("live", "for_
 class Learner:
     """Settings, models, engine and task of one rank.
 
-    critic      value model of the "gae" algorithms
+    critic      value model of the "gae" algorithms, with its optimizer
     loss        of the policy
     reference   frozen policy of the KL term; None: there is no such term, or not yet
     cluster     machine that steps are planned for
@@ -150,7 +142,7 @@ class Learner:
     config: RunConfig
     policy: Policy
     optimizer: torch.optim.Optimizer
-    critic: Trained | None
+    critic: tuple[nn.Module, torch.optim.Optimizer] | None
     loss: PolicyLoss
     engine: RolloutEngine
     task: Task
@@ -434,15 +426,14 @@ def _run_value_model(
     returns   progress with responses and counters of the value model; credit, None without a value model: advantages
               are then those of groups; metrics
     """
-    critic, config, settings = learner.critic, learner.config, learner.config.algorithm
-    if critic is None:
+    config, settings = learner.config, learner.config.algorithm
+    if learner.critic is None:
         nothing: dict[str, float | None] = dict.fromkeys(("explained_variance", "cut_auroc", "value_loss"))
         return replace(progress, live=(), for_values=()), None, {**nothing, "skipped_value_updates": 0}
-    with clock.balanced_stage("values", critic.model, config.plan, learner.cluster):
+    critic, optimizer = learner.critic
+    with clock.balanced_stage("values", critic, config.plan, learner.cluster):
         shares_prompts = learner.policy.shares_prompts
-        values = compute_values(
-            critic.model, responses, config.update.micro_batch_tokens, shares_prompts=shares_prompts
-        )
+        values = compute_values(critic, responses, config.update.micro_batch_tokens, shares_prompts=shares_prompts)
         explained = variance_explained(responses, values)
         explained = progress.explained_variance if explained is None else explained
         gate = config.critic.explained_variance_gate
@@ -458,10 +449,10 @@ def _run_value_model(
     value_loss, skipped = None, 0
     count = StepCount(rl_step=clock.step, made=progress.value_steps, skipped_in_a_row=progress.value_skips)
     if int(sum_over_ranks(torch.tensor([len(for_values)]))) >= config.critic.min_finished:
-        with clock.balanced_stage("update values", critic.model, config.plan, learner.cluster):
+        with clock.balanced_stage("update values", critic, config.plan, learner.cluster):
             value_loss, count, skipped = update_values(
-                critic.model,
-                critic.optimizer,
+                critic,
+                optimizer,
                 for_values,
                 config.critic,
                 config.update,

@@ -44,7 +44,7 @@ from relibra.rl.run.ranks import StopRequest, begin_stage, broadcast_json
 from relibra.rl.run.run_folder import check_not_removed, has_checkpoint, locked_run_folder, write_config
 from relibra.rl.run.step_logs import StepLogs, remove_steps_from
 from relibra.rl.run.step_trace import StepTraces
-from relibra.rl.step import Learner, Progress, Trained, rl_step
+from relibra.rl.step import Learner, Progress, rl_step
 from relibra.rl.tasks.make import make_task, settings_without_effect
 from relibra.rl.tasks.prompts import Prompts, check_same_rows, rows_state
 from relibra.rl.tasks.task import Task
@@ -288,12 +288,14 @@ def _warm_up(
     return warm_up(policy.trained, task, tokenizer, config.warmup, config.update, seed=config.run.seed, on_step=on_step)
 
 
-def _make_critic(config: RunConfig, policy: Policy, run: Path, device: torch.device) -> Trained | None:
+def _make_critic(
+    config: RunConfig, policy: Policy, run: Path, device: torch.device
+) -> tuple[nn.Module, torch.optim.Optimizer] | None:
     if config.algorithm.advantage != "gae":
         return None
     model = build_critic(config.model, policy, run, device)
     save_activations(model, config.update.activations)
-    return Trained(model=model, optimizer=make_optimizer(model, config.critic.learning_rate, config.update))
+    return model, make_optimizer(model, config.critic.learning_rate, config.update)
 
 
 def _begin_or_resume(
@@ -303,7 +305,7 @@ def _begin_or_resume(
 
     Also writes config.json (and reference/, if the loss needs it) and gives the engine the weights of the policy.
     """
-    config, policy, critic = learner.config, learner.policy, learner.critic
+    config, policy = learner.config, learner.policy
     progress, step = _resume(run, learner) if resumed else (Progress(), 0)
     if dist.get_rank() == 0:
         write_config(run, config, model_sizes(policy))  # only now: a checkpoint fits this configuration
@@ -314,7 +316,7 @@ def _begin_or_resume(
     elif config.algorithm.kl_coefficient:
         reference = reference_policy(policy, run / "reference", device, settings=config.model, write=not resumed)
     if config.update.offload != "off":
-        for model in (critic.model if critic else None, reference):
+        for model in (learner.critic[0] if learner.critic else None, reference):
             if model is not None and model is not policy.trained:
                 move_to_host(model)
     activations = None
@@ -335,8 +337,7 @@ def _resume(run: Path, learner: Learner) -> tuple[Progress, int]:
 
 def _models(learner: Learner) -> Models:
     models: Models = {"policy": (learner.policy.trained, learner.optimizer)}
-    critic = learner.critic
-    return models if critic is None else {**models, "critic": (critic.model, critic.optimizer)}
+    return models if learner.critic is None else {**models, "critic": learner.critic}
 
 
 def _stage(writer: CheckpointWriter, step: int, learner: Learner, progress: Progress) -> int:

@@ -85,8 +85,7 @@ def mismatch_metrics(mismatch: MismatchSums) -> dict[str, float | None]:
     chi2                     mean of w^2, minus 1; below 0 where the mean of w is
     masked_share             tokens that the correction gave weight 0
     """
-    totals = mismatch.sums[:_NUM_TOTALS].tolist()
-    count, k3, above, probability, weight, squared_weight, masked, size = totals
+    count, k3, above, probability, weight, squared_weight, masked, size = mismatch.sums[:_NUM_TOTALS].tolist()
     has_tokens, count = count > 0, count or math.nan
     mean = weight / count
     metrics: dict[str, float | None] = {
