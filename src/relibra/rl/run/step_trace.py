@@ -45,19 +45,17 @@ class StepTraces:
     def write(self, step: int, pieces: Iterable[RoutingTrace]) -> None:
         """Write this rank's routes of a step, if steps of this number are kept; collective.
 
-        Where a rank cannot write, as on a full disk, the routes of the step are dropped with a warning.
+        Where a rank cannot write, as on a full disk, the routes of the step are dropped, with a warning unless those
+        before were too.
 
         pieces   none: this rank has no responses
         raises   TraceError where the engine reported illegal routes
         """
         self.written_bytes = 0
-        if is_kept(step, self._settings):
-            self._write(step, pieces)
-        else:
+        if not is_kept(step, self._settings):
             for piece in pieces:
                 piece.validate()
-
-    def _write(self, step: int, pieces: Iterable[RoutingTrace]) -> None:
+            return
         folder, problem, first = trace_folder(self._run, step), None, None
         writer = TraceWriter(folder, shard_prefix=f"rank-{dist.get_rank():03d}")
         for piece in pieces:
@@ -80,9 +78,13 @@ class StepTraces:
             except OSError as error:
                 problems = [f"rank 0: {error.strerror}"]
         if problems:
-            self._drop(folder, problems[0])
-            return
-        self._dropped = False
+            shutil.rmtree(folder, ignore_errors=True)
+        if problems and not self._dropped:
+            _log.warning(
+                f"cannot write the routes of a step to {folder} ({problems[0]}): training continues without them until "
+                "there is room; trace.keep=0 writes none"
+            )
+        self._dropped = bool(problems)
 
     def remove_old(self, latest: int) -> None:
         """Remove routes that are no longer kept after step `latest`, whose metrics are written: a killed run has them.
@@ -105,16 +107,6 @@ class StepTraces:
             write_plan(folder / "plan.safetensors", plan)
         except OSError as error:
             _log.warning("cannot write the plan of a step to %s (%s): training continues", folder, error.strerror)
-
-    def _drop(self, folder: Path, problem: str) -> None:
-        """Remove what was written of a trace, and warn unless the trace before was dropped too."""
-        shutil.rmtree(folder, ignore_errors=True)
-        if not self._dropped:
-            _log.warning(
-                f"cannot write the routes of a step to {folder} ({problem}): training continues without them until "
-                "there is room; trace.keep=0 writes none"
-            )
-        self._dropped = True
 
 
 def record_routes(step: int, responses: Sequence[Response], traces: StepTraces) -> list[Response]:
