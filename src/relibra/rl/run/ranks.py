@@ -69,8 +69,7 @@ def joined_ranks(timeout_seconds: float, device: torch.device, rendezvous: Rende
     timeout = timedelta(seconds=timeout_seconds)
     try:
         dist.init_process_group(backend, timeout=timeout, store=met.store, rank=met.rank, world_size=met.num_ranks)
-        _STATE.group = dist.new_group(backend="gloo", timeout=NO_DEADLINE)
-        _STATE.background = dist.new_group(backend="gloo", timeout=NO_DEADLINE)
+        _STATE.group, _STATE.background = open_group(), open_group()
         yield
         wait_for_ranks()  # a peer may still need this rank
     except RuntimeError as error:
