@@ -167,7 +167,7 @@ def curve(values: Sequence[float | None]) -> str:
 
 def _note(metrics: dict[str, Any]) -> str:
     """Return the metrics of a step as one line."""
-    longest, skew, planned = metrics["response_length_max"], metrics["rank_skew"], metrics["planned_skew"]
+    longest, skew, planned = metrics["response_length_max"], metrics["rank_skew"], metrics.get("planned_skew")
     loss, explained = metrics["loss"], metrics["explained_variance"]
     parts = [
         _part("reward", metrics["reward"], "{:.2f}"),
