@@ -61,12 +61,7 @@ class Homes:
 
     def of_layers(self, layers: Int64[ndarray, " l"]) -> Homes:
         """Return the homes in some layers, given as positions on the layer axis."""
-        return Homes(
-            num_nodes=self.num_nodes,
-            ranks_per_node=self.ranks_per_node,
-            layer_ids=self.layer_ids[layers],
-            physical_to_logical_map=self.physical_to_logical_map[layers],
-        )
+        return self._homes(self.layer_ids[layers], self.physical_to_logical_map[layers])
 
     def with_home_ranks(self, home_LE: Int[ndarray, "L E"]) -> Homes:
         """Return homes on other ranks: experts that stay on their rank keep their slot, the others fill the rest by id.
@@ -84,11 +79,15 @@ class Homes:
         assert np.array_equal(free_layer, layer_X[order]), "homes do not fill their slots"
         assert np.array_equal(free_rank, home_LE[layer_X, expert_X][order]), "a rank got too many homes"
         slots[free_layer, free_slot] = expert_X[order]
+        return self._homes(self.layer_ids, slots)
+
+    def _homes(self, layer_ids: ndarray, map_LE: ndarray) -> Homes:
+        """Return other homes on these ranks; without what a subclass has beside homes."""
         return Homes(
             num_nodes=self.num_nodes,
             ranks_per_node=self.ranks_per_node,
-            layer_ids=self.layer_ids,
-            physical_to_logical_map=slots,
+            layer_ids=layer_ids,
+            physical_to_logical_map=map_LE,
         )
 
 

@@ -84,12 +84,7 @@ class StepPlan(Placement):
     @property
     def previous(self) -> Homes:
         """Return the homes before the step."""
-        return Homes(
-            num_nodes=self.num_nodes,
-            ranks_per_node=self.ranks_per_node,
-            layer_ids=self.layer_ids,
-            physical_to_logical_map=self.previous_map,
-        )
+        return self._homes(self.layer_ids, self.previous_map)
 
     @property
     def num_moved(self) -> int:

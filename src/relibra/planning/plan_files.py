@@ -19,33 +19,24 @@ from relibra.planning.plan import FORMAT_VERSION, StepPlan
 from relibra.routing.array_sizes import check_model_size
 from relibra.routing.tensor_files import TensorFormat, check_arrays, read_tensors, write_tensors
 
+_ARRAYS = {
+    "layer_ids": ("L", np.int32),
+    "micro_batch_S": ("S", np.int32),
+    "rank_S": ("S", np.int32),
+    "physical_to_logical_map": ("LE", np.int16),
+    "previous_map": ("LE", np.int16),
+    "replica_MLRB": ("MLRB", np.int16),
+    "quota_MLRB": ("MLRB", np.int32),
+    "bound_ML": ("ML", np.int64),
+    "group_M": ("M", np.int32),
+}
 FORMAT = TensorFormat(
     name="relibra.step-plan",
     version=FORMAT_VERSION,
     older=frozenset({2}),
     noun="a step plan",
-    axes={
-        "layer_ids": "L",
-        "micro_batch_S": "S",
-        "rank_S": "S",
-        "physical_to_logical_map": "LE",
-        "previous_map": "LE",
-        "replica_MLRB": "MLRB",
-        "quota_MLRB": "MLRB",
-        "bound_ML": "ML",
-        "group_M": "M",
-    },
-    dtypes={
-        "layer_ids": np.int32,
-        "micro_batch_S": np.int32,
-        "rank_S": np.int32,
-        "physical_to_logical_map": np.int16,
-        "previous_map": np.int16,
-        "replica_MLRB": np.int16,
-        "quota_MLRB": np.int32,
-        "bound_ML": np.int64,
-        "group_M": np.int32,
-    },
+    axes={name: axes for name, (axes, _) in _ARRAYS.items()},
+    dtypes={name: dtype for name, (_, dtype) in _ARRAYS.items()},
     optional=frozenset({"group_M"}),
     may_be_0="SMB",
     error=PlanError,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from jaxtyping import Int, Int64
+from jaxtyping import Int
 from numpy import ndarray
 
 from relibra.planning.analysis.bounds import reachable_bound
@@ -72,11 +72,10 @@ def _reachable_skew(plan: StepPlan, demand: ScheduledDemand, home_LE: Int[ndarra
     return step_skew(bound_ML, home_rank_load(load_MLE, home_LE, plan.num_ranks))
 
 
-def _homes_skew(demand: ScheduledDemand, home_LE: Int[ndarray, "L E"], num_ranks: int) -> float:
-    return _skew(home_rank_load(demand.load_MLE, home_LE, num_ranks))
-
-
-def _skew(load_MLR: Int64[ndarray, "M L R"]) -> float:
+def _homes_skew(
+    demand: ScheduledDemand, home_LE: Int[ndarray, "L E"], num_ranks: int, change_MLR: ndarray | int = 0
+) -> float:
+    load_MLR = home_rank_load(demand.load_MLE, home_LE, num_ranks) + change_MLR
     return step_skew(load_MLR.max(axis=-1, initial=0), load_MLR)
 
 
@@ -91,5 +90,4 @@ def _skew_with_replicas_inside(plan: StepPlan, scheduled: ScheduledDemand) -> fl
             plan.ranks_per_node,
             slots=plan.slots,
         )
-    load_MLR = home_rank_load(load_MLE, home_LE, plan.num_ranks)
-    return _skew(load_MLR + replica_load_change(replica_MLRB, quota_MLRB, home_LE))
+    return _homes_skew(scheduled, home_LE, plan.num_ranks, replica_load_change(replica_MLRB, quota_MLRB, home_LE))

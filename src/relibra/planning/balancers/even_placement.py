@@ -178,12 +178,6 @@ def _exchange(share_TE, placement_RP, load_TR, rounds) -> None:
 @no_type_check
 def _three_busiest(load_R, tops_3) -> None:
     """Write the three busiest ranks to `tops_3`; with fewer ranks, the busiest again."""
-    tops_3[:] = np.argmax(load_R)
-    for x in range(1, 3):
-        best = -1
-        for r in range(len(load_R)):
-            taken = r == tops_3[0] or (x == 2 and r == tops_3[1])
-            if not taken and (best < 0 or load_R[r] > load_R[best]):
-                best = r
-        if best >= 0:
-            tops_3[x] = best
+    order = np.argsort(-load_R, kind="mergesort")
+    for x in range(3):
+        tops_3[x] = order[x] if x < len(order) else order[0]

@@ -13,7 +13,8 @@ from relibra.parallel_map import parallel_map
 from relibra.planning.balancer import PlacementRequest
 from relibra.planning.costs.compute import busiest_attention_M
 from relibra.planning.costs.copies import relocation_seconds
-from relibra.planning.costs.layer_costs import layer_costs
+from relibra.planning.costs.exchange import combine_arrays
+from relibra.planning.costs.layer_costs import LayerCosts, layer_costs
 from relibra.planning.levers.homes import HomeMoves, deal_inside_nodes, swap_nodes, swap_prices, swap_ranks
 from relibra.planning.levers.replication import replicate
 from relibra.planning.levers.resident_replicas import keep_replicas
@@ -57,6 +58,7 @@ class LayerPlans:
     queue_ML     waits for pushes of all layers into their slots, which share one queue; priced as if every layer
                  followed this choice
     moves_L      each layer's moves of homes, spread evenly over ranks and the steps that new homes serve
+    costs        of which these are sums and maxima
     """
 
     home_LE: Int64[ndarray, "L E"]
@@ -65,6 +67,7 @@ class LayerPlans:
     seconds_ML: Float64[ndarray, "M L"]
     queue_ML: Float64[ndarray, "M L"]
     moves_L: Float64[ndarray, " L"]
+    costs: LayerCosts
 
     @property
     def seconds_L(self) -> Float64[ndarray, " L"]:
@@ -73,8 +76,13 @@ class LayerPlans:
 
     def with_replicas(self, other: LayerPlans, chosen_ML: Bool[ndarray, "M L"]) -> LayerPlans:
         """Return these plans with the replicas of others in some micro-batches and layers."""
-        names = ("replica_MLRB", "quota_MLRB", "seconds_ML", "queue_ML")
-        return replace(self, **{name: _where(chosen_ML, getattr(other, name), getattr(self, name)) for name in names})
+
+        def choose(new: ndarray, old: ndarray) -> ndarray:
+            return np.where(chosen_ML.reshape(*chosen_ML.shape, *[1] * (new.ndim - 2)), new, old)
+
+        names = ("replica_MLRB", "quota_MLRB", "seconds_ML", "queue_ML", "costs")
+        new = {name: combine_arrays(choose, getattr(other, name), getattr(self, name)) for name in names}
+        return replace(self, **new)
 
     def with_layers(self, other: LayerPlans, chosen_L: Bool[ndarray, " L"]) -> LayerPlans:
         """Return these plans with others in some layers."""
@@ -83,10 +91,6 @@ class LayerPlans:
             home_LE=np.where(chosen_L[:, None], other.home_LE, self.home_LE),
             moves_L=np.where(chosen_L, other.moves_L, self.moves_L),
         )
-
-
-def _where(chosen_ML: ndarray, new: ndarray, old: ndarray) -> ndarray:
-    return np.where(chosen_ML.reshape(*chosen_ML.shape, *[1] * (new.ndim - 2)), new, old)
 
 
 def plan_layers(
@@ -119,6 +123,7 @@ def plan_layers(
         seconds_ML=costs.compute_ML + costs.exchange_ML + own_copies_ML,
         queue_ML=copies_ML - own_copies_ML,
         moves_L=_moves_L(request, home_LE),
+        costs=costs,
     )
 
 
@@ -204,7 +209,8 @@ def cheapest_layers(
     by_homes: dict[HomeMoves, LayerPlans] = {}
     for choice, plan in plans.items():
         best = by_homes.setdefault(choice.homes, plan)
-        by_homes[choice.homes] = best.with_replicas(plan, same_MM @ cost_ML(plan) < same_MM @ cost_ML(best))
+        if best is not plan:
+            by_homes[choice.homes] = best.with_replicas(plan, same_MM @ cost_ML(plan) < same_MM @ cost_ML(best))
     best = by_homes.pop("stay")
     stay_L = cost_ML(best).sum(axis=0)
     for plan in by_homes.values():
@@ -213,13 +219,9 @@ def cheapest_layers(
     return best
 
 
-def step_seconds(request: PlacementRequest, demand: ScheduledDemand, slots: SlotChoice, layers: LayerPlans) -> float:
+def step_seconds(request: PlacementRequest, demand: ScheduledDemand, layers: LayerPlans) -> float:
     """Return the seconds of a step, with its part of the moves of homes."""
-    placement = request.placement(
-        layers.home_LE, layers.replica_MLRB, layers.quota_MLRB, schedule=demand, resident=slots.resident,
-        scope="cluster",
-    )  # fmt: skip
-    costs = layer_costs(placement, demand, request.cluster, request.expert)
+    placement, costs = request.placement(layers.home_LE, layers.replica_MLRB, layers.quota_MLRB), layers.costs
     attention_M = busiest_attention_M(demand, request.cluster, request.expert)
     seconds_ML = costs.compute_ML + costs.exchange_ML + costs.exposed_copies_ML(attention_M) + costs.host_ML
     moving = relocation_seconds(request.previous, placement, request.cluster, request.expert)

@@ -15,13 +15,14 @@ keeps what was tried and what each would cost. The objective is after ReLibra (a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from jaxtyping import Bool, Int64
 from numpy import ndarray
 
+from relibra.parallel_map import parallel_map
 from relibra.planning.balancer import PlacementRequest
 from relibra.planning.balancers.layer_plans import (
     LayerChoice,
@@ -76,8 +77,7 @@ def decide(request: PlacementRequest) -> Placement:
         name = min(priced[one], key=priced[one].__getitem__)
         whole, demand = one, schedules[name]
         if demand is not probe.demand:  # else the probe is the whole step
-            plans = {each: plan_layers(request, demand, one.slots, each) for each in one.winners(number)}
-            whole = _mix(request, demand, one.slots, plans)
+            whole = _mix(request, demand, one.slots, _plan_all(request, demand, one.slots, one.winners(number)))
         source_of[whole] = one, name
     best = _cheapest({whole: whole.seconds for whole in source_of})
     on_probe, schedule = source_of[best]
@@ -156,7 +156,7 @@ def _try_slots(probe: PlacementRequest, slots: SlotChoice) -> _Tried:
     plans, demand = dict[LayerChoice, LayerPlans](), probe.demand
 
     def add(choices: Iterable[LayerChoice]) -> None:
-        plans.update({choice: plan_layers(probe, demand, slots, choice) for choice in choices if choice not in plans})
+        plans.update(_plan_all(probe, demand, slots, [choice for choice in choices if choice not in plans]))
 
     def best_two() -> list[LayerChoice]:
         cost = {choice: float(plan.seconds_L.sum()) for choice, plan in plans.items() if choice.tolerance is not None}
@@ -169,6 +169,14 @@ def _try_slots(probe: PlacementRequest, slots: SlotChoice) -> _Tried:
         homes: tuple[HomeMoves, ...] = ("in nodes", "over nodes" if probe.cluster.num_nodes > 1 else "by micro-batch")
         add(replace(choice, homes=name) for choice in [*best_two(), LayerChoice()] for name in homes)
     return _mix(probe, demand, slots, plans)
+
+
+def _plan_all(
+    request: PlacementRequest, demand: ScheduledDemand, slots: SlotChoice, choices: Sequence[LayerChoice]
+) -> dict[LayerChoice, LayerPlans]:
+    """Return the layers planned by each choice, several at once."""
+    plans = parallel_map(lambda number: plan_layers(request, demand, slots, choices[number]), len(choices))
+    return dict(zip(choices, plans, strict=True))
 
 
 def _finalists(request: PlacementRequest, seconds: dict[_Tried, float]) -> list[_Tried]:
@@ -191,7 +199,7 @@ def _mix(
     if mixes[0].moves_L.any():
         stay = {choice: plan for choice, plan in plans.items() if choice.homes == "stay"}
         mixes.append(cheapest_layers(stay, demand, slots, worth_moving=0.0))
-    seconds = [step_seconds(request, demand, slots, mix) for mix in mixes]
+    seconds = [step_seconds(request, demand, mix) for mix in mixes]
     best = int(np.argmin(seconds))
     return _Tried(slots=slots, plans=plans, cheapest=mixes[best], seconds=seconds[best])
 
@@ -223,7 +231,7 @@ def _seconds_of_schedule(
         return tried.seconds
     layers, slots = _some_layers(request, _PROBE_LAYERS), tried.slots
     few = replace(request, demand=demand).of_layers(layers)
-    plans = {choice: plan_layers(few, few.demand, slots, choice) for choice in tried.winners(number)}
+    plans = _plan_all(few, few.demand, slots, tried.winners(number))
     return _mix(few, few.demand, slots, plans).seconds * len(request.demand.layer_ids) / len(layers)
 
 

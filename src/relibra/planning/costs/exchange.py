@@ -12,8 +12,9 @@ in reverse. Gate weights travel as with flat dispatch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, cast
 
 import numpy as np
 from jaxtyping import Float64, Int, Int64
@@ -31,13 +32,15 @@ from relibra.planning.traffic.traffic import (
     IN,
     INSIDE,
     OUT,
+    iterate_traffic,
     link_rows,
     send_once_share,
-    traffic_of_micro_batch,
 )
 from relibra.routing.demand import ScheduledDemand
 
 Links = Literal["all links", "between nodes", "inside nodes"]
+_AT_ONCE = 2048
+"""Micro-batches x layers x ranks that one thread prices together: enough for numpy, few for a cache."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,12 +125,15 @@ def exchange_costs(
     M, L, R, _ = plan.replica_MLRB.shape
     in_stages = plan.dispatch == "hierarchical" and plan.num_nodes > 1 and plan.ranks_per_node > 1
     share_LR, share_LN = _shares(plan, None if distinct is not None else demand.pairs_LEE)
-    rows_2ML2R, slots_2ML2R = np.zeros((2, M, L, 2, R)), np.zeros((2, M, L, 2, R))
-    row_peers_2ML2R, peers_2ML2R = np.zeros((2, 2, M, L, 2, R), dtype=np.int64)
 
-    def count(m: int) -> None:
-        for layers, traffic_LRR in traffic_of_micro_batch(plan, demand, m):
-            at = np.s_[:, m, layers]
+    at_once = max(1, _AT_ONCE // (L * R))
+
+    def costs_of(part: int) -> ExchangeCosts:
+        micro_batches = range(part * at_once, min(M, (part + 1) * at_once))
+        rows_2ML2R, slots_2ML2R = np.zeros((2, 2, len(micro_batches), L, 2, R))
+        row_peers_2ML2R, peers_2ML2R = np.zeros((2, 2, len(micro_batches), L, 2, R), dtype=np.int64)
+        for m, layers, traffic_LRR in iterate_traffic(plan, demand, micro_batches):
+            at = np.s_[:, m - micro_batches.start, layers]
             rows_2ML2R[at], slots_2ML2R[at], peers_2ML2R[at] = link_rows(
                 traffic_LRR, share_LR[layers], plan.ranks_per_node
             )
@@ -142,19 +148,33 @@ def exchange_costs(
             elif distinct is not None:
                 counted_LRR = distinct.ranks_MLRR[m, layers].astype(np.int64)
                 rows_2ML2R[at] = link_rows(counted_LRR, share_LR[layers], plan.ranks_per_node)[0]
+        slots_ML2R = slots_2ML2R.sum(axis=0)
+        (gates,) = _stages(slots_2ML2R, peers_2ML2R, cluster, expert.bytes_per_value, in_stages=False)
+        return ExchangeCosts(
+            stages=_stages(rows_2ML2R, row_peers_2ML2R, cluster, expert.row_bytes, in_stages=in_stages),
+            network_out_MLR=rows_2ML2R[BETWEEN, :, :, OUT],
+            gates_ML=gates.seconds_ML,
+            gates_back_ML=gates.back_ML,
+            gates_out_MLR=slots_ML2R[:, :, OUT],
+            gates_in_MLR=slots_ML2R[:, :, IN],
+            cross_node_ML=slots_2ML2R[BETWEEN, :, :, OUT].sum(axis=-1),
+        )
 
-    parallel_map(count, M)
-    slots_ML2R = slots_2ML2R.sum(axis=0)
-    (gates,) = _stages(slots_2ML2R, peers_2ML2R, cluster, expert.bytes_per_value, in_stages=False)
-    return ExchangeCosts(
-        stages=_stages(rows_2ML2R, row_peers_2ML2R, cluster, expert.row_bytes, in_stages=in_stages),
-        network_out_MLR=rows_2ML2R[BETWEEN, :, :, OUT],
-        gates_ML=gates.seconds_ML,
-        gates_back_ML=gates.back_ML,
-        gates_out_MLR=slots_ML2R[:, :, OUT],
-        gates_in_MLR=slots_ML2R[:, :, IN],
-        cross_node_ML=slots_2ML2R[BETWEEN, :, :, OUT].sum(axis=-1),
-    )
+    parts = parallel_map(costs_of, max(1, -(-M // at_once)))
+    costs: ExchangeCosts = combine_arrays(lambda *arrays: np.concatenate(arrays), *parts)
+    return costs
+
+
+def combine_arrays(combine: Callable[..., ndarray], *values: Any) -> Any:
+    """Return values of one form with their arrays combined, one by one: arrays, or tuples and dataclasses of them."""
+    first = values[0]
+    if isinstance(first, tuple):
+        return tuple(combine_arrays(combine, *part) for part in zip(*values, strict=True))
+    if not is_dataclass(first):
+        return combine(*values) if isinstance(first, ndarray) else first
+    names = [field.name for field in fields(first)]
+    new = {name: combine_arrays(combine, *(getattr(value, name) for value in values)) for name in names}
+    return replace(cast(Any, first), **new)
 
 
 def rows_per_crossing(cluster: Cluster, demand: ScheduledDemand, home_LE: Int[ndarray, "L E"]) -> float:

@@ -185,8 +185,7 @@ def _swap(load_ME, source_MNE, before_E, node_E, network, move) -> None:
                 a, c = node_E[i], node_E[j]
                 if a == c:
                     continue
-                moves = (c != before_E[i]) + (a != before_E[j]) - (a != before_E[i]) - (c != before_E[j])
-                change = move * moves
+                change = move * ((c != before_E[i]) + (a != before_E[j]) - (a != before_E[i]) - (c != before_E[j]))
                 for m in range(M):
                     more = load_ME[m, j] - load_ME[m, i]
                     local_a = source_MNE[m, a, j] - source_MNE[m, a, i]

@@ -50,12 +50,11 @@ def decide_tokens_across_nodes(request: PlacementRequest) -> Placement:
 
 def _decide(request: PlacementRequest, objective: Objective, *, cross_node: bool) -> Placement:
     demand, cluster, budget = request.demand, request.cluster, request.budget
-    slots = SlotChoice(number=request.slots, resident=False)
     layers = _plan(request, demand, objective, cross_node=cross_node)
     if budget.pack_samples and cluster.num_nodes > 1:
         placed = place_near_experts(request, demand, layers.home_LE)
         placed_layers = _plan(request, placed, objective, cross_node=cross_node)
-        if step_seconds(request, placed, slots, placed_layers) < step_seconds(request, demand, slots, layers):
+        if step_seconds(request, placed, placed_layers) < step_seconds(request, demand, layers):
             demand, layers = placed, placed_layers
     return request.placement(
         layers.home_LE,

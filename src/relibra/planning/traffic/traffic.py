@@ -5,7 +5,7 @@ A token is sent to a rank once: given co-routing pairs, rows are counted once pe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import no_type_check
 
 import numpy as np
@@ -27,24 +27,18 @@ _TRAFFIC_BYTES = 64 << 20
 """Largest traffic array (source rank x destination rank) in memory."""
 
 
-def iterate_traffic(plan: Placement, demand: ScheduledDemand) -> Iterator[tuple[int, slice, Int64[ndarray, "L R R2"]]]:
-    """Yield the traffic of one micro-batch and a bounded number of its layers at a time."""
-    for m in range(len(demand.tokens_MLRE)):
-        for layers, traffic_LRR in traffic_of_micro_batch(plan, demand, m):
-            yield m, layers, traffic_LRR
-
-
-def traffic_of_micro_batch(
-    plan: Placement, demand: ScheduledDemand, m: int
-) -> Iterator[tuple[slice, Int64[ndarray, "L R R2"]]]:
-    """Yield the traffic of a bounded number of layers of a micro-batch at a time."""
-    _, L, R, _ = demand.tokens_MLRE.shape
+def iterate_traffic(
+    plan: Placement, demand: ScheduledDemand, micro_batches: Iterable[int] | None = None
+) -> Iterator[tuple[int, slice, Int64[ndarray, "L R R2"]]]:
+    """Yield the traffic of one micro-batch (None: of all) and a bounded number of its layers at a time."""
+    M, L, R, _ = demand.tokens_MLRE.shape
     at_once = max(1, _TRAFFIC_BYTES // (8 * R * R))
-    for start in range(0, L, at_once):
-        layers = slice(start, min(L, start + at_once))
-        cut = (slice(m, m + 1), layers)
-        arrays = (demand.tokens_MLRE[cut], plan.home_LE[layers], plan.replica_MLRB[cut], plan.quota_MLRB[cut])
-        yield layers, traffic_MLRR(*arrays, plan.ranks_per_node)[0]
+    for m in range(M) if micro_batches is None else micro_batches:
+        for start in range(0, L, at_once):
+            layers = slice(start, min(L, start + at_once))
+            cut = (slice(m, m + 1), layers)
+            arrays = (demand.tokens_MLRE[cut], plan.home_LE[layers], plan.replica_MLRB[cut], plan.quota_MLRB[cut])
+            yield m, layers, traffic_MLRR(*arrays, plan.ranks_per_node)[0]
 
 
 def link_rows(
@@ -69,17 +63,18 @@ def _sum_links(traffic_LRR, share_LR, ranks_per_node, rows_2L2R, slots_2L2R, pee
     L, R, _ = traffic_LRR.shape
     for layer in range(L):
         for s in range(R):
-            for d in range(R):
-                slots = traffic_LRR[layer, s, d]
-                if slots > 0 and s != d:
-                    link = BETWEEN if s // ranks_per_node != d // ranks_per_node else INSIDE
-                    rows = slots * share_LR[layer, d]
-                    rows_2L2R[link, layer, OUT, s] += rows
-                    rows_2L2R[link, layer, IN, d] += rows
-                    slots_2L2R[link, layer, OUT, s] += slots
-                    slots_2L2R[link, layer, IN, d] += slots
-                    peers_2L2R[link, layer, OUT, s] += 1
-                    peers_2L2R[link, layer, IN, d] += 1
+            for x in range(0, R, ranks_per_node):
+                link = INSIDE if x <= s < x + ranks_per_node else BETWEEN
+                for d in range(x, x + ranks_per_node):
+                    slots = traffic_LRR[layer, s, d]
+                    if slots > 0 and s != d:
+                        rows = slots * share_LR[layer, d]
+                        rows_2L2R[link, layer, OUT, s] += rows
+                        rows_2L2R[link, layer, IN, d] += rows
+                        slots_2L2R[link, layer, OUT, s] += slots
+                        slots_2L2R[link, layer, IN, d] += slots
+                        peers_2L2R[link, layer, OUT, s] += 1
+                        peers_2L2R[link, layer, IN, d] += 1
 
 
 def send_once_share(
