@@ -1,4 +1,4 @@
-"""Tokenizers: the interface that the trainer uses, and the tokenizer of a `transformers` model."""
+"""`Tokenizer`: the tokenizer of a `transformers` model, or that of the built-in model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from relibra.errors import ConfigError, RelibraError, in_a_line, library_errors
 from relibra.printable import excerpt
@@ -24,44 +24,6 @@ DEFAULT_PROMPTS = TaskSettings()
 """Prompts as a run has them that sets nothing."""
 TEMPLATE_SECONDS = 10.0
 """Seconds for the chat template of one prompt; they take microseconds, but may hold loops."""
-
-
-@runtime_checkable
-class Tokenizer(Protocol):
-    """Interface of a tokenizer.
-
-    vocab_size   number of ids, padding included
-    pad_id       fills up batches
-    stop_ids     ids that end a response; the first one ends demonstrations
-    """
-
-    @property
-    def vocab_size(self) -> int: ...  # noqa: D102
-
-    @property
-    def pad_id(self) -> int: ...  # noqa: D102
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]: ...  # noqa: D102
-
-    def encode(self, prompt: str | Messages, /, **template: Any) -> list[int]:
-        """Return the ids of a prompt; raises ConfigError where it cannot be encoded.
-
-        template   arguments of the chat template for this prompt alone: `tools`, variables
-        """
-        ...
-
-    def encode_response(self, text: str) -> list[int]:
-        """Return the ids of a response that ends after this text, the stop id included."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of a response, without the token that ended it."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write files that `transformers.AutoTokenizer` reads."""
-        ...
 
 
 @contextmanager
@@ -152,7 +114,11 @@ def make_tokenizer(
 
 @dataclass(frozen=True, eq=False)
 class ModelTokenizer:
-    """The tokenizer of a `transformers` model."""
+    """The tokenizer of a `transformers` model.
+
+    pad_id      fills up batches
+    stop_ids    end a response; the first one ends demonstrations
+    """
 
     name: str
     tokenizer: Any
@@ -189,6 +155,9 @@ class ModelTokenizer:
         """Return the ids of chat messages in the model's template, which a text is put into as one of the user.
 
         A text stays as it is, behind the tokenizer's start tokens, with task.prompt_format "text" or without template.
+
+        template   arguments of the chat template for this prompt alone: `tools`, variables
+        raises     ConfigError where it cannot be encoded
         """
         template = {**self.settings.template_variables, **template}
         if not isinstance(prompt, str):
@@ -274,6 +243,10 @@ class ModelTokenizer:
     def save(self, folder: Path) -> None:
         """Write files that `transformers.AutoTokenizer` reads."""
         self.tokenizer.save_pretrained(folder)
+
+
+Tokenizer = CharacterTokenizer | ModelTokenizer
+"""Both have the same methods."""
 
 
 class OutOfTimeError(BaseException):
