@@ -54,10 +54,10 @@ def counting_saved(
     know(*others)
     with ExitStack() as hooks:
         for number, layer in enumerate(layers):
-            hooks.callback(layer.register_forward_pre_hook(partial(enter, 0, number), with_kwargs=True).remove)
-            hooks.callback(layer.register_forward_hook(partial(leave, 0, -1)).remove)
+            hooks.enter_context(layer.register_forward_pre_hook(partial(enter, 0, number), with_kwargs=True))
+            hooks.enter_context(layer.register_forward_hook(partial(leave, 0, -1)))
         for module in experts.values():
-            hooks.callback(module.register_forward_pre_hook(partial(enter, 1, 1), with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(partial(leave, 1, 0)).remove)
+            hooks.enter_context(module.register_forward_pre_hook(partial(enter, 1, 1), with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(partial(leave, 1, 0)))
         with saved_tensors_hooks(pack, lambda nothing: nothing):
             yield found

@@ -16,7 +16,7 @@ model allows it, sequences attend one by one instead (`use_packed_attention`). F
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any, cast
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -305,7 +304,7 @@ def _layer_passes(
     given   of another pass: its inputs are fed to the layers; else rounding grows from layer to layer, to any size
     """
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)] or [model]
-    passes, handles = list[tuple[Tensor, Tensor]](), list[RemovableHandle]()
+    passes = list[tuple[Tensor, Tensor]]()
 
     def feed(_layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         return (given[len(passes)][0], *inputs[1:]) if given and inputs else None
@@ -314,13 +313,11 @@ def _layer_passes(
         first = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
         passes.append((inputs[0] if inputs else torch.zeros_like(first), first))
 
-    for layer in layers:
-        handles += [layer.register_forward_pre_hook(feed), layer.register_forward_hook(keep)]
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(feed))
+            hooks.enter_context(layer.register_forward_hook(keep))
         yield passes
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _change_of_layer(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> float:

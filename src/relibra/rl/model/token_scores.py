@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from jaxtyping import Float, Int
@@ -120,22 +121,9 @@ def _head_output_returned(model: nn.Module, head: nn.Module, forward: Callable[[
         output.logits = kept.pop()
         return output
 
-    handles = [head.register_forward_hook(keep), model.register_forward_hook(give_back, prepend=True)]
-    try:
-        with _forward_replaced(head, forward):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _forward_replaced(module: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    module.forward = forward
-    try:
+    hooks = head.register_forward_hook(keep), model.register_forward_hook(give_back, prepend=True)
+    with hooks[0], hooks[1], patch.object(head, "forward", forward):
         yield
-    finally:
-        del module.forward
 
 
 @torch.no_grad()
@@ -159,7 +147,7 @@ def learn_logits(model: nn.Module) -> LogitChange | None:
 
         tokens_1T = probe_tokens(model, [0])
         position_T = torch.arange(tokens_1T.shape[1], device=tokens_1T.device)
-        with _forward_replaced(head, ramp):
+        with patch.object(head, "forward", ramp):
             logits = model(
                 input_ids=tokens_1T, position_ids=position_T[None], use_cache=False, logits_to_keep=position_T[1:3]
             ).logits
