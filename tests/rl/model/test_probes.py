@@ -11,8 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from relibra.errors import ConfigError
 from relibra.replay.forward_cache import CACHE_NAME
-from relibra.rl.model import critic as critic_module
-from relibra.rl.model import policy as policy_module
+from relibra.rl.model import sharding
 from relibra.rl.model.critic import build_critic
 from relibra.rl.model.policy import reference_policy
 from relibra.rl.model.probes import check_lengths, check_modes
@@ -142,11 +141,11 @@ def test_the_module_that_stays_random_is_named(tmp_path, monkeypatch, dtype):
     config = tiny_config(seed_oss(tmp_path / "model"), NATIVE, f"model.dtype={dtype}")
     named = r"cannot be trained: model.layers.0.self_attn \(SeedOssAttention\) is random"
     with monkeypatch.context() as patch:
-        patch.setattr(policy_module, "without_randomness", keep_randomness)
+        patch.setattr(sharding, "without_randomness", keep_randomness)
         with pytest.raises(ConfigError, match=rf"^model.path '.*' {named}"):
             policy_of(config, tmp_path)
     policy = policy_of(config, tmp_path)
-    monkeypatch.setattr(critic_module, "without_randomness", keep_randomness)
+    monkeypatch.setattr(sharding, "without_randomness", keep_randomness)
     with pytest.raises(ConfigError, match=rf"^the value model of model.path '.*' {named}"):
         build_critic(config.model, policy, tmp_path, torch.device("cpu"))
 
@@ -176,7 +175,7 @@ def test_noise_of_inputs_to_routers_is_off(tmp_path):
 
 
 def refused_on_two(folder):
-    with mock.patch.object(policy_module, "without_randomness", keep_randomness), pytest.raises(ConfigError) as told:
+    with mock.patch.object(sharding, "without_randomness", keep_randomness), pytest.raises(ConfigError) as told:
         policy_of(tiny_config(f"model.path={folder / 'model'}", NATIVE, ranks=2), folder)
     return str(told.value)
 

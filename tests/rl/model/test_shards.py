@@ -30,8 +30,8 @@ def refusal_of(family, folder):
         model_config=copy.deepcopy(model_config),
         settings=settings,
         device=CPU,
-        has_experts=True,
-        experts="relibra",
+        num_experts=8,
+        follows_plans=True,
     )
     try:
         check_shards(sharded, meta, "the model", lambda names: load_parameters(path, names, model_config, settings))

@@ -39,7 +39,6 @@ from relibra.rl.model.sharding import (
     keep_activations,
     load_sharded,
     save_activations,
-    without_randomness,
 )
 from relibra.rl.model.token_scores import learn_logits
 from relibra.rl.update import policy_update, value_update
@@ -158,11 +157,11 @@ class StepRun:
         model = load_sharded(
             WithoutWeights(model_class),
             "",
-            model_config=without_randomness(copy.deepcopy(model_config)),
+            model_config=copy.deepcopy(model_config),
             settings=self.config.model,
             device=self._device,
-            has_experts=self._structure.num_experts > 0,
-            experts="relibra" if self.config.follows_plans else "all_to_all",
+            num_experts=self._structure.num_experts,
+            follows_plans=self.config.follows_plans,
             frozen=frozen,
             lora=lora,
         )

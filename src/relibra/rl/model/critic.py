@@ -16,7 +16,7 @@ from transformers.modeling_layers import GenericForTokenClassification
 from relibra.rl.config.settings import ModelSettings
 from relibra.rl.model.policy import Policy, write_weights
 from relibra.rl.model.probes import check_modes
-from relibra.rl.model.sharding import load_sharded, without_randomness
+from relibra.rl.model.sharding import load_sharded
 
 
 def build_critic(settings: ModelSettings, policy: Policy, folder: Path, device: torch.device) -> nn.Module:
@@ -36,11 +36,11 @@ def build_critic(settings: ModelSettings, policy: Policy, folder: Path, device: 
     critic = load_sharded(
         value_model_class(type(policy.meta)),
         str(path),
-        model_config=without_randomness(model_config),
+        model_config=model_config,
         settings=settings,
         device=device,
-        has_experts=policy.num_experts > 0,
-        experts="relibra" if policy.balanced else "all_to_all",
+        num_experts=policy.num_experts,
+        follows_plans=policy.balanced,
     )
     policy.separate_sequences(critic)
     dist.barrier()  # all ranks have read the file

@@ -43,7 +43,6 @@ from relibra.rl.model.sharding import (
     quiet_loading,
     set_tied,
     with_plain_outputs,
-    without_randomness,
 )
 from relibra.rl.model.token_scores import learn_logits
 from relibra.rl.model.tokenizer import Tokenizer, loading
@@ -162,11 +161,11 @@ def build_policy(
             return load_sharded(
                 AutoModelForCausalLM,
                 path,
-                model_config=without_randomness(copy.deepcopy(model_config)),
+                model_config=copy.deepcopy(model_config),
                 settings=settings,
                 device=device,
-                has_experts=structure.num_experts > 0,
-                experts="relibra" if follows_plans else "all_to_all",
+                num_experts=structure.num_experts,
+                follows_plans=follows_plans,
                 lora=lora,
                 seed=seed,
             )
@@ -454,11 +453,11 @@ def reference_policy(
         reference = load_sharded(
             AutoModelForCausalLM,
             str(folder),
-            model_config=without_randomness(model_config),
+            model_config=model_config,
             settings=settings,
             device=device,
-            has_experts=policy.num_experts > 0,
-            experts="relibra" if policy.balanced else "all_to_all",
+            num_experts=policy.num_experts,
+            follows_plans=policy.balanced,
             frozen=True,
         )
     policy.separate_sequences(reference)

@@ -50,8 +50,8 @@ def load_sharded(
     model_config: Any,
     settings: ModelSettings,
     device: torch.device,
-    has_experts: bool,
-    experts: Literal["relibra", "all_to_all"] = "all_to_all",
+    num_experts: int,
+    follows_plans: bool,
     frozen: bool = False,
     lora: LoraSettings | None = None,
     seed: int = 0,
@@ -62,15 +62,17 @@ def load_sharded(
     float32; weights that adapters freeze are in bfloat16. A single rank uses FSDP for that too, so that precision does
     not depend on the number of ranks.
 
-    model_class   an Auto class or a model class of transformers
-    has_experts   whether there are experts to shard
-    experts       implementation of expert parallelism
-    frozen        hold weights in `settings.dtype`, without gradients, in evaluation mode
-    lora          with a rank above 0: adapters are trained, initialized from `seed`, and all else is frozen
-    raises        ConfigError for a model that takes no adapters; ValueError if transformers has no sharding plan for
-                  this model family, or weights inside of layers are tied
+    model_class     an Auto class or a model class of transformers
+    model_config    of transformers; dropout and router noise become 0 in it
+    num_experts     of a layer, to shard; 0: a dense model
+    follows_plans   `relibra.parallel` runs the experts, if any, so that they can follow plans and move
+    frozen          hold weights in `settings.dtype`, without gradients, in evaluation mode
+    lora            with a rank above 0: adapters are trained, initialized from `seed`, and all else is frozen
+    raises          ConfigError for a model that takes no adapters; ValueError if transformers has no sharding plan for
+                    this model family, or weights inside of layers are tied
     """
     num_ranks, mixed = dist.get_world_size(), settings.dtype == "bfloat16"
+    without_randomness(model_config)
     options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
     if num_ranks == 1:
         options["device_map"] = {"": device}  # tensor by tensor, so that the host never holds all of them
@@ -78,8 +80,8 @@ def load_sharded(
         register()
         options["distributed_config"] = DistributedConfig(
             fsdp_size=num_ranks,
-            ep_size=num_ranks if has_experts else 1,
-            ep_implementation=experts if has_experts else "auto",
+            ep_size=num_ranks if num_experts else 1,
+            ep_implementation=(NAME if follows_plans else "all_to_all") if num_experts else "auto",
             fsdp_mixed_precision=mixed,
         )
     adapt = partial(add_adapters, rank=lora.rank, alpha=lora.alpha) if lora and lora.rank else None
