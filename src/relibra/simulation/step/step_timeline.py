@@ -21,7 +21,7 @@ from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.model_shape import ModelShape
 from relibra.simulation.step.group_run import Execution, GroupRun, MiniBatchRun, run_group
 from relibra.simulation.step.pipeline_schedule import BACKWARD, FORWARD, stage_tasks
-from relibra.simulation.step.training_step import costs_of, ends_of_mini_batches, groups_of, micro_batches_of_groups
+from relibra.simulation.step.training_step import costs_of_groups, ends_of_mini_batches, micro_batches_of_groups
 from relibra.timeline import MAX_EVENTS, Event, Timeline
 
 _EVENTS_PER_LAYER = 18
@@ -123,16 +123,14 @@ def simulated_timeline(
             "micro-batches or layers"
         )
     tracks: list[_Track] = []
-    for group, (own_plan, own_demand) in enumerate(groups_of(plan, demand)):
+    for group, costs in enumerate(costs_of_groups(plan, demand, cluster, model, how, distinct)):
         keep_X = np.flatnonzero(np.isin(numbers[group], kept[group]))
         notes = {}
         for stage in range(layout.pipeline_stages):
             own = [layout.rank_in_group(rank) for rank in chosen.tolist() if layout.place(rank) == (stage, group)]
             for direction in (FORWARD, BACKWARD):
                 notes[stage, direction] = _Notes(keep_X, np.array(own, dtype=np.int64), layers)
-        rows = None if distinct is None else distinct.of_micro_batches(numbers[group])
-        run = run_group(costs_of(own_plan, own_demand, cluster, model, how, rows), how, notes)
-        tracks.append(_Track(run, notes, numbers[group]))
+        tracks.append(_Track(run_group(costs, how, notes), notes, numbers[group]))
     ends = ends_of_mini_batches(plan, [track.run for track in tracks], cluster, model, how)
     events = [event for rank in chosen.tolist() for event in _events_of(rank, layout, tracks, ends, how)]
     return Timeline(

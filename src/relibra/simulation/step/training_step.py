@@ -58,13 +58,7 @@ def simulate_step(
     raises          PlanError, ConfigError when plan, demand, cluster and model do not fit together
     """
     how = (how or Execution()).on(cluster)
-    runs = [
-        run_group(
-            costs_of(*group, cluster, model, how, None if distinct is None else distinct.of_micro_batches(number_M)),
-            how,
-        )
-        for group, number_M in zip(groups_of(plan, demand), micro_batches_of_groups(plan, demand), strict=True)
-    ]
+    runs = [run_group(costs, how) for costs in costs_of_groups(plan, demand, cluster, model, how, distinct)]
     return assemble(plan, runs, cluster, model, how)
 
 
@@ -110,13 +104,19 @@ def with_mini_batches(demand: ScheduledDemand, how: Execution | None = None) -> 
     return replace(demand, group_M=None), replace(how, mini_batches=tuple(sizes))
 
 
-def groups_of(plan: StepPlan, demand: ScheduledDemand) -> Iterator[tuple[StepPlan, ScheduledDemand]]:
-    """Yield plan and demand of each expert-parallel group: its own micro-batches, in their order."""
+def costs_of_groups(
+    plan: StepPlan,
+    demand: ScheduledDemand,
+    cluster: Cluster,
+    model: ModelShape,
+    how: Execution,
+    distinct: DistinctRows | None,
+) -> Iterator[list[StageCosts]]:
+    """Yield `costs_of` each expert-parallel group, of its own micro-batches in their order."""
     for number_M in micro_batches_of_groups(plan, demand):
-        if demand.group_M is None:
-            yield plan, demand
-        else:
-            yield only_micro_batches(plan, demand, number_M)
+        own = (plan, demand) if demand.group_M is None else only_micro_batches(plan, demand, number_M)
+        rows = None if distinct is None else distinct.of_micro_batches(number_M)
+        yield costs_of(*own, cluster, model, how, rows)
 
 
 def micro_batches_of_groups(plan: StepPlan, demand: ScheduledDemand) -> list[Int64[ndarray, " M"]]:
