@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -50,22 +50,20 @@ class Comparison:
 
 
 class PassScores:
-    """Scores of tokens under the weights that sampled, which go to the host while the next micro-batches run."""
+    """Scores of tokens under the weights that sampled, which go to the host while the next micro-batches run.
+
+    found   scores on the host by micro-batch, and the tokens that they are of
+    """
 
     def __init__(self) -> None:
         """Hold nothing yet."""
-        self._found: dict[int, tuple[TokenScores, TokenBatch]] = {}
+        self.found: dict[int, tuple[TokenScores, TokenBatch]] = {}
         self._differing: list[Tensor] = []
         self._routers = RouterComparison()
 
-    @property
-    def found(self) -> Mapping[int, tuple[TokenScores, TokenBatch]]:
-        """Scores on the host by micro-batch, and the tokens that they are of."""
-        return self._found
-
     def add(self, number: int, scores: TokenScores, batch: TokenBatch, replay: RoutingReplay | None) -> None:
         """Keep the scores of a micro-batch's tokens, and what its replay counted; `batch` is on the host."""
-        self._found[number] = (_downloaded(scores, batch), batch)
+        self.found[number] = (_downloaded(scores, batch), batch)
         if replay is not None:
             self._routers += replay.replayed()
             self._differing.append(download(replay.differing()))
@@ -83,7 +81,7 @@ class PassScores:
         for counts in self._differing:
             compared += Comparison(routers=RouterComparison(0, 0, 0, *counts.tolist()))
         log_probs: list[Tensor | None] = [None] * len(batch.micro_batches)
-        for number, (scores, scored) in self._found.items():
+        for number, (scores, scored) in self.found.items():
             compared += _compare(scores, scored, settings)
             chosen_X = torch.isin(batch.micro_batches[number].token_X, scored.token_X)
             log_probs[number] = _spread(scores.log_probs_X, chosen_X)

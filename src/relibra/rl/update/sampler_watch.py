@@ -78,25 +78,23 @@ class SamplerWatch:
         """Return this rank's scored tokens that the weights of this step sampled; a rank may have none."""
         layers = len(self._policy.layer_ids)
         choices = self._policy.top_k if self._config.algorithm.replay == "R3" else 0
-        pieces, responses = list[tuple[Tensor, ...]](), 0
+        pieces, responses = list[dict[str, Tensor]](), 0
         for number, (scores, read) in scored.found.items():
             now_X = read.in_window_X & (read.versions_X == self._step)  # older ones differ by what was learned since
             tokens, routes = read.of_tokens(now_X), batch.micro_batches[number].routes
             none_XLK = torch.zeros(len(tokens.row_X), layers, choices, dtype=torch.uint8)  # filler, or no replay
             pieces.append(
-                (
-                    scores.log_probs_X[now_X] - tokens.sampled_log_probs_X,
-                    tokens.response_X + responses,
-                    tokens.position_1T[0, tokens.row_X],
-                    self._step - tokens.versions_X,
-                    none_XLK if routes is None else routes.experts_TLK[tokens.row_X],
-                )
+                {
+                    "log_ratio_X": scores.log_probs_X[now_X] - tokens.sampled_log_probs_X,
+                    "response_X": tokens.response_X + responses,
+                    "position_X": tokens.position_1T[0, tokens.row_X],
+                    "age_X": self._step - tokens.versions_X,
+                    "experts_XLK": none_XLK if routes is None else routes.experts_TLK[tokens.row_X],
+                }
             )
             responses += tokens.num_responses
-        names = ("log_ratio_X", "response_X", "position_X", "age_X", "experts_XLK")
-        arrays = [torch.cat(one).numpy() for one in zip(*pieces, strict=True)]
         return SampledTokens(
-            **dict(zip(names, arrays, strict=True)),
+            **{name: torch.cat([one[name] for one in pieces]).numpy() for name in pieces[0]},
             server_S=np.zeros(responses, dtype=np.int64),
             num_servers=1,  # responses do not say which server sampled them
             num_experts=self._policy.num_experts,
