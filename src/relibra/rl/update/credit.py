@@ -59,10 +59,7 @@ def groups_with_signal(
     """
     if settings.group_filter == "mixed":
         responses = [
-            one
-            if one.reward is None
-            else replace(one, reward=_task_reward(one, max_response, settings.overlong_buffer))
-            for one in responses
+            replace(one, reward=_task_reward(one, max_response, settings.overlong_buffer)) for one in responses
         ]
     _, group_id_S, reward_S = _gather_rewards(responses)
     return dict(zip(group_id_S.tolist(), mixed_groups(reward_S, group_id_S).tolist(), strict=True))
@@ -275,12 +272,12 @@ def auroc_at_cuts(
 
 def is_correct(response: Response, max_response: int, overlong_buffer: int) -> bool:
     """Return whether the task's reward, without the length penalty, is above 0."""
-    return response.reward is not None and _task_reward(response, max_response, overlong_buffer) > 0
+    return (_task_reward(response, max_response, overlong_buffer) or 0.0) > 0
 
 
-def _task_reward(response: Response, max_response: int, overlong_buffer: int) -> float:
-    assert response.reward is not None, "the caller checks"
-    return response.reward - length_penalty(response, max_response=max_response, overlong_buffer=overlong_buffer)
+def _task_reward(response: Response, max_response: int, overlong_buffer: int) -> float | None:
+    penalty = length_penalty(response, max_response=max_response, overlong_buffer=overlong_buffer)
+    return None if response.reward is None else response.reward - penalty
 
 
 def _lambda(length_S: Float[Tensor, " S"], settings: AlgorithmSettings) -> Float[Tensor, " S"]:
