@@ -34,7 +34,7 @@ def random_step(seed, layers=None, micro_batches=None, ranks=None):
     most = (of_tokens_LMR + token_slot_bytes_LX[:, 2, None, None] * token_slots_MLR.swapaxes(0, 1)).sum(0)
     free = rng.uniform(0.0, 1.2, (L + 1, 1, 1)) * most.max() if seed % 2 else rng.uniform(-0.1, 1.1) * most.max()
     return {
-        "options": OPTIONS, "token_bytes_LX": token_bytes_LX, "token_slot_bytes_LX": token_slot_bytes_LX,
+        "token_bytes_LX": token_bytes_LX, "token_slot_bytes_LX": token_slot_bytes_LX,
         "seconds_LX": seconds_LX, "tokens_MR": tokens_MR, "token_slots_MLR": token_slots_MLR, "free": free,
     }  # fmt: skip
 

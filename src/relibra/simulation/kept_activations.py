@@ -5,9 +5,8 @@ Token-slots of every rank, layer and micro-batch are known from recorded routes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Num
@@ -51,16 +50,8 @@ class ActivationChoice:
         line = f"{layers} (+{self.nbytes / 2**30:.2f} GiB, -{self.seconds:.3g} s a step)"
         return f"activations: {line}; next best {self.runner_up}" if self.runner_up else line
 
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any] | None) -> ActivationChoice | None:
-        """Return the choice of its fields; None for None."""
-        if body is None:
-            return None
-        return cls(**{**body, "option_L": tuple(body["option_L"]), "runner_up": cls.from_json(body["runner_up"])})
-
 
 def choose_activations(
-    options: Sequence[str],
     token_bytes_LX: Num[ndarray, "L X"],
     token_slot_bytes_LX: Num[ndarray, "L X"],
     seconds_LX: Float[ndarray, "L X"],
@@ -74,8 +65,8 @@ def choose_activations(
     What the layers below keep is there when a layer runs backward, what all keep when the loss does. Options are taken
     by falling seconds per byte on the fullest rank; of equal layers the last first, which is freed first.
 
-    options         names, X of them; the first keeps nothing, and is taken even where nothing fits
-    token_bytes_LX  of a token of the rank; token_slot_bytes_LX of a token-slot that it computes
+    token_bytes_LX  that each of `OPTIONS` keeps of a token of the rank; token_slot_bytes_LX of a token-slot that it
+                    computes. The first keeps nothing, and is taken even where nothing fits
     seconds_LX      that a step is faster with an option
     free            bytes `[L + 1, M, R]`, or what broadcasts to it, beside recomputing all layers: while a layer runs
                     backward, and last of the loss
@@ -92,7 +83,7 @@ def choose_activations(
         option_L = _fill(weight_LX, seconds_LX, bytes_LXMR, free_LMR, list(allowed))
         kept_LMR = bytes_LXMR[np.arange(L), option_L]
         found[tuple(option_L.tolist())] = ActivationChoice(
-            option_L=tuple(options[o] for o in option_L),
+            option_L=tuple(OPTIONS[o] for o in option_L),
             nbytes=float(kept_LMR.sum(axis=0).max(initial=0)),
             seconds=float(seconds_LX[np.arange(L), option_L].sum()),
         )
@@ -179,7 +170,6 @@ def choose_kept_activations(
     token_bytes_LX[dense, 2] += 3 * model.dense_width * model.expert.bytes_per_value
     tokens_MR, token_slots_MLR = rows_of_layers(plan, demand, model, model.layers)
     return choose_activations(
-        OPTIONS,
         token_bytes_LX,
         np.tile([0, 0, per_slot], (model.layers, 1)),
         seconds_saved(plan, demand, cluster, model, model.layers),

@@ -15,7 +15,6 @@ from relibra.routing.demand import ScheduledDemand
 from relibra.simulation import ModelShape
 from relibra.simulation.kept_activations import (
     ALL,
-    OPTIONS,
     RECOMPUTE,
     ActivationChoice,
     choose_activations,
@@ -52,7 +51,6 @@ class ActivationMemory:
         """Return what layers keep in a step; `demand` is under the schedule of the plan."""
         tokens_MR, token_slots_MLR = rows_of_layers(plan, demand, model, len(self.token_bytes_L))
         return choose_activations(
-            OPTIONS,
             np.outer(self.token_bytes_L, [0, 1, 1]),
             np.outer(self.token_slot_bytes_L, [0, 0, 1]),
             seconds_saved(plan, demand, cluster, model, len(self.token_bytes_L)),

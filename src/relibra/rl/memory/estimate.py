@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import msgspec
+
 from relibra.simulation.kept_activations import ActivationChoice
 
 GIB = 2**30
@@ -130,10 +132,8 @@ class Estimate:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Estimate:
-        """Return the estimate of `as_json`."""
-        known = {name: value for name, value in body.items() if name in cls.__dataclass_fields__}
-        peaks = tuple(Peak(**one) for one in known.pop("peaks"))
-        return cls(**{**known, "peaks": peaks, "choice": ActivationChoice.from_json(known.get("choice"))})
+        """Return the estimate of `as_json`; raises `msgspec.ValidationError`."""
+        return msgspec.convert(body, cls)
 
 
 def extrapolate(first: Peaks, second: Peaks, layers: tuple[int, int], whole: int) -> tuple[Peak, ...]:

@@ -18,7 +18,7 @@ def compare_memory(run: Path, device: torch.device) -> str | None:
     measured = largest_over_ranks(torch.get_device_module(device).max_memory_allocated(device))
     try:
         estimated = Estimate.from_json(json.loads((run / ESTIMATE_FILE).read_text(encoding="utf-8"))).peak.total
-    except (OSError, ValueError, KeyError, TypeError):  # with --force, Ray or torchrun, or of another version
+    except (OSError, ValueError):  # with --force, Ray or torchrun, or of another version
         return None
     figures = f"estimated {estimated / GIB:.1f} GiB, measured {measured / GIB:.1f}"
     return f"memory of a GPU: {figures}, difference {measured / estimated - 1:+.1%}"
