@@ -191,14 +191,14 @@ def measure(config: RunConfig, rank: int, device: torch.device, meter: Any, keep
     model_config = model_config_of(config)
     structure = read_structure(model_config, config.model, ranks, config.algorithm.replay)
     vocabulary = model_config.get_text_config().vocab_size
-    step = make_up_step(config, structure, cluster, vocabulary=vocabulary, memory_gib=0.0, rank=rank)
+    batch, _ = make_up_step(config, structure, cluster, vocabulary=vocabulary, rank=rank)
     has_copy = config.rollout.engine == "embedded"
     with meter:
         run = StepRun(config, model_config, structure, cluster, device, meter, has_copy=has_copy, keep=keep)
         for optimizer in (run.optimizer, run.critic_optimizer):
             for group in optimizer.param_groups if isinstance(optimizer, AdamW) else ():
                 group["fused"] = True  # as on a GPU
-        run.steps(step)
+        run.steps(batch)
 
 
 def _cpu_rank(rank: int, config: RunConfig, keep: Sequence[str], port: int, file: str) -> None:

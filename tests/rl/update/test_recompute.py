@@ -206,12 +206,12 @@ def test_micro_batches_that_leave_the_plan_are_counted(model):
             return nullcontext()
 
     batch = batch_of(RESPONSES, replayed=True)
-    context = BatchExecution(model, batch, LeavesThePlan())
+    context = BatchExecution(model=model, batch=batch, execution=LeavesThePlan())
     for number in (0, 1, 0):
         with context(number):
             pass
     assert context.ran_at_home == 3
-    assert BatchExecution(model, batch, None).ran_at_home == 0
+    assert BatchExecution(model=model, batch=batch).ran_at_home == 0
 
 
 @pytest.mark.parametrize("replayed", [False, True])

@@ -218,33 +218,30 @@ def homes_at(physical_to_logical_LE: Int[ndarray, "L E"], policy: Policy, topolo
     )
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class BatchExecution:
     """Contexts of the micro-batches of a batch; call it with the number of one (`MicroBatchContext`).
 
-    live   of the model inside; None: layers do not balance live
+    execution   runs micro-batches; None: they only replay their routes, if they have any
+    live        of the model inside; None: layers do not balance live
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: TrainingBatch,
-        execution: PlanExecution | None,
-        live: LiveBalancing | None = None,
-    ) -> None:
-        """Run micro-batches as the execution does; None: only replay their routes, if they have any."""
-        self._model, self._batch, self._execution, self.live = model, batch, execution, live
+    model: nn.Module
+    batch: TrainingBatch
+    execution: PlanExecution | None = None
+    live: LiveBalancing | None = None
 
     def __call__(self, number: int) -> AbstractContextManager[RoutingReplay | None]:
         """Return the context of the passes of a micro-batch; collective."""
-        routes = self._batch.micro_batches[number].routes
-        if self._execution is None:
-            return replaying(self._model, routes)
-        return self._execution.micro_batch(number, routes)
+        routes = self.batch.micro_batches[number].routes
+        if self.execution is None:
+            return replaying(self.model, routes)
+        return self.execution.micro_batch(number, routes)
 
     @property
     def ran_at_home(self) -> int:
         """Return how often a micro-batch did not follow the plan, so far; the same on all ranks. 0 without a plan."""
-        return 0 if self._execution is None else len(self._execution.ran_at_home)
+        return 0 if self.execution is None else len(self.execution.ran_at_home)
 
 
 @contextmanager
@@ -266,27 +263,26 @@ def executing(
         numbers = range(len(batch.micro_batches)) if numbers is None else numbers
         routes = {m: batch.micro_batches[m].routes for m in numbers}
         with execute_plan(model, batch.plan, batch.demand, sums=settings.sums, routes=routes) as execution:
-            yield BatchExecution(model, batch, execution)
+            yield BatchExecution(model=model, batch=batch, execution=execution)
     else:
         with balancing(model, settings, cluster) as live:
-            yield BatchExecution(model, batch, None, live)
+            yield BatchExecution(model=model, batch=batch, live=live)
 
 
-@contextmanager
-def balancing(model: nn.Module, settings: PlanSettings, cluster: Cluster) -> Iterator[LiveBalancing | None]:
-    """Balance a model live inside; None: none of its experts can be copied. Collective."""
+def balancing(
+    model: nn.Module, settings: PlanSettings, cluster: Cluster
+) -> AbstractContextManager[LiveBalancing | None]:
+    """Return a context that balances a model live; None: none of its experts can be copied. Collective."""
     if not is_balanced(model):
-        yield None
-        return
-    with balance_live(
+        return nullcontext()
+    return balance_live(
         model,
         slots=0 if settings.balancer == "static" else settings.live_slots,
         ranks_per_node=cluster.ranks_per_node,
         tolerance=settings.tolerance,
         sums=settings.sums,
         dispatch=cluster.dispatch,
-    ) as live:
-        yield live
+    )
 
 
 def replaying(model: nn.Module, routes: BatchRoutes | None) -> AbstractContextManager[RoutingReplay | None]:

@@ -1,33 +1,22 @@
 """The dry run: a step as rank 0 of a run makes it, on a device with shapes only.
 
-A process makes one `Device`, and then any number of dry runs.
+A process makes its `StandIns`, and then any number of dry runs.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Sequence
 from typing import Any
 
 from relibra.cluster import Cluster
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.memory.estimate import DryRun
-from relibra.rl.memory.fake_device import install
 from relibra.rl.memory.fake_mode import FakeDeviceMode
 from relibra.rl.memory.made_up_step import make_up_step
 from relibra.rl.memory.stand_ins import StandIns
 from relibra.rl.memory.step_run import StepRun
 from relibra.rl.model.policy import ModelStructure, read_structure
-
-
-class Device:
-    """The device of this process, and the peers of its rank."""
-
-    def __init__(self, num_ranks: int) -> None:
-        """Make both, once per process."""
-        self.device, self.num_ranks = install(num_ranks), num_ranks
-        self.stand_ins = StandIns(num_ranks)
 
 
 def cut_layers(model_config: Any, layers: int) -> Any:
@@ -56,27 +45,24 @@ def layers_to_run(model_config: Any, structure: ModelStructure) -> tuple[int, in
     return (few, few + max(2, period)) if few + max(2, period) < whole else (whole, whole)
 
 
-def dry_run(
-    config: RunConfig, model_config: Any, cluster: Cluster, device: Device, *, has_copy: bool, keep: Sequence[str] = ()
-) -> DryRun:
+def dry_run(config: RunConfig, model_config: Any, cluster: Cluster, stand_ins: StandIns, *, has_copy: bool) -> DryRun:
     """Run two optimizer steps of a model, and what is around them; return what was counted.
 
     model_config   of transformers, with as many layers as shall run
     has_copy       a full copy of the policy is in the device memory
-    keep           as for `StepRun`
     """
-    structure = read_structure(model_config, config.model, device.num_ranks, config.algorithm.replay)
+    structure = read_structure(model_config, config.model, config.parallel.ranks, config.algorithm.replay)
     text = model_config.get_text_config()
-    step = make_up_step(config, structure, cluster, vocabulary=text.vocab_size, memory_gib=0.0)
-    mode = FakeDeviceMode(text.vocab_size, device.stand_ins.guess)
-    device.stand_ins.mode, device.stand_ins.routes = mode, dict(step.routes)
+    batch, routes = make_up_step(config, structure, cluster, vocabulary=text.vocab_size)
+    mode = FakeDeviceMode(text.vocab_size, stand_ins.guess)
+    stand_ins.mode, stand_ins.routes = mode, routes
     with mode:
-        run = StepRun(config, model_config, structure, cluster, device.device, mode, has_copy=has_copy, keep=keep)
-        run.steps(step)
+        run = StepRun(config, model_config, structure, cluster, stand_ins.device, mode, has_copy=has_copy)
+        run.steps(batch)
         device_peaks, host_peaks = mode.device.peaks(), mode.host.peaks()
     device_peaks.pop("", None)  # of a pass that no run has
     saved, token_slots = list(run.saved), run.token_slots
-    device.stand_ins.routes = {}
+    stand_ins.routes = {}
     del run
     gc.collect()
     return DryRun(

@@ -76,15 +76,22 @@ def tell_waits(tell: Callable[[str], None]) -> None:
     _told[:] = [tell]
 
 
+def replace_in(owner: object, **functions: Any) -> None:
+    """Set functions of a module or a class, by name."""
+    for name, function in functions.items():
+        setattr(owner, name, function)
+
+
 def install(num_ranks: int) -> torch.device:
     """Make the device and the process group of this process, once, and return the device; this process is rank 0."""
     _setup_privateuseone_for_python_backend(DEVICE, backend_module=_DeviceModule())
-    fake: Any = fake_tensor
-    fake.init_gpu_context = lambda *_: None
-    accelerator: Any = torch.accelerator
-    accelerator.current_stream = lambda *_: _DeviceModule.one
-    accelerator.synchronize = lambda *_: _waits("synchronize")
-    accelerator.set_device_index = lambda *_: None
+    replace_in(fake_tensor, init_gpu_context=lambda *_: None)
+    replace_in(
+        torch.accelerator,
+        current_stream=lambda *_: _DeviceModule.one,
+        synchronize=lambda *_: _waits("synchronize"),
+        set_device_index=lambda *_: None,
+    )
     backends: Any = dist.Backend
     backends.backend_capability["fake"].append(DEVICE)
     backends.default_device_backend_map[DEVICE] = "fake"
@@ -96,7 +103,6 @@ def install(num_ranks: int) -> torch.device:
 
 def _let_all_ranks_agree() -> None:
     """Make collectives of the host return what they would if all ranks said what this one says."""
-    torch_distributed: Any = dist
     gather, reduce_, make = dist.all_gather, dist.all_reduce, dist.new_group
 
     def all_gather(tensors: list[Tensor], tensor: Tensor, group: Any = None, **_: object) -> None:
@@ -117,14 +123,12 @@ def _let_all_ranks_agree() -> None:
     def new_group(ranks: Any = None, *_: object, **__: object) -> Any:
         return make(ranks, backend=f"cpu:fake,{DEVICE}:fake")
 
-    torch_distributed.all_gather, torch_distributed.all_reduce = all_gather, all_reduce
-    torch_distributed.barrier, torch_distributed.new_group = lambda *_, **__: None, new_group
+    replace_in(dist, all_gather=all_gather, all_reduce=all_reduce, barrier=lambda *_, **__: None, new_group=new_group)
 
 
 def _take_kernels_of_gpus() -> None:
     """Let attention take the kernel that a GPU takes; for an unknown device torch would make all scores."""
-    functional: Any = torch.nn.functional
-    attend = functional.scaled_dot_product_attention
+    attend = torch.nn.functional.scaled_dot_product_attention
 
     def attention(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -145,4 +149,4 @@ def _take_kernels_of_gpus() -> None:
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
         return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
-    functional.scaled_dot_product_attention = attention
+    replace_in(torch.nn.functional, scaled_dot_product_attention=attention)

@@ -10,7 +10,9 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from relibra.rl.memory.estimate import LAYERS
-from relibra.rl.memory.fake_device import DEVICE, tell_waits
+from relibra.rl.memory.fake_device import DEVICE, replace_in, tell_waits
 from relibra.rl.memory.ledger import Ledger
 
 _MOST_KNOWN = 1 << 22
@@ -313,10 +315,7 @@ def _pass_to(mode: FakeDeviceMode) -> None:
     first, _mode = _mode is None, mode
     if not first:
         return
-    storage: Any = torch.UntypedStorage
-    tensors: Any = torch.Tensor
-    fakes: Any = FakeTensor
-    resize = storage.resize_
+    resize = torch.UntypedStorage.resize_
 
     def resize_(of: Any, size: int) -> Any:
         result = resize(of, size)
@@ -329,9 +328,13 @@ def _pass_to(mode: FakeDeviceMode) -> None:
         found = known.tolist() if known is not None else _present().guess(tensor)
         return torch.ones(tensor.shape, dtype=tensor.dtype).tolist() if found is None else found
 
-    storage.resize_, fakes.tolist = resize_, tolist
-    tensors.pin_memory = lambda tensor, *_, **__: _present().pin(tensor)
-    tensors.is_pinned = lambda tensor, *_, **__: _present().is_pinned(tensor)
+    replace_in(torch.UntypedStorage, resize_=resize_)
+    replace_in(FakeTensor, tolist=tolist)
+    replace_in(
+        Tensor,
+        pin_memory=lambda tensor, *_, **__: _present().pin(tensor),
+        is_pinned=lambda tensor, *_, **__: _present().is_pinned(tensor),
+    )
 
 
 def _present() -> FakeDeviceMode:
@@ -345,31 +348,25 @@ def _known_of(value: Any) -> Any:
 
 def _line() -> str:
     """Return the innermost line outside of torch, or the function of FSDP2 or the autograd node that runs."""
-    frame: Any = sys._getframe(1)
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            break
+    for frame, line in islice(walk_stack(sys._getframe(1)), _MOST_FRAMES):
         name = frame.f_code.co_filename
         if "/_fully_shard/" in name:
             return f"FSDP {frame.f_code.co_name}"
         if not name.startswith("<") and not any(part in name for part in _NOT_OURS):
-            return f"{_short(name)}:{frame.f_lineno}"
-        frame = frame.f_back
+            return f"{_short(name)}:{line}"
     node = torch._C._current_autograd_node()
     return "" if node is None else node.name()
 
 
 def _function() -> str:
     """Return file and name of the innermost function of ours, else of the innermost one outside of torch."""
-    frame: Any = sys._getframe(1)
     other = ""
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         name = frame.f_code.co_filename
         if name.startswith(_PACKAGE) and "/rl/memory/" not in name:
             return f"{_short(name)} {frame.f_code.co_name}"
         if not other and not name.startswith("<") and not any(part in name for part in _NOT_OURS):
             other = f"{_short(name)} {frame.f_code.co_name}"
-        frame = frame.f_back
     return other
 
 

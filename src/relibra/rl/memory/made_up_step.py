@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -28,15 +27,6 @@ _SKEW = 0.8
 """Standard deviation of the log of how often experts are chosen."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MadeUpStep:
-    """What a rank trains, and routes of all ranks by micro-batch and rank."""
-
-    batch: TrainingBatch
-    routes: Mapping[tuple[int, int], BatchRoutes]
-    responses: list[Response]
-
-
 def response_lengths(config: RunConfig) -> list[tuple[int, int]]:
     """Return tokens of prompt and response of a micro-batch with as many tokens as any can have.
 
@@ -50,12 +40,11 @@ def response_lengths(config: RunConfig) -> list[tuple[int, int]]:
 
 
 def make_up_step(
-    config: RunConfig, structure: ModelStructure, cluster: Cluster, *, vocabulary: int, memory_gib: float, rank: int = 0
-) -> MadeUpStep:
-    """Return micro-batches of a rank; with a plan if the run follows one, and routes if it replays them.
+    config: RunConfig, structure: ModelStructure, cluster: Cluster, *, vocabulary: int, rank: int = 0
+) -> tuple[TrainingBatch, dict[tuple[int, int], BatchRoutes]]:
+    """Return what a rank trains, and the routes of all ranks by micro-batch and rank.
 
-    memory_gib   for slots of layers
-    rank         whose micro-batches
+    With a plan, without memory for slots, if the run follows one, and routes if it replays them.
     """
     lengths, ranks, micro_batches = response_lengths(config), cluster.num_ranks, MICRO_BATCHES
     rng = np.random.default_rng(rank)
@@ -72,18 +61,17 @@ def make_up_step(
     )
     batch = TrainingBatch(responses=responses, micro_batches=batches, schedule=schedule, demand=None, plan=None)
     if not structure.layer_ids or config.algorithm.replay == "off":
-        return MadeUpStep(batch=batch, routes={}, responses=responses)
+        return batch, {}
     routes, counts_BRLE = _make_routes(lengths, ranks, structure)
     of_ranks = {(m, r): routes[r] for m in range(micro_batches) for r in range(ranks)}
-    batch = replace(batch, micro_batches=[replace(one, routes=routes[rank]) for one in batches])
     demand = _demand(counts_BRLE, structure, ranks, schedule.mini_batch_M)
-    batch = replace(batch, demand=demand)
+    batch = replace(batch, micro_batches=[replace(one, routes=routes[rank]) for one in batches], demand=demand)
     if not config.follows_plans or config.plan.live or not structure.num_experts:
-        return MadeUpStep(batch=batch, routes=of_ranks, responses=responses)
+        return batch, of_ranks
     assert structure.shape is not None, "a model with experts has sizes"
-    budget = replace(plan_budget(config.plan, memory_gib), pack_samples=False, move_homes=False)
+    budget = replace(plan_budget(config.plan, 0.0), pack_samples=False, move_homes=False)
     plan = plan_step(demand, cluster, budget, config.plan.balancer, expert=structure.shape.expert)
-    return MadeUpStep(batch=replace(batch, plan=plan), routes=of_ranks, responses=responses)
+    return replace(batch, plan=plan), of_ranks
 
 
 def _response(sample: int, prompt: int, length: int, vocabulary: int, rng: np.random.Generator) -> Response:

@@ -28,26 +28,30 @@ import relibra.rl.model.host_weights as host_weights
 import relibra.rl.model.token_scores as token_scores
 from relibra.planning.traffic.micro_batch_tables import micro_batch_tables
 from relibra.replay import BatchRoutes
-from relibra.rl.memory.fake_device import DEVICE
+from relibra.rl.memory.fake_device import DEVICE, install, replace_in
 from relibra.rl.update import policy_update, value_update
 
 
 class StandIns:
-    """Peers of rank 0.
+    """Peers of rank 0, and its device.
 
+    device   of this process
     routes   of each micro-batch and rank, for the lists of rows that the others send
     mode     counts what the host page-locks
     """
 
     def __init__(self, num_ranks: int) -> None:
-        """Replace the functions, once per process."""
+        """Make the device and replace the functions, once per process."""
+        self.device = install(num_ranks)
         self.routes: dict[tuple[int, int], BatchRoutes] = {}
         self.mode: Any = None
         self._num_ranks, self._rows, self._step = num_ranks, 0, SimpleNamespace()
-        models: Any = PreTrainedModel
-        models.initialize_weights = lambda _: None  # random DTensors need states of a generator
-        move = models.to
-        models.to = lambda model, *args, **options: model if _is_on_device(model) else move(model, *args, **options)
+        move: Any = PreTrainedModel.to
+        replace_in(
+            PreTrainedModel,
+            initialize_weights=lambda _: None,  # random DTensors need states of a generator
+            to=lambda model, *args, **options: model if _is_on_device(model) else move(model, *args, **options),
+        )
         self._join_groups()
         self._prepare_rows()
         self._share_rows_evenly()
@@ -73,16 +77,14 @@ class StandIns:
     def reduce_gradients(self, *, each_micro_batch: bool) -> None:
         """Say when gradients are reduced, which the size of the whole model decides."""
         for module in (policy_update, value_update):
-            replaced: Any = module
-            replaced.each_micro_batch = lambda _model: each_micro_batch
+            replace_in(module, each_micro_batch=lambda _model: each_micro_batch)
 
     def _join_groups(self) -> None:
         def same_ranks(group: Any, *_: object, **__: object) -> Any:
             return dist.new_group(dist.get_process_group_ranks(group))
 
         for module in (balanced, group_state):
-            replaced: Any = module
-            replaced.make_same_ranks_group = same_ranks
+            replace_in(module, make_same_ranks_group=same_ranks)
 
     def _prepare_rows(self) -> None:
         """Let the thread of preparation say what is page-locked, which it cannot do without a GPU; and whose step."""
@@ -98,10 +100,9 @@ class StandIns:
                 self.mode.pin(tensor)
             return rows
 
-        replaced: Any = preparation
-        replaced.Preparation.of_step, replaced.prepare_rows = noting_step, prepare_pageable
-        rows: Any = prepared_rows
-        rows._exchange = self._exchange
+        replace_in(preparation.Preparation, of_step=noting_step)
+        replace_in(preparation, prepare_rows=prepare_pageable)
+        replace_in(prepared_rows, _exchange=self._exchange)
 
     def _exchange(
         self, tables_L: Any, tables: Any, own: Any, _group: Any, *, send_once: bool
@@ -130,28 +131,24 @@ class StandIns:
         return np.concatenate(pieces), np.stack(heads)
 
     def _share_rows_evenly(self) -> None:
-        call, experts = AllToAllEP.__call__, AllToAllEP
+        call = AllToAllEP.__call__
 
         def noting_rows(layer: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             self._rows = top_k_index.numel()
             return call(layer, hidden_states, top_k_index, top_k_weights)
 
-        experts.__call__ = noting_rows
+        replace_in(AllToAllEP, __call__=noting_rows)
 
     def _lock_host_memory(self) -> None:
         def locked(num_bytes: int, device: torch.device) -> Tensor:
             memory: Tensor = self.mode.pin(host_memory.host_memory(num_bytes, device), rounds_up=False)
             return memory
 
-        for module in (host_adamw, host_weights):
-            replaced: Any = module
-            replaced.host_memory = locked
-        weights: Any = host_weights
-        weights._bytes_of = lambda storage: self.mode.bytes_of(storage)
-        scores: Any = token_scores
-        scores._change_between = lambda _raw, _logits: token_scores.LogitChange()  # which takes as much memory
-        streams: Any = host_memory.CopyStream
-        streams.__init__ = lambda stream, _device: setattr(stream, "_stream", None)  # copies are made at once
+        replace_in(host_adamw, host_memory=locked)
+        replace_in(host_weights, host_memory=locked, _bytes_of=lambda storage: self.mode.bytes_of(storage))
+        # What is learned takes as much memory, and copies are made at once.
+        replace_in(token_scores, _change_between=lambda _raw, _logits: token_scores.LogitChange())
+        replace_in(host_memory.CopyStream, __init__=lambda stream, _device: setattr(stream, "_stream", None))
 
     def _take_fake_rows(self) -> None:
         parts = home_shards._parts
@@ -161,8 +158,7 @@ class StandIns:
             is_whole = isinstance(local, FakeTensor) and local.shape == rows.shape
             return [("", local)] if is_whole else parts(value, rows, what)
 
-        replaced: Any = home_shards
-        replaced._parts = parts_of
+        replace_in(home_shards, _parts=parts_of)
 
 
 def _is_on_device(model: Any) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -25,7 +26,6 @@ from relibra.rl.algorithms.loss import find_loss
 from relibra.rl.batch.training_batch import BatchExecution, TrainingBatch, executing
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.config.settings import LoraSettings
-from relibra.rl.memory.made_up_step import MadeUpStep
 from relibra.rl.memory.saved_bytes import counting_saved
 from relibra.rl.model.adamw_8bit import blocks_of
 from relibra.rl.model.critic import value_model_class
@@ -66,17 +66,6 @@ class Meter(Protocol):
 
     def loaded(self, model: nn.Module) -> None:
         """Learn of a model, whose weights nobody has written."""
-
-
-class WithoutWeights:
-    """Loads a model of a class from its configuration alone."""
-
-    def __init__(self, model_class: Any) -> None:
-        self._class = model_class
-
-    def from_pretrained(self, _path: str, *, config: Any, **options: Any) -> Any:
-        """Return a model whose weights nobody has written."""
-        return self._class.from_pretrained(None, config=config, state_dict={}, **options)
 
 
 class StepRun:
@@ -154,8 +143,11 @@ class StepRun:
     def _load(
         self, model_class: Any, model_config: Any, *, frozen: bool = False, lora: LoraSettings | None = None
     ) -> Any:
+        def without_weights(_path: str, **options: Any) -> Any:
+            return model_class.from_pretrained(None, state_dict={}, **options)
+
         model = load_sharded(
-            WithoutWeights(model_class),
+            SimpleNamespace(from_pretrained=without_weights),
             "",
             model_config=copy.deepcopy(model_config),
             settings=self.config.model,
@@ -204,14 +196,13 @@ class StepRun:
             return []
         shared = next(iter(balanced_layers(self.policy.trained).values())).group_state
         slots = [] if shared is None or shared.buffer is None else [shared.buffer]
-        execution = None if context is None else context._execution
-        if execution is not None:
-            slots += execution._executed.slots._of_layers.values()
+        if context is not None and context.execution is not None:
+            slots += context.execution._executed.slots._of_layers.values()
         return [one for buffer in slots for one in (*buffer.weights.values(), *buffer._sums.values())]
 
-    def _count_saved(self, step: MadeUpStep) -> None:
+    def _count_saved(self, batch: TrainingBatch) -> None:
         """Learn what each layer saves from a forward pass of the first micro-batch, which keeps nothing."""
-        batch, layers = step.batch, decoder_layers(self.policy.trained)
+        layers = decoder_layers(self.policy.trained)
         assert batch.demand is not None, "routes are replayed"
         plan = batch.plan or StepPlan.static(batch.demand, self.cluster.topology)
         token_slots_L = plan.rank_load(batch.demand)[0, :, 0]
@@ -239,30 +230,30 @@ class StepRun:
             self.meter.begin("update")
             hidden.register_hook(lambda _: self.meter.begin_layers())
 
-    def steps(self, step: MadeUpStep) -> None:
+    def steps(self, batch: TrainingBatch) -> None:
         """Run an RL step in an order in which every phase holds what it holds from the second step on."""
         config, policy, meter = self.config, self.policy, self.meter
         loss, update, ranks = find_loss(config), config.update.model_copy(update={"epochs": 1}), dist.get_world_size()
         if self.critic is not None:
-            self._update_values(step)
-        with self._steps_apart(policy_update, "update"), self._executing(step.batch, "update") as context:
+            self._update_values(batch)
+        with self._steps_apart(policy_update, "update"), self._executing(batch, "update") as context:
             update_policy(
-                policy.trained, self.optimizer, step.batch, context, loss, update, count=StepCount(), num_ranks=ranks
+                policy.trained, self.optimizer, batch, context, loss, update, count=StepCount(), num_ranks=ranks
             )
-        with self._executing(step.batch, "recompute") as context:
+        with self._executing(batch, "recompute") as context:
             recompute(
-                policy.trained, step.batch, context, config.algorithm, temperature=config.rollout.temperature,
+                policy.trained, batch, context, config.algorithm, temperature=config.rollout.temperature,
                 record=config.algorithm.replay == "R2",
             )  # fmt: skip
         if self._by_plan:
-            self._count_saved(step)
+            self._count_saved(batch)
         if self.reference is not None:
             meter.begin("reference")
             with without_adapters(self.reference), on_device(self.reference):
-                reference_log_probs(self.reference, step.batch, config.rollout.temperature)
-        if step.batch.plan is not None and config.plan.move_homes:
+                reference_log_probs(self.reference, batch, config.rollout.temperature)
+        if batch.plan is not None and config.plan.move_homes:
             meter.begin("relocate")
-            homes_LE = step.batch.plan.physical_to_logical_map
+            homes_LE = batch.plan.physical_to_logical_map
             relocate(policy.trained, np.roll(homes_LE, homes_LE.shape[1] // ranks, axis=1), self.optimizer)
         meter.begin("sync")
         self._sync()
@@ -277,8 +268,8 @@ class StepRun:
         for _ in full_parameters(self.policy.trained):
             continue
 
-    def _update_values(self, step: MadeUpStep) -> None:
-        responses = [replace(one, reward=0.0, values_r=np.zeros(one.length, np.float32)) for one in step.responses]
+    def _update_values(self, batch: TrainingBatch) -> None:
+        responses = [replace(one, reward=0.0, values_r=np.zeros(one.length, np.float32)) for one in batch.responses]
         self.meter.begin("values")
         with on_device(self.critic):
             compute_values(self.critic, responses, self.config.update.micro_batch_tokens)
@@ -302,8 +293,8 @@ class StepRun:
         """Yield the context of micro-batches that says after each one whose storages are whose."""
         self.meter.begin(phase)
         planned = batch.plan is not None  # else every expert is at home: counts of live balancing are on the device
-        executed = executing(self.policy, batch, self.config.plan, self.cluster) if planned else self._at_home(batch)
-        with executed as context:
+        at_home = nullcontext(BatchExecution(model=self.policy.trained, batch=batch))
+        with executing(self.policy, batch, self.config.plan, self.cluster) if planned else at_home as context:
 
             @contextmanager
             def of_micro_batch(number: int) -> Iterator[Any]:
@@ -315,10 +306,6 @@ class StepRun:
 
             yield of_micro_batch
             assert not context.ran_at_home, "the plan of a dry run is followed"
-
-    @contextmanager
-    def _at_home(self, batch: TrainingBatch) -> Iterator[BatchExecution]:
-        yield BatchExecution(self.policy.trained, batch, None)
 
     @contextmanager
     def _steps_apart(self, module: Any, phase: str) -> Iterator[None]:
@@ -333,11 +320,8 @@ class StepRun:
             self.meter.begin(phase)
             return result
 
-        module.step_or_skip = step_apart
-        try:
+        with patch.object(module, "step_or_skip", step_apart):
             yield
-        finally:
-            module.step_or_skip = step
 
 
 def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:

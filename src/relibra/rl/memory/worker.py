@@ -22,10 +22,11 @@ from relibra.rl.batch.training_batch import TrainingBatch
 from relibra.rl.config.rules import broken_rules
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.memory.activation_memory import ActivationMemory
-from relibra.rl.memory.dry_run import Device, cut_layers, dry_run, layers_to_run
+from relibra.rl.memory.dry_run import cut_layers, dry_run, layers_to_run
 from relibra.rl.memory.estimate import GIB, LAYERS, RESERVE, DryRun, Estimate, Peak, extrapolate
 from relibra.rl.memory.estimator import DeviceMemory, Help, with_setting
 from relibra.rl.memory.made_up_step import MICRO_BATCHES, MINI_BATCHES, make_up_step, response_lengths
+from relibra.rl.memory.stand_ins import StandIns
 from relibra.rl.model.policy import ModelStructure, read_model_config, read_structure
 from relibra.rl.model.tokenizer import make_tokenizer
 from relibra.rl.tasks.make import make_task
@@ -47,7 +48,7 @@ RANKS_OF_A_NODE = 8
 """Where a preset of another size says nothing about this run."""
 
 
-def estimate_run(config: RunConfig, device: Device, memory: DeviceMemory, *, whole: bool = False) -> Estimate:
+def estimate_run(config: RunConfig, stand_ins: StandIns, memory: DeviceMemory, *, whole: bool = False) -> Estimate:
     """Return the estimate of a run; nothing is loaded.
 
     whole   run all layers, instead of a few that are extrapolated
@@ -66,16 +67,16 @@ def estimate_run(config: RunConfig, device: Device, memory: DeviceMemory, *, who
     numbers = [layers] if whole else sorted(set(layers_to_run(model_config, structure)))
     whole_bytes = 0.0 if config.lora.rank else 4 * structure.other_parameters * (1 - 1 / ranks)
     each_micro_batch = reduces_each_micro_batch(int(whole_bytes), int(memory.nbytes or USUAL_BYTES))
-    device.stand_ins.reduce_gradients(each_micro_batch=each_micro_batch)
-    runs = [dry_run(config, cut_layers(model_config, number), cluster, device, has_copy=has_copy) for number in numbers]
+    stand_ins.reduce_gradients(each_micro_batch=each_micro_batch)
+    runs = [dry_run(config, cut_layers(model_config, n), cluster, stand_ins, has_copy=has_copy) for n in numbers]
     peaks = extrapolate(runs[0].device, runs[-1].device, (runs[0].layers, runs[-1].layers), layers)
     host = extrapolate(runs[0].host, runs[-1].host, (runs[0].layers, runs[-1].layers), layers)
     activations, choice = None, None
     if config.update.activations == "plan":
-        step = make_up_step(config, structure, cluster, vocabulary=text.vocab_size, memory_gib=0.0)
+        batch, _ = make_up_step(config, structure, cluster, vocabulary=text.vocab_size)
         activations = _activation_memory(runs, peaks, layers, memory)
         beside_replica_slots = activations.beside_replica_slots(config.plan.memory_gib)
-        peaks, choice = _with_activations(peaks, beside_replica_slots, step.batch, cluster, structure)
+        peaks, choice = _with_activations(peaks, beside_replica_slots, batch, cluster, structure)
     offload = {way: _offloaded(runs, layers, way, config) for way in ("host", "device")}
     if config.rollout.engine == "embedded":
         peaks = _with_cache(peaks, _cache_bytes(config, text, ranks))
@@ -203,8 +204,8 @@ def main() -> None:
     request = json.load(sys.stdin)
     try:
         config = RunConfig.model_validate(request["config"])
-        device, memory = Device(config.parallel.ranks), DeviceMemory(**request["memory"])
-        estimate = partial(estimate_run, device=device, memory=memory)
+        stand_ins, memory = StandIns(config.parallel.ranks), DeviceMemory(**request["memory"])
+        estimate = partial(estimate_run, stand_ins=stand_ins, memory=memory)
         found = estimate(config, whole=request["whole"])
         helps = [] if found.fits else [asdict(one) for one in _helping(config, found, estimate)]
         answer: dict[str, Any] = {"estimate": found.as_json(), "helps": helps}
