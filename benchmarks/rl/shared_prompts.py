@@ -79,10 +79,7 @@ def _work(rank: int, width: int, turns: int, port: int, folder: Path) -> None:
     config, device = load_config(None, [*SETTINGS, f"model.expert_width={width}"]), torch.device("cpu")
     cluster, loss = cluster_preset("laptop", RANKS), find_loss(config)
     with joined_ranks(600.0, device):
-        policy = build_policy(
-            config.model, VOCABULARY, folder, device, seed=0, num_ranks=RANKS, replay="R3", follows_plans=True,
-            samples=False,
-        )  # fmt: skip
+        policy = build_policy(config, VOCABULARY, folder, device, samples=False)
         assert policy.shares_prompts, "the built-in model attends in sequences of its own"
         optimizer = make_optimizer(policy.trained, config.update.learning_rate, config.update)
         found: dict[str, list[dict[str, float]]] = {case: [] for case in CASES}

@@ -257,19 +257,7 @@ def _run(
     tokenizer = CharacterTokenizer(MadeUpTask.characters)
     _free(device)
     policy = build_policy(
-        config.model,
-        tokenizer.vocab_size,
-        folder,
-        device,
-        seed=SEED,
-        num_ranks=config.parallel.ranks,
-        replay=config.algorithm.replay,
-        follows_plans=config.follows_plans,
-        longest=sizes.length,
-        lora=config.lora,
-        decodes=False,
-        samples=False,
-        shared_prompts=config.update.shared_prompts,
+        config, tokenizer.vocab_size, folder, device, longest=sizes.length, decodes=False, samples=False
     )
     save_activations(policy.trained, config.update.activations)
     cluster = find_cluster(config.plan.cluster, device, config.parallel.ranks, per_node)

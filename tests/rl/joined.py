@@ -40,17 +40,7 @@ def tiny_config(*overrides: str, ranks: int = 1) -> RunConfig:
 
 def policy_of(config: RunConfig, folder: Path, vocab: int = VOCAB, *, samples: bool = True) -> Policy:
     """Build the policy of a configuration on the CPU; `samples` in these processes, and not in a server."""
-    return build_policy(
-        config.model,
-        vocab,
-        folder,
-        CPU,
-        seed=config.run.seed,
-        num_ranks=config.parallel.ranks,
-        replay=config.algorithm.replay,
-        follows_plans=config.follows_plans,
-        samples=samples,
-    )
+    return build_policy(config, vocab, folder, CPU, samples=samples)
 
 
 @contextmanager

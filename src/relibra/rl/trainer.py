@@ -221,20 +221,13 @@ def _build_task_and_policy(
         display.first_prompt(task.prompt(0).origin, len(tokens), whole, others)
     longest = longest_prompt + config.rollout.max_response
     policy = build_policy(
-        config.model,
+        config,
         tokenizer.vocab_size,
         run,
         device,
-        seed=config.run.seed,
-        num_ranks=config.parallel.ranks,
-        replay=config.algorithm.replay,
-        follows_plans=config.follows_plans,
-        least_head_dim=config.rollout.least_head_dim,
         longest=longest,
         decodes=config.rollout.engine in ("embedded", "serve"),
         samples=config.rollout.engine == "embedded",
-        lora=config.lora,
-        shared_prompts=config.update.shared_prompts,
     )
     save_activations(policy.trained, config.update.activations)
     if config.model.path and dist.get_rank() == 0:

@@ -28,9 +28,7 @@ def policy_with_adapters(folder, family="qwen3_moe", *overrides):
     tiny_model(family).save_pretrained(folder)
     settings = ("parallel.ranks=1", "algorithm.replay=off", "model.dtype=float32", "lora.rank=8", "lora.alpha=12")
     config = load_config(None, [f"model.path={folder}", *settings, *overrides])
-    policy = build_policy(
-        config.model, VOCAB, folder, CPU, seed=0, num_ranks=1, replay="off", follows_plans=False, lora=config.lora
-    )
+    policy = build_policy(config, VOCAB, folder, CPU)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in policy.trained.named_parameters():

@@ -22,7 +22,8 @@ from relibra.files import sync_folder
 from relibra.parallel.adapters import has_adapters
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.replay import find_routers
-from relibra.rl.config.settings import NO_EXPERTS, LoraSettings, ModelSettings
+from relibra.rl.config.run_config import RunConfig
+from relibra.rl.config.settings import NO_EXPERTS, ModelSettings
 from relibra.rl.model.lora import gather_adapter
 from relibra.rl.model.packed_sequences import (
     can_attend_packed,
@@ -118,43 +119,35 @@ class Policy(ModelStructure):
 
 
 def build_policy(
-    settings: ModelSettings,
+    config: RunConfig,
     vocab_size: int,
     folder: Path,
     device: torch.device,
     *,
-    seed: int,
-    num_ranks: int,
-    replay: str,
-    follows_plans: bool,
-    least_head_dim: int = 0,
     longest: int = 0,
     decodes: bool = True,
     samples: bool = True,
-    lora: LoraSettings | None = None,
-    shared_prompts: bool = True,
 ) -> Policy:
-    """Initialize the built-in model from the seed, or load the one at `model.path`; collective.
+    """Initialize the built-in model from the seed of a run, or load the one at `model.path`; collective.
+
+    With adapters merged weights are float32: bfloat16 loses small changes. Where the model does not allow
+    `update.shared_prompts`, a warning says so.
 
     vocab_size      tokens of the tokenizer
     folder          for a temporary file of initial weights, which all ranks load
-    replay          algorithm.replay: routers must be known unless it is "off"
-    follows_plans   plans decide where experts are computed, if the model has experts
-    least_head_dim  of the built-in model
     longest         tokens of a prompt and its response
     decodes         it is sampled by our own engine
     samples         it is sampled in these processes, and not in a server
-    lora            with a rank above 0 adapters are trained, and merged weights float32: bfloat16 loses small changes
-    shared_prompts  update.shared_prompts: off where the model does not allow it, which a warning says
     raises          ConfigError, the same on all ranks, if there is no such model, or it does not fit the run
     """
-    model_config = on_all_ranks(lambda: read_model_config(settings, vocab_size, least_head_dim))
-    structure = on_all_ranks(lambda: read_structure(model_config, settings, num_ranks, replay))
-    if lora and lora.rank and structure.shape:
+    settings, lora, num_ranks = config.model, config.lora, config.parallel.ranks
+    model_config = on_all_ranks(lambda: read_model_config(settings, vocab_size, config.rollout.least_head_dim))
+    structure = on_all_ranks(lambda: read_structure(model_config, settings, num_ranks, config.algorithm.replay))
+    if lora.rank and structure.shape:
         expert = replace(structure.shape.expert, adapter_rank=lora.rank)
         structure = replace(structure, shape=replace(structure.shape, expert=expert))
-    with _initial_weights(settings, seed, model_config, folder) as path:
-        dtype = "float32" if lora and lora.rank else settings.dtype  # of merged weights
+    with _initial_weights(settings, config.run.seed, model_config, folder) as path:
+        dtype = "float32" if lora.rank else settings.dtype  # of merged weights
         meta = _load_meta(path, settings.model_copy(update={"dtype": dtype}), copy.deepcopy(model_config))
 
         def load() -> nn.Module:
@@ -165,9 +158,9 @@ def build_policy(
                 settings=settings,
                 device=device,
                 num_experts=structure.num_experts,
-                follows_plans=follows_plans,
+                follows_plans=config.follows_plans,
                 lora=lora,
-                seed=seed,
+                seed=config.run.seed,
             )
 
         try:
@@ -201,7 +194,7 @@ def build_policy(
         trained=trained,
         meta=meta,
         copy=_copy_of(meta, trained, device) if samples else None,
-        balanced=follows_plans and structure.num_experts > 0,
+        balanced=config.follows_plans and structure.num_experts > 0,
         packed=packed,
         explicit_masks=explicit_masks,
     )
@@ -210,7 +203,7 @@ def build_policy(
         use_packed_attention(trained)
     elif settings.path and dist.get_rank() == 0:
         _log.warning("%s keeps its own attention: memory grows with the square of a micro-batch", _name(settings))
-    if shared_prompts:
+    if config.update.shared_prompts:
         with evaluation_mode(trained):
             policy = replace(policy, shares_prompts=can_share_prompts(trained))
         if not policy.shares_prompts and dist.get_rank() == 0:
