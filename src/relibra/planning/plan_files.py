@@ -19,7 +19,7 @@ from relibra.planning.plan import FORMAT_VERSION, StepPlan
 from relibra.routing.array_sizes import check_model_size
 from relibra.routing.tensor_files import TensorFormat, check_arrays, read_tensors, write_tensors
 
-_ARRAYS = {
+_ARRAYS: dict[str, tuple[str, type[np.generic]]] = {
     "layer_ids": ("L", np.int32),
     "micro_batch_S": ("S", np.int32),
     "rank_S": ("S", np.int32),
