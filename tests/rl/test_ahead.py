@@ -141,6 +141,18 @@ def test_masked_tokens_of_mixed_routes_do_not_train(tmp_path, small_canary):
         assert row["trained_tokens"] == row["sampled_tokens"] - mixed
 
 
+def test_rescored_tokens_have_log_probs_and_routes_of_one_version(tmp_path, small_canary):
+    settings = ("rollout.ahead=1", "algorithm.group_filter=off", "run.steps=3", "update.learning_rate=1e-2")
+    for choice in ("replay", "rescore"):
+        folder = tmp_path / choice
+        with served(folder, *settings, f"rollout.mixed_routes={choice}", pace=held_until_cut()) as (server, run):
+            rows = run_alone(run, folder / "run")
+        asked = [body["sampling_params"] for _, body in server.asked if "seed" in body.get("sampling_params", {})]
+        assert any("prompt_logprobs" in one for one in asked) == (choice == "rescore")
+        assert max(row["ahead"]["mixed_share"] for row in rows) > 0
+        assert all(row["trained_tokens"] == row["sampled_tokens"] for row in rows)
+
+
 def test_a_resumed_run_loses_no_sample_and_doubles_none(tmp_path, small_canary):
     settings = ("rollout.ahead=2", "algorithm.group_filter=off", "trace.keep=99", "run.steps=4", "checkpoint.every=1")
     with served(tmp_path, *settings, "checkpoint.keep=9") as (server, run):

@@ -177,7 +177,9 @@ class StandIn(SleepAndTransfer, ThreadingHTTPServer):
         return added, log_probs, self.scores(self.cached, [*tokens, *added])[1][:-1]
 
     def given_scores(self, tokens):
-        """Return log-probs of all given tokens but the first."""
+        """Return log-probs of all given tokens but the first; one that counts tells the version of its weights."""
+        if self.model is None:
+            return [-0.5 - token / 100 - int(self.version) for token in tokens[1:]]
         scores, _ = self.scores(self.model, tokens)
         return [float(row[token]) for row, token in zip(scores, tokens[1:], strict=False)]
 
@@ -249,11 +251,12 @@ class StandIn(SleepAndTransfer, ThreadingHTTPServer):
         return {"meta_info": about}, 200
 
     def generate_as_vllm(self, body):
-        tokens, sampling = list(body["token_ids"]), body["sampling_params"]
+        tokens, sampling, scored = list(body["token_ids"]), body["sampling_params"], {}
         if "prompt_logprobs" in sampling:
             scores = zip(tokens[1:], self.given_scores(tokens), strict=True)
-            listed = [None, *({str(token): {"logprob": value}} for token, value in scores)]
-            return {"choices": [], "prompt_logprobs": listed}
+            scored = {"prompt_logprobs": [None, *({str(token): {"logprob": value}} for token, value in scores)]}
+        if "seed" not in sampling:
+            return {"choices": [], **scored}
         limit, stop_ids = sampling["max_tokens"], sampling["stop_token_ids"]
         added, log_probs, routes = self.sample(
             tokens, limit=limit, temperature=sampling["temperature"], seed=sampling["seed"], stop_ids=stop_ids
@@ -269,7 +272,7 @@ class StandIn(SleepAndTransfer, ThreadingHTTPServer):
                 "finish_reason": reason_of(number, added, stop_ids),
                 "routed_experts": base64.b64encode(file.getvalue()).decode() if number else None,
             }
-            return {"choices": [choice]}
+            return {"choices": [choice], **scored}
 
         return told
 

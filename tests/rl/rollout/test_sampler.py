@@ -20,12 +20,12 @@ LIMIT = 24
 
 
 @contextmanager
-def sampling(dialect="vllm", pace=lambda _: 0.002, retry_seconds=0.0):
+def sampling(dialect="vllm", pace=lambda _: 0.002, retry_seconds=0.0, rescores=False):
     """Yield a server, its client, and a sampler that waits for the first version."""
     with running(dialect=dialect) as server:
         server.pace = pace
         client = client_of(server)
-        sampler = Sampler([client], seed=3, max_batch=8, retry_seconds=retry_seconds)
+        sampler = Sampler([client], seed=3, max_batch=8, retry_seconds=retry_seconds, rescores=rescores)
         try:
             yield server, client, sampler
         finally:
@@ -107,6 +107,27 @@ def test_a_push_at_any_token_and_two_at_once(place):
         [window] = found.result(10)[0]
     check(server, [response], [window])
     assert window.versions_w[-1] > 0, "the last token came after a push"
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_tokens_before_a_cut_are_scored_by_the_weights_after_it(dialect):
+    with sampling(dialect, pace=blocks_at(4), rescores=True) as (server, client, sampler):
+        responses = responses_of(5)
+        push(server, client, sampler, 0)
+        found = sampler.begin(responses, [LIMIT] * 5)
+        for version in (1, 2):  # each part has four tokens
+            wait_until(lambda asked=5 * version: sum("seed" in str(body) for _, body in server.asked) >= asked)
+            time.sleep(0.05)
+            if version == 2:
+                server.pace = None
+            push(server, client, sampler, version)
+        windows, _ = found.result(10)
+    for window in windows:
+        last = window.versions_w[-1]
+        by_its_weights = np.array([-0.5 - token / 100 for token in window.tokens_w.tolist()])
+        before_cut_w = window.versions_w != last
+        assert 0 < before_cut_w.sum() < len(before_cut_w)
+        np.testing.assert_allclose(window.log_probs_w, by_its_weights - last * before_cut_w, rtol=1e-6)
 
 
 def wait_until(done):

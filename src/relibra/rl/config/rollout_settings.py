@@ -63,8 +63,9 @@ class RolloutSettings(Section):
     ahead: int = Field(0, ge=0, le=8)
     """Servers: steps whose responses begin while a step trains; a token is trained at most so many steps after the
     weights that sampled it. An update of the weights cuts answers, which go on with the new ones."""
-    mixed_routes: Literal["replay", "mask"] = "replay"
-    """Tokens before a cut have routes of the weights after it: "replay" trains on them, "mask" leaves them out."""
+    mixed_routes: Literal["replay", "mask", "rescore"] = "replay"
+    """Tokens before a cut have routes of the weights after it: "replay" trains on them, "mask" leaves them out,
+    "rescore" trains on them with log-probs of those weights too, which the server computes with what follows."""
     start_seconds: float = Field(600.0, ge=0, le=1e6)
     """Servers: seconds to wait for one that does not answer, before the run begins and during it; one that is started
     again meanwhile first loads the weights that were published last."""

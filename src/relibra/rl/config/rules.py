@@ -69,6 +69,9 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
     if rollout.mixed_routes != "replay" and not rollout.ahead:
         why = "is for answers that an update of the weights cuts"
         yield "rollout.mixed_routes", why, "set rollout.ahead, or leave it out"
+    if rollout.mixed_routes == "rescore" and rollout.temperature != 1:
+        why = "takes log-probs of given tokens, which servers compute at temperature 1"
+        yield "rollout.mixed_routes", why, "set rollout.temperature=1, or replay or mask"
 
     # What leaves the device comes back before it is used.
     follows = config.follows_plans and not config.plan.live

@@ -88,6 +88,7 @@ def make_engine(
         max_batch=rollout.max_batch,
         retry_seconds=retry_seconds,
         weights=rollout.server_weights,
+        rescores=rollout.mixed_routes == "rescore",
     )
     return replace(engine, sampler=engine.new_sampler()) if rollout.ahead else engine
 

@@ -22,6 +22,7 @@ class Window:
     stopped        the response ended itself
     versions_w     of the weights that sampled each; None: one version, which the caller knows
     cut            an update of the weights ended it early: it has no routes, and goes on under the new weights
+    rescored_v     log-probs of the window's tokens before these, under the weights of these; None: not asked for
     """
 
     tokens_w: Int64[ndarray, " w"]
@@ -30,6 +31,7 @@ class Window:
     stopped: bool
     versions_w: Int32[ndarray, " w"] | None = None
     cut: bool = False
+    rescored_v: Float32[ndarray, " v"] | None = None
 
     def followed_by(self, other: Window) -> Window:
         """Return both as one; routes are those of `other`, for which all tokens before it were fed again.
@@ -38,11 +40,13 @@ class Window:
         """
         assert self.versions_w is not None, "a part has versions"
         assert other.versions_w is not None, "a part has versions"
+        earlier_v = self.log_probs_w if other.rescored_v is None else other.rescored_v
         return replace(
             other,
             tokens_w=np.concatenate([self.tokens_w, other.tokens_w]),
-            log_probs_w=np.concatenate([self.log_probs_w, other.log_probs_w]),
+            log_probs_w=np.concatenate([earlier_v, other.log_probs_w]),
             versions_w=np.concatenate([self.versions_w, other.versions_w]),
+            rescored_v=None,
         )
 
 

@@ -189,10 +189,13 @@ class ServerClient:
         call, before = partial(self.call, client), self.published.folder
         await load_weights(call, self.dialect, self.url, folder, version, before)
 
-    async def ask(self, client: httpx.AsyncClient, tokens: Sequence[int], *, limit: int, seed: int) -> TokenAnswer:
+    async def ask(
+        self, client: httpx.AsyncClient, tokens: Sequence[int], *, limit: int, seed: int, wants_scores: bool = False
+    ) -> TokenAnswer:
         """Return at most `limit` tokens after others, and their log-probs, as the server sent them; one attempt.
 
-        raises    EngineError for an answer without them; ServerLost where the server does not answer
+        wants_scores   log-probs of the given tokens too, at temperature 1
+        raises         EngineError for an answer without them; ServerLost where the server does not answer
         """
         wants_routes = self.routes is not None
         body = request_body(
@@ -203,12 +206,13 @@ class ServerClient:
             temperature=self.temperature,
             stop_ids=self.stop_ids,
             wants_routes=wants_routes,
+            wants_scores=wants_scores,
             adapter=adapter_name(self.published.folder),
         )
         path, kind, rows = PATHS[self.dialect], ANSWERS[self.dialect], len(tokens) + limit
-        answer = await self.call(client, path, body, kind=kind, tokens=limit, rows=rows)
+        answer = await self.call(client, path, body, kind=kind, tokens=rows if wants_scores else limit, rows=rows)
         try:
-            return read_answer(answer, wants_routes=wants_routes)
+            return read_answer(answer, wants_routes=wants_routes, scored=tokens if wants_scores else ())
         except ValueError as error:
             raise EngineError(f"{self.url} answered without the requested fields ({error}): {_WRONG_ANSWER}") from error
 
@@ -220,13 +224,16 @@ class ServerClient:
         limit: int,
         seed: int,
         may_be_cut: Callable[[], bool] = lambda: False,
+        rescored: int = 0,
     ) -> Window:
         """Return at most `limit` tokens after a response, checked; one attempt.
 
         may_be_cut   whether an answer that ended early was cut by the run, for an update of the weights
-        raises    EngineError for an answer that cannot be trained on; ServerLost where the server does not answer
+        rescored     last tokens of the response whose log-probs are asked for too (`Window.rescored_v`)
+        raises       EngineError for an answer that cannot be trained on; ServerLost where the server does not answer
         """
-        answer = await self.ask(client, response.tokens_n.tolist(), limit=limit, seed=seed)
+        tokens_n = response.tokens_n.tolist()
+        answer = await self.ask(client, tokens_n, limit=limit, seed=seed, wants_scores=rescored > 0)
         if answer.reason == ABORTED and may_be_cut():
             return self._cut_window(answer, limit)
         tokens, reason = answer.tokens, answer.reason
@@ -240,9 +247,9 @@ class ServerClient:
                 raise ServerLost(message, timed_out=False)
             raise EngineError(message)
         self.check_tokens(answer)
-        return self._window(
-            answer, self.check_routes(answer.routes, len(response.tokens_n) + len(tokens) - 1), stopped=reason == "stop"
-        )
+        routes = self.check_routes(answer.routes, len(tokens_n) + len(tokens) - 1)
+        window = self._window(answer, routes, stopped=reason == "stop")
+        return replace(window, rescored_v=np.array(answer.given[-rescored:], np.float32)) if rescored else window
 
     def _cut_window(self, answer: TokenAnswer, limit: int) -> Window:
         """Return what an answer that was cut holds, maybe nothing; the last token of a window is never among it.
@@ -284,7 +291,7 @@ class ServerClient:
                     f"{self.url} gave the token {token}: expected whole numbers from 0 to "
                     f"{self.vocab_size - 1}, the vocabulary; does it serve this model?"
                 )
-        for value in log_probs:
+        for value in (*log_probs, *answer.given):
             if not LEAST_LOG_PROB <= value <= LARGEST_LOG_PROB:
                 raise EngineError(
                     f"{self.url} gave the log-prob {value}: expected finite numbers up to 0; start it with "

@@ -6,7 +6,7 @@ Answers are decoded into the types below: what they do not name is passed over, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from msgspec import Raw, Struct
@@ -42,6 +42,7 @@ class _MetaInfo(_Versions, kw_only=True):
 
     finish_reason: _Reason | None = None
     output_token_logprobs: list[tuple[float, int, str | None]] = []
+    input_token_logprobs: list[tuple[float | None, int, str | None]] | None = None
     routed_experts: Raw = _NULL
 
 
@@ -80,6 +81,7 @@ class VllmAnswer(Struct):
     """An answer of vLLM with new tokens."""
 
     choices: list[_Choice]
+    prompt_logprobs: list[dict[str, _LogProb] | None] | None = None
 
 
 class VllmScores(Struct):
@@ -99,6 +101,7 @@ class TokenAnswer:
     reason     why the response ended
     routes     as sent: any shape and type; None where none were asked for, or the answer was aborted
     versions   of the weights that sampled the tokens, where the server says so
+    given      log-probs of the tokens asked with, but the first, where they were asked for and the answer is whole
     """
 
     tokens: list[int]
@@ -106,6 +109,7 @@ class TokenAnswer:
     reason: str | None
     routes: ndarray | None
     versions: tuple[str, ...] = ()
+    given: list[float] = field(default_factory=list)
 
 
 def request_body(
@@ -117,11 +121,13 @@ def request_body(
     temperature: float,
     stop_ids: Sequence[int],
     wants_routes: bool,
+    wants_scores: bool = False,
     adapter: str | None = None,
 ) -> dict[str, Any]:
     """Return the JSON of a request for at most `limit` tokens after others, and the experts of all of them.
 
-    adapter    name of one that the server computes with; None: with its weights alone
+    wants_scores   log-probs of the given tokens too, at temperature 1
+    adapter        name of one that the server computes with; None: with its weights alone
     """
     sampling = {"temperature": temperature, "top_p": 1.0, "stop_token_ids": list(stop_ids)}
     if dialect == "sglang":
@@ -129,12 +135,14 @@ def request_body(
             "input_ids": list(tokens),
             "sampling_params": {**sampling, "max_new_tokens": limit, "top_k": -1, "sampling_seed": seed},
             "return_logprob": True,
+            **({"logprob_start_len": 0} if wants_scores else {}),
             "return_routed_experts": wants_routes,
             **_naming(dialect, adapter),
         }
     return {
         "token_ids": list(tokens),
-        "sampling_params": {**sampling, "max_tokens": limit, "logprobs": 0, "seed": seed, "detokenize": False},
+        "sampling_params": {**sampling, "max_tokens": limit, "logprobs": 0, "seed": seed, "detokenize": False}
+        | ({"prompt_logprobs": 0} if wants_scores else {}),
         **_naming(dialect, adapter),
     }
 
@@ -143,8 +151,11 @@ def _naming(dialect: Dialect, adapter: str | None) -> dict[str, str]:
     return {} if adapter is None else {"lora_path" if dialect == "sglang" else "model": adapter}
 
 
-def read_answer(answer: SglangAnswer | VllmAnswer, *, wants_routes: bool) -> TokenAnswer:
-    """Return what an answer holds; raises ValueError where it has no choice or no routes."""
+def read_answer(answer: SglangAnswer | VllmAnswer, *, wants_routes: bool, scored: Sequence[int] = ()) -> TokenAnswer:
+    """Return what an answer holds; raises ValueError where it has no choice, no routes or no scores.
+
+    scored   tokens whose log-probs were asked for
+    """
     if isinstance(answer, SglangAnswer):
         about = answer.meta_info
         reason = about.finish_reason.type if about.finish_reason else None
@@ -155,6 +166,7 @@ def read_answer(answer: SglangAnswer | VllmAnswer, *, wants_routes: bool) -> Tok
             log_probs=[log_prob for log_prob, _, _ in about.output_token_logprobs],
             reason=reason,
             versions=_versions_of(about),
+            given=read_scores(answer, scored) if scored and reason != ABORTED else [],
         )
     [choice] = answer.choices
     has_routes = wants_routes and choice.finish_reason != ABORTED
@@ -164,6 +176,7 @@ def read_answer(answer: SglangAnswer | VllmAnswer, *, wants_routes: bool) -> Tok
         log_probs=[one.logprob for one in choice.logprobs.content] if choice.logprobs else [],
         reason=choice.finish_reason,
         versions=_versions_of(choice),
+        given=read_scores(answer, scored) if scored and choice.finish_reason != ABORTED else [],
     )
 
 
@@ -190,13 +203,13 @@ def scoring_body(dialect: Dialect, tokens: Sequence[int], adapter: str | None = 
     }
 
 
-def read_scores(answer: SglangScores | VllmScores, tokens: Sequence[int]) -> list[float]:
+def read_scores(answer: SglangScores | SglangAnswer | VllmScores | VllmAnswer, tokens: Sequence[int]) -> list[float]:
     """Return the log-probs of all tokens but the first; raises ValueError where one is missing, or of other tokens."""
-    if isinstance(answer, SglangScores):
-        listed = zip(answer.meta_info.input_token_logprobs, tokens, strict=True)
+    if isinstance(answer, SglangScores | SglangAnswer):
+        listed = zip(answer.meta_info.input_token_logprobs or [], tokens, strict=True)
         values = [value if one == token else None for (value, one, _), token in listed]
     else:
-        known = zip(answer.prompt_logprobs, tokens, strict=True)
+        known = zip(answer.prompt_logprobs or [], tokens, strict=True)
         values = [one[str(token)].logprob if one and str(token) in one else None for one, token in known]
     found = [value for value in values[1:] if value is not None]
     if len(found) < len(tokens) - 1:

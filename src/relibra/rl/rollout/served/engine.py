@@ -22,6 +22,7 @@ class ServerEngine:
     retry_seconds   during which a request that failed is repeated, so that servers may be started again
     weights         folder that servers read new weights from
     sampler         samples while a step trains (`rollout.ahead`); None: nothing does
+    rescores        parts before a cut get log-probs of the weights after it (`rollout.mixed_routes`)
     """
 
     servers: tuple[ServerClient, ...]
@@ -30,6 +31,7 @@ class ServerEngine:
     retry_seconds: float = 0.0
     weights: Path | None = None
     sampler: Sampler | None = None
+    rescores: bool = False
 
     @property
     def published(self) -> PublishedVersion:
@@ -57,4 +59,10 @@ class ServerEngine:
 
     def new_sampler(self) -> Sampler:
         """Return a sampler from the same servers, which the caller closes; it is held."""
-        return Sampler(self.servers, seed=self.seed, max_batch=self.max_batch, retry_seconds=self.retry_seconds)
+        return Sampler(
+            self.servers,
+            seed=self.seed,
+            max_batch=self.max_batch,
+            retry_seconds=self.retry_seconds,
+            rescores=self.rescores,
+        )

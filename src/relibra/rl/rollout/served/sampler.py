@@ -98,9 +98,18 @@ class _Part:
 class Sampler:
     """Samples windows in a thread of its own. Any thread may call `begin`; the rest is for the thread that trains."""
 
-    def __init__(self, servers: Sequence[ServerClient], *, seed: int, max_batch: int, retry_seconds: float) -> None:
+    def __init__(
+        self,
+        servers: Sequence[ServerClient],
+        *,
+        seed: int,
+        max_batch: int,
+        retry_seconds: float,
+        rescores: bool = False,
+    ) -> None:
         """Begin held, without work; the rest as of `ServerEngine`."""
         self._servers, self._seed, self._max_batch, self._retry_seconds = servers, seed, max_batch, retry_seconds
+        self._rescores = rescores
         self._loop, self._wake, self._lock = asyncio.new_event_loop(), asyncio.Event(), threading.Lock()
         self._held, self._given_up, self._closed = True, False, False
         self._numbers, self._waiting, self._batches = count(), list[_Part](), dict[_Part, _Batch]()
@@ -235,7 +244,8 @@ class Sampler:
 
     async def _ask(self, pool: ServerPool, part: _Part) -> Window:
         begun = part.begun
-        limit, seed = part.response.length + part.limit - begun.length, request_seed(self._seed, begun)
+        added = begun.length - part.response.length
+        limit, seed, rescored = part.limit - added, request_seed(self._seed, begun), added * self._rescores
 
         async def send(server: PooledServer) -> Window:
             if self._held:
@@ -243,7 +253,12 @@ class Sampler:
             part.asked = True
             try:
                 return await server.client.window(
-                    server.connection, begun, limit=limit, seed=seed, may_be_cut=lambda: self._held
+                    server.connection,
+                    begun,
+                    limit=limit,
+                    seed=seed,
+                    may_be_cut=lambda: self._held,
+                    rescored=rescored,
                 )
             finally:
                 part.asked = False
