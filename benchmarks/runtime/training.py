@@ -41,7 +41,7 @@ from relibra.environment import launched_rank
 from relibra.rl.algorithms.loss import find_loss
 from relibra.rl.config.run_config import RunConfig, load_config
 from relibra.rl.memory.estimate import ESTIMATE_FILE, GIB, Estimate
-from relibra.rl.memory.estimator import estimate_memory, with_slots
+from relibra.rl.memory.estimator import estimate_memory, with_estimate
 from relibra.rl.model.optimizer import make_optimizer
 from relibra.rl.model.policy import build_policy
 from relibra.rl.model.sharding import quiet_loading, save_activations
@@ -238,7 +238,7 @@ def write_run(config: RunConfig, sizes: Sizes, folder: Path, device: torch.devic
         write_random_weights(sizes, folder, device)
         found, _ = estimated.result()
     (folder / ESTIMATE_FILE).write_text(json.dumps(found.as_json()))
-    return with_slots(config, found)
+    return with_estimate(config, found)
 
 
 def write_random_weights(sizes: Sizes, folder: Path, device: torch.device) -> None:

@@ -97,8 +97,9 @@ def _print_memory(config: RunConfig, *, as_json: bool) -> None:
         )
     else:
         print_text("no GPU here to compare with: plan.cluster=h100x8 names one")
-    if found.choice:
-        print_text(str(found.choice))
+    for line in (str(found.choice or ""), found.offload_choice):
+        if line:
+            print_text(line)
     print_text(f"host memory of a node: {found.host_bytes / GIB:.1f} GiB")
     if found.offload_bytes >= GIB / 20:
         print_text(

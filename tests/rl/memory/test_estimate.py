@@ -1,13 +1,14 @@
 """Ledgers and estimates, without a dry run."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
 
 from relibra.rl.config.run_config import load_config
-from relibra.rl.memory.estimate import GIB, Estimate, Peak, extrapolate
-from relibra.rl.memory.estimator import DeviceMemory, Help, device_memory, refusal, with_setting
+from relibra.rl.memory.estimate import GIB, Estimate, Peak, choose_offload, extrapolate
+from relibra.rl.memory.estimator import DeviceMemory, Help, device_memory, refusal, with_estimate, with_setting
 from relibra.rl.memory.ledger import Ledger
 
 
@@ -102,3 +103,27 @@ def test_a_setting_that_has_the_value_is_no_lever():
     config = load_config(None)
     assert with_setting(config, "plan.slots", config.plan.slots) is None
     assert with_setting(config, "plan.slots", 3).plan.slots == 3
+
+
+@pytest.mark.parametrize(
+    ("on_device", "on_host", "chosen", "other_seconds"),
+    [
+        ({"gib": 60.0, "added_seconds": -1.0}, {"gib": 40.0, "added_seconds": -3.0}, "moments", -1.0),
+        ({"gib": 60.0, "added_seconds": -1.0}, {"gib": 40.0, "added_seconds": 0.5}, "off", 0.5),
+        ({"gib": 75.0, "added_seconds": 0.0}, {"gib": 40.0, "added_seconds": 0.5}, "moments", None),
+        ({"gib": 90.0, "added_seconds": 0.0}, {"gib": 75.0, "added_seconds": -1.0}, "off", None),
+    ],
+)
+def test_moments_are_where_a_step_ends_first(on_device, on_host, chosen, other_seconds):
+    ways = zip(("off", "moments"), (on_device, on_host), strict=True)
+    found = choose_offload(
+        [replace(estimate(one["gib"]), offload=way, added_seconds=one["added_seconds"]) for way, one in ways]
+    )
+    assert (found.offload, found.other_seconds) == (chosen, other_seconds)
+    assert found.offload_choice.startswith(f"update.offload={chosen} (")
+    assert with_estimate(load_config(None, ["update.offload=plan"]), found).update.offload == chosen
+
+
+def test_without_an_estimate_moments_stay_on_the_device(caplog):
+    assert with_estimate(load_config(None, ["update.offload=plan"]), None).update.offload == "off"
+    assert len(caplog.records) == 1

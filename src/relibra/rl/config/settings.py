@@ -194,9 +194,10 @@ class UpdateSettings(Section):
     the attention of the model does not allow it. The same up to the order of sums."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """AdamW with moments in float32, or in 8 bits (torchao), which take a quarter of the memory and round."""
-    offload: Literal["off", "moments", "all"] = "off"
+    offload: Literal["off", "moments", "all", "plan"] = "off"
     """What is in host memory when it is not used: "moments" of AdamW between optimizer steps, and value model and
-    reference policy outside of their stages; "all": the policy too, while a server samples. Changes no bit."""
+    reference policy outside of their stages; "all": the policy too, while a server samples. "plan": off or moments,
+    whichever lets a step end first in the memory there is, by the estimate at the start. Changes no bit."""
     max_grad_norm: float = Field(1.0, gt=0, le=LARGE)
     """Largest global gradient norm; larger gradients are scaled down to it."""
     max_mismatch: float | None = Field(None, gt=0, le=LARGE)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -90,6 +90,9 @@ class Estimate:
                     `plan.cluster`
     host_available  of the machine, for the ranks of a node; None: not known
     activations, choice   where layers keep them by plan: the figures of `ActivationMemory`, and what they keep here
+    added_seconds   of a step, beside one that recomputes every layer with moments on the device (label `model`)
+    offload         of `update.offload`, what this is the estimate of
+    other_offload   not chosen, where a plan chooses; other_seconds: its `added_seconds`, None: it does not fit
     """
 
     model: str
@@ -104,6 +107,10 @@ class Estimate:
     host_available: float | None = None
     activations: Mapping[str, Any] | None = None
     choice: ActivationChoice | None = None
+    added_seconds: float = 0.0
+    offload: str = "off"
+    other_offload: str = ""
+    other_seconds: float | None = None
 
     @property
     def peak(self) -> Peak:
@@ -126,6 +133,16 @@ class Estimate:
         """Return what the fullest phase leaves for resident slots, or another program; 0 where it does not fit."""
         return max(0.0, self.usable_bytes - self.peak.total) if self.device_bytes else 0.0
 
+    @property
+    def offload_choice(self) -> str:
+        """Return where a plan puts the moments, in a line; "": it does not choose."""
+        if not self.other_offload:
+            return ""
+        if self.other_seconds is None:
+            return f"update.offload={self.offload} ({self.other_offload} does not fit)"
+        saved = self.other_seconds - self.added_seconds
+        return f"update.offload={self.offload} (-{saved:.3g} s a step against {self.other_offload})"
+
     def as_json(self) -> dict[str, Any]:
         """Return the figures as JSON."""
         return {**asdict(self), "peak_bytes": self.peak.total, "fits": self.fits, "free_bytes": self.free_bytes}
@@ -134,6 +151,13 @@ class Estimate:
     def from_json(cls, body: Mapping[str, Any]) -> Estimate:
         """Return the estimate of `as_json`; raises `msgspec.ValidationError`."""
         return msgspec.convert(body, cls)
+
+
+def choose_offload(found: Sequence[Estimate]) -> Estimate:
+    """Return the estimate that fits with the fewest seconds (`update.offload` "plan"); the first, if none fits."""
+    best, other = sorted(found, key=lambda one: (not one.fits, one.added_seconds if one.fits else 0.0))
+    seconds = other.added_seconds if other.fits else None
+    return replace(best, other_offload=other.offload, other_seconds=seconds)
 
 
 def extrapolate(first: Peaks, second: Peaks, layers: tuple[int, int], whole: int) -> tuple[Peak, ...]:

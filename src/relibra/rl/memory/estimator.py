@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +16,8 @@ from relibra.environment import environment_of_dry_run, first_visible_gpu
 from relibra.errors import ConfigError
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.memory.estimate import GIB, Estimate
+
+_log = logging.getLogger(__name__)
 
 _SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 _SHARE_OF_A_DATA_SHEET = 0.99
@@ -109,13 +112,13 @@ def estimate_memory(
 def check_memory(config: RunConfig, local_ranks: int | None = None) -> Estimate | None:
     """Return the estimate of a run of a model of the user on the GPUs here; None: there are none, or it cannot be made.
 
-    Without GPUs too where layers keep activations by plan, which needs its figures.
+    Without GPUs too where activations or moments are placed by plan, which needs its figures.
 
     local_ranks   on this machine; None: all. Of several machines the host memory is not checked
     raises        ConfigError where it does not fit
     """
     gpu = first_gpu() if config.model.path else None
-    if gpu is None and config.update.activations != "plan":
+    if gpu is None and "plan" not in (config.update.activations, config.update.offload):
         return None
     if gpu is not None and local_ranks not in (None, config.parallel.ranks):
         gpu = replace(gpu, host=None)
@@ -131,9 +134,19 @@ def check_memory(config: RunConfig, local_ranks: int | None = None) -> Estimate 
     return found
 
 
-def with_slots(config: RunConfig, found: Estimate) -> RunConfig:
-    """Return the configuration whose plans give slots of layers at most what an estimate leaves."""
-    if not config.follows_plans or found.device_bytes is None:
+def with_estimate(config: RunConfig, found: Estimate | None) -> RunConfig:
+    """Return the configuration with moments where an estimate puts them, and at most its room for slots of layers.
+
+    found   None, with a warning: there is none, and moments stay on the device
+    """
+    if config.update.offload == "plan":
+        if found is None:
+            _log.warning(
+                "update.offload 'plan': the run has no estimate of its memory (--force, Ray or torchrun), so moments "
+                "stay on the device"
+            )
+        config = with_setting(config, "update.offload", found.offload if found else "off") or config
+    if not config.follows_plans or found is None or found.device_bytes is None:
         return config
     free, given = round(found.free_bytes / GIB, 2), config.plan.memory_gib
     return with_setting(config, "plan.memory_gib", free if given is None else min(given, free)) or config

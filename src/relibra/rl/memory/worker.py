@@ -23,7 +23,7 @@ from relibra.rl.config.rules import broken_rules
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.memory.activation_memory import ActivationMemory
 from relibra.rl.memory.dry_run import cut_layers, dry_run, layers_to_run
-from relibra.rl.memory.estimate import GIB, LAYERS, RESERVE, DryRun, Estimate, Peak, extrapolate
+from relibra.rl.memory.estimate import GIB, LAYERS, RESERVE, DryRun, Estimate, Peak, choose_offload, extrapolate
 from relibra.rl.memory.estimator import DeviceMemory, Help, with_setting
 from relibra.rl.memory.made_up_step import MICRO_BATCHES, MINI_BATCHES, make_up_step, response_lengths
 from relibra.rl.memory.stand_ins import StandIns
@@ -71,30 +71,44 @@ def estimate_run(config: RunConfig, stand_ins: StandIns, memory: DeviceMemory, *
     runs = [dry_run(config, cut_layers(model_config, n), cluster, stand_ins, has_copy=has_copy) for n in numbers]
     peaks = extrapolate(runs[0].device, runs[-1].device, (runs[0].layers, runs[-1].layers), layers)
     host = extrapolate(runs[0].host, runs[-1].host, (runs[0].layers, runs[-1].layers), layers)
-    activations, choice = None, None
+    activations, choice, saved = None, None, 0.0
+    lengths, responses = response_lengths(config), config.rollout.responses_per_step / ranks
     if config.update.activations == "plan":
         batch, _ = make_up_step(config, structure, cluster, vocabulary=text.vocab_size)
         activations = _activation_memory(runs, peaks, layers, memory)
         beside_replica_slots = activations.beside_replica_slots(config.plan.memory_gib)
         peaks, choice = _with_activations(peaks, beside_replica_slots, batch, cluster, structure)
+        saved = choice.seconds * responses / (len(lengths) * MICRO_BATCHES)
     offload = {way: _offloaded(runs, layers, way, config) for way in ("host", "device")}
+    offload_seconds = max(offload.values()) / cluster.host.bytes_per_second  # both ways run at once
     if config.rollout.engine == "embedded":
         peaks = _with_cache(peaks, _cache_bytes(config, text, ranks))
     kind = f"{text.model_type} of {plural(layers, 'layer')}"
     return Estimate(
         model=f"{config.model.path}, {kind}" if config.model.path else f"the built-in model, {kind}",
         ranks=ranks,
-        tokens=sum(prompt + response - 1 for prompt, response in response_lengths(config)),
+        tokens=sum(prompt + response - 1 for prompt, response in lengths),
         peaks=peaks,
         host_bytes=min(per_node, ranks) * max((one.total for one in host), default=0.0),
         device_bytes=memory.nbytes,
         device_name=memory.name,
         offload_bytes=sum(offload.values()),
-        offload_seconds=max(offload.values()) / cluster.host.bytes_per_second,  # both ways run at once
+        offload_seconds=offload_seconds,
         host_available=memory.host,
         activations=None if activations is None else asdict(activations),
         choice=choice,
+        added_seconds=config.update.mini_batches * offload_seconds - saved,
+        offload=config.update.offload,
     )
+
+
+def estimate_by_plan(config: RunConfig, estimate: Callable[[RunConfig], Estimate]) -> tuple[RunConfig, Estimate]:
+    """Return the estimate of a run, and its configuration with the moments where the plan puts them."""
+    ways = [with_setting(config, "update.offload", way) or config for way in ("off", "moments")]
+    if config.update.offload != "plan":
+        return config, estimate(config)
+    found = choose_offload([estimate(one) for one in ways])
+    return next(one for one in ways if one.update.offload == found.offload), found
 
 
 def _activation_memory(
@@ -206,7 +220,7 @@ def main() -> None:
         config = RunConfig.model_validate(request["config"])
         stand_ins, memory = StandIns(config.parallel.ranks), DeviceMemory(**request["memory"])
         estimate = partial(estimate_run, stand_ins=stand_ins, memory=memory)
-        found = estimate(config, whole=request["whole"])
+        config, found = estimate_by_plan(config, partial(estimate, whole=request["whole"]))
         helps = [] if found.fits else [asdict(one) for one in _helping(config, found, estimate)]
         answer: dict[str, Any] = {"estimate": found.as_json(), "helps": helps}
     except RelibraError as error:

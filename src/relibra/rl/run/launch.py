@@ -23,7 +23,7 @@ from relibra.printable import printable
 from relibra.rl.config.model_folder import check_expert_ranks, check_model_path, names_hub
 from relibra.rl.config.run_config import RunConfig, describe_training, with_ranks
 from relibra.rl.memory.estimate import ESTIMATE_FILE, Estimate
-from relibra.rl.memory.estimator import check_memory, with_slots
+from relibra.rl.memory.estimator import check_memory, with_estimate
 from relibra.rl.run.node_ranks import Node, run_node_ranks
 from relibra.rl.run.ray_nodes import check_ray, connected_ray, run_on_ray
 from relibra.rl.run.run_failure import LostRankError, check_ended, print_resume_hint
@@ -82,7 +82,7 @@ def launch(
                 try_reward(config.task, launched.num_ranks)
                 if not force:
                     check_memory(with_ranks(config, launched.num_ranks), launched.num_local_ranks)
-        return _run_as_rank(config, launched, resume, supervise=supervise)
+        return _run_as_rank(with_estimate(config, None), launched, resume, supervise=supervise)
     if config.model.path:
         check_expert_ranks(config.model.path, config.parallel.ranks)
     check_task(config.task, config.evaluation.prompts if config.evaluation.every else 0)
@@ -94,7 +94,7 @@ def launch(
     if config.follows_plans:
         _prepare_cluster(config)
     found = None if on_ray or force else check_memory(config)  # nodes of Ray may have other GPUs
-    config = config if found is None else with_slots(config, found)
+    config = with_estimate(config, found)
     with connected_ray() if on_ray else nullcontext():
         return _start_ranks(config, resume, found, supervise=supervise)
 
