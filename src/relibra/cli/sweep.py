@@ -224,6 +224,7 @@ def _row(
         **_settings(point),
         **simulated.figures(static),
         "micro_batch_tokens": workload.rank_tokens,
+        "ranks": point.ranks,  # of the point, where the figures have all ranks
         "ranks_per_node": min(workload.machine.ranks_per_node, workload.machine.num_ranks),
         "all_ranks": step.layout.num_ranks,
         "fits_memory": not simulated.memory.warning,

@@ -71,7 +71,7 @@ def updated(model, batch, config, **options):
 
 
 def batch_context(model, batch):
-    return BatchExecution(model, batch, None)
+    return BatchExecution(model=model, batch=batch)
 
 
 def skipping(model, batch, config):

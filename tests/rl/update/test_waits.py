@@ -75,7 +75,7 @@ def waits_of_a_step(model, case, name, loss):
     routes = dict(enumerate(micro_batch.routes for micro_batch in batch.micro_batches))
     for _ in range(2):
         with execute_plan(model, case.plan, case.demand, routes=routes) as execution:
-            context = BatchExecution(model, batch, execution)
+            context = BatchExecution(model=model, batch=batch, execution=execution)
             with DeviceWaits(model) as recomputing:
                 recomputed = recompute(model, batch, context, config.algorithm, temperature=0.7)
             trained = with_targets(batch, recomputed.log_probs)
