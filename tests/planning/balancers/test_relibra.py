@@ -9,10 +9,12 @@ import pytest
 from benchmarks.planner.steps import domain_step
 from relibra import parallel_map
 from relibra.cluster import cluster_preset
+from relibra.planning.balancers.layer_plans import LayerChoice, SlotChoice, plan_layers
 from relibra.planning.balancers.relibra import probe_of
 from relibra.planning.budget import Budget
 from relibra.planning.costs.copies import pushed_copies, slot_bytes
 from relibra.planning.costs.expert_shape import EXPERT_SHAPES
+from relibra.planning.costs.layer_costs import layer_costs
 from relibra.planning.planner import plan_step
 from relibra.planning.validation import validate_plan
 from relibra.routing.demand import Demand
@@ -191,3 +193,27 @@ def test_an_empty_micro_batch_and_unknown_choices_per_token():
     validate_plan(plan, cluster.topology, longer)
     assert plan.replica_MLRB.shape[0] == 10
     assert plan.num_copies > 0
+
+
+@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize("first", [0, 1])
+def test_mixed_layers_cost_what_their_placement_costs(resident, first):
+    """A mix of choices is priced from the costs of each; one of them has no replicas, in some layers."""
+    rng = np.random.default_rng(4)
+    request = ask(rng.integers(0, 30, (4, 6, 8, 16)) * (1 + 5 * (np.arange(16) < 3)), 2, slots=2, expert=QWEN)
+    slots, demand = SlotChoice(number=2, resident=resident), request.demand
+    plans = [
+        plan_layers(request, demand, slots, one)
+        for one in (LayerChoice(), LayerChoice(tolerance=0.01, cross_node=True))
+    ]
+    has_none_L = np.arange(6) == 2
+    if first == 0:
+        mix = plans[0].with_layers(plans[1], ~has_none_L)
+    else:
+        mix = plans[1].with_layers(plans[0], has_none_L)
+    placement = request.placement(mix.home_LE, mix.replica_MLRB, mix.quota_MLRB, resident=resident, scope="cluster")
+    costs, attention_M = layer_costs(placement, demand, request.cluster, QWEN), np.zeros(4)
+    for name in ("compute_ML", "exchange_ML", "host_ML"):
+        np.testing.assert_array_equal(getattr(mix.costs, name), getattr(costs, name))
+    assert costs.push.seconds_ML.any()
+    np.testing.assert_array_equal(mix.costs.exposed_copies_ML(attention_M), costs.exposed_copies_ML(attention_M))

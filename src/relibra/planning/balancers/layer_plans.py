@@ -113,6 +113,7 @@ def plan_layers(
         home_LE, replica_MLRB, quota_MLRB, schedule=demand, resident=slots.resident, scope="cluster"
     )
     costs = layer_costs(placement, demand, request.cluster, request.expert)
+    costs = replace(costs, resident=slots.resident)  # a choice without replicas may be mixed with one that has some
     attention_M = busiest_attention_M(demand, request.cluster, request.expert)
     copies_ML = costs.exposed_copies_ML(attention_M)
     own_copies_ML = costs.exposed_copies_ML(attention_M, without_queue=slots.resident)

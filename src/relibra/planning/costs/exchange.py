@@ -125,7 +125,6 @@ def exchange_costs(
     M, L, R, _ = plan.replica_MLRB.shape
     in_stages = plan.dispatch == "hierarchical" and plan.num_nodes > 1 and plan.ranks_per_node > 1
     share_LR, share_LN = _shares(plan, None if distinct is not None else demand.pairs_LEE)
-
     at_once = max(1, _AT_ONCE // (L * R))
 
     def costs_of(part: int) -> ExchangeCosts:
