@@ -149,6 +149,11 @@ def keep_tokenizers_serial() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
+def keep_rust_from_backtraces() -> None:
+    """Let libraries in Rust end at a panic: where memory is limited, a search for symbols may take minutes."""
+    os.environ["RUST_BACKTRACE"] = "0"
+
+
 @contextmanager
 def rank_environment(threads: int) -> Iterator[None]:
     """Set inside what ranks that are started there find in their environment: threads of torch, and errors only.

@@ -210,6 +210,15 @@ def test_work_ends_with_its_client_and_at_its_limits(monkeypatch):
     assert statuses == [400, 503]
 
 
+def test_a_parser_that_lacks_memory_ends_at_once(monkeypatch):
+    """Its panic would search symbols for minutes, without memory, where the environment asks for backtraces."""
+    monkeypatch.setenv("RUST_BACKTRACE", "1")
+    body = hostile_bodies(MOST_BODY_BYTES - 1024)["deep unknown field"][1]
+    with pytest.raises(HTTPException) as caught:
+        asyncio.run(asyncio.wait_for(run_forked(lambda: [CompletionBody.model_validate_json(body)], len(body)), 30))
+    assert caught.value.status_code == 400
+
+
 def test_a_fork_that_fails_or_has_no_client_leaves_nothing_open(monkeypatch):
     def no_fork():
         raise BlockingIOError

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from fastapi import HTTPException
 
-from relibra.environment import keep_tokenizers_serial
+from relibra.environment import keep_rust_from_backtraces, keep_tokenizers_serial
 from relibra.errors import in_a_line
 from relibra.serving.channel import Channel, read_frame
 from relibra.serving.server.admission import SOON
@@ -68,6 +68,7 @@ def _work(work: Callable[[], Iterable[Any]], end: socket.socket) -> NoReturn:
     """Send what `work` yields, and end this process; it keeps no other connection of the server open."""
     try:
         keep_tokenizers_serial()
+        keep_rust_from_backtraces()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the server too, which kills this process
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
