@@ -13,6 +13,7 @@ from relibra.cli.serve.run import planned_workers
 from relibra.planning.deployment.accelerator import Accelerator, accelerator
 from relibra.planning.deployment.deployment_files import read_deployment
 from relibra.routing.synthetic import TraceShape, domain_trace
+from relibra.serving.layout import WorkerLayout
 
 
 def test_a_plan_is_searched_and_written(run, tmp_path):
@@ -54,6 +55,7 @@ def test_a_server_takes_its_workers_from_a_plan_of_its_config(run, tmp_path):
     plan = read_deployment(path)
     nodes = {"attention": plan.attention.nodes, "experts": plan.experts.nodes}
     assert planned_workers(path, tmp_path) == nodes | {"micro_batches": plan.micro_batches}
+    assert (WorkerLayout.attention, WorkerLayout.experts, WorkerLayout.micro_batches) == (1, 1, 2), "without a plan"
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_local_experts": 4}))
     with pytest.raises(ConfigError, match=r"2 of 8 experts, hidden 1024.*has 4 layers, 2 of 4 experts"):
         planned_workers(path, tmp_path)

@@ -294,9 +294,11 @@ def _make_critic(
 def _begin_or_resume(
     learner: Learner, run: Path, device: torch.device, *, resumed: bool
 ) -> tuple[Learner, Progress, int]:
-    """Load the checkpoint of a resumed run, add what follows from it, and return the next step too; collective.
+    """Load the checkpoint of a resumed run; collective.
 
     Also writes config.json (and reference/, if the loss needs it) and gives the engine the weights of the policy.
+
+    returns   learner with reference policy and planned activations, progress, and the next step
     """
     config, policy = learner.config, learner.policy
     progress, step = _resume(run, learner) if resumed else (Progress(), 0)

@@ -132,7 +132,7 @@ class RunningWorkers:
         self._spec["folder"], self._stamp = str(folder), stamp
 
     def restart_experts(self, number: int) -> None:
-        """Start an expert worker again, at another address; raises EngineError where it fails or files changed."""
+        """Start an expert worker again, and wait for it; raises EngineError if it fails or the weights changed."""
         self._end(self.workers[number])
         self.workers[number] = self._start("experts", number)
         self._await_experts(number, time.monotonic() + LOADING_SECONDS)

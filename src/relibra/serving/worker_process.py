@@ -65,7 +65,7 @@ class ExpertProcess:
         self.recorder = worker_recorder(self._layout, "experts", spec["number"]) if spec["timeline"] else None
 
     def hold(self, experts: Several[int], address: str) -> str:
-        """Load experts and answer for them at an address from now on; return it; raises as `load_experts` does."""
+        """Load experts and answer for them from now on; return the address; raises as `read_structure` does."""
         layout, dtype, folder = self._layout, self._spec["dtype"], Path(self._spec["folder"])
         structure = read_structure(folder, dtype)
         layers = load_experts(structure, open_checkpoint(folder), experts)

@@ -65,8 +65,8 @@ def choose_activations(
     What the layers below keep is there when a layer runs backward, what all keep when the loss does. Options are taken
     by falling seconds per byte on the fullest rank; of equal layers the last first, which is freed first.
 
-    token_bytes_LX  that each of `OPTIONS` keeps of a token of the rank; token_slot_bytes_LX of a token-slot that it
-                    computes. The first keeps nothing, and is taken even where nothing fits
+    token_bytes_LX  that a layer keeps of a token of the rank, for each of the X `OPTIONS`; the first keeps nothing, and
+                    is taken even where nothing fits. token_slot_bytes_LX: of a token-slot that the rank computes
     seconds_LX      that a step is faster with an option
     free            bytes `[L + 1, M, R]`, or what broadcasts to it, beside recomputing all layers: while a layer runs
                     backward, and last of the loss

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.cluster import Link
+from relibra.planning.costs import exchange
 from relibra.planning.costs.compute import dense_seconds, expert_seconds, sample_attention_seconds
 from relibra.planning.costs.copies import copy_costs, pushed_copies
 from relibra.planning.costs.exchange import exchange_costs
@@ -105,6 +106,23 @@ def test_exchanges_are_those_of_the_split(step):
                     seconds = link.latency_seconds * len(peers[kind, way, rank])
                     slowest = max(slowest, seconds + rows * row_bytes / link.bytes_per_second)
                 assert found_ML[at] == pytest.approx(slowest)
+
+
+@pytest.mark.parametrize("dispatch", ["flat", "hierarchical"])
+@pytest.mark.parametrize("counts_rows", [False, True])
+def test_blocks_of_micro_batches_cost_what_they_cost_together(dispatch, counts_rows, monkeypatch):
+    plan, demand = planned_step(np.random.default_rng(2), nodes=2, per_node=2, micro_batches=5)
+    plan, machine, shape_MLR = replace(plan, dispatch=dispatch), cluster_for(plan), demand.tokens_MLRE.shape[:3]
+    few_MLRR, few_MLRN = (np.arange(np.prod(shape_MLR) * n).reshape(*shape_MLR, n) % 3 for n in (4, 2))
+    distinct = DistinctRows(ranks_MLRR=few_MLRR, nodes_MLRN=few_MLRN) if counts_rows else None
+    found = []
+    for at_once in (1, 10_000):
+        monkeypatch.setattr(exchange, "_AT_ONCE", at_once)
+        found.append(exchange_costs(plan, demand, machine, EXPERT, distinct))
+    one, other = found
+    assert len(one.gates_ML) == shape_MLR[0] > 2
+    for name in ("dispatch_ML", "combine_ML", "gates_ML", "gates_back_ML", "cross_node_ML", "out_MLR", "in_MLR"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
 
 @given(planned_steps())

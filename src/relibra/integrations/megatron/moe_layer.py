@@ -40,7 +40,7 @@ class LayerPlan:
     """A micro-batch of a plan in one layer; one for the forward pass and its recomputation.
 
     make_tables       returns the tables of this rank
-    note_difference   takes place, chosen and planned token-slots
+    note_difference   is given the place, and the token-slots that were chosen and planned
     """
 
     make_tables: Callable[[], RankTables]

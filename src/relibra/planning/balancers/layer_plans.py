@@ -58,7 +58,7 @@ class LayerPlans:
     queue_ML     waits for pushes of all layers into their slots, which share one queue; priced as if every layer
                  followed this choice
     moves_L      each layer's moves of homes, spread evenly over ranks and the steps that new homes serve
-    costs        of which these are sums and maxima
+    costs        from which seconds and queues are computed; None: dropped, once mixes are priced
     """
 
     home_LE: Int64[ndarray, "L E"]
@@ -67,7 +67,7 @@ class LayerPlans:
     seconds_ML: Float64[ndarray, "M L"]
     queue_ML: Float64[ndarray, "M L"]
     moves_L: Float64[ndarray, " L"]
-    costs: LayerCosts
+    costs: LayerCosts | None
 
     @property
     def seconds_L(self) -> Float64[ndarray, " L"]:
@@ -222,6 +222,7 @@ def cheapest_layers(
 
 def step_seconds(request: PlacementRequest, demand: ScheduledDemand, layers: LayerPlans) -> float:
     """Return the seconds of a step, with its part of the moves of homes."""
+    assert layers.costs is not None, "not yet dropped"
     placement, costs = request.placement(layers.home_LE, layers.replica_MLRB, layers.quota_MLRB), layers.costs
     attention_M = busiest_attention_M(demand, request.cluster, request.expert)
     seconds_ML = costs.compute_ML + costs.exchange_ML + costs.exposed_copies_ML(attention_M) + costs.host_ML

@@ -201,7 +201,8 @@ def _mix(
         mixes.append(cheapest_layers(stay, demand, slots, worth_moving=0.0))
     seconds = [step_seconds(request, demand, mix) for mix in mixes]
     best = int(np.argmin(seconds))
-    return _Tried(slots=slots, plans=plans, cheapest=mixes[best], seconds=seconds[best])
+    plans = {choice: replace(plan, costs=None) for choice, plan in plans.items()}  # as large as all else in them
+    return _Tried(slots=slots, plans=plans, cheapest=replace(mixes[best], costs=None), seconds=seconds[best])
 
 
 def _cheapest(seconds: dict[_Tried, float]) -> _Tried:

@@ -165,14 +165,13 @@ def exchange_costs(
 
 
 def combine_arrays(combine: Callable[..., ndarray], *values: Any) -> Any:
-    """Return values of one form with their arrays combined, one by one: arrays, or tuples and dataclasses of them."""
+    """Return values of one form with their arrays combined, in tuples and dataclasses too; the rest is of the first."""
     first = values[0]
     if isinstance(first, tuple):
         return tuple(combine_arrays(combine, *part) for part in zip(*values, strict=True))
     if not is_dataclass(first):
         return combine(*values) if isinstance(first, ndarray) else first
-    names = [field.name for field in fields(first)]
-    new = {name: combine_arrays(combine, *(getattr(value, name) for value in values)) for name in names}
+    new = {one.name: combine_arrays(combine, *(getattr(value, one.name) for value in values)) for one in fields(first)}
     return replace(cast(Any, first), **new)
 
 

@@ -30,7 +30,7 @@ _TRAFFIC_BYTES = 64 << 20
 def iterate_traffic(
     plan: Placement, demand: ScheduledDemand, micro_batches: Iterable[int] | None = None
 ) -> Iterator[tuple[int, slice, Int64[ndarray, "L R R2"]]]:
-    """Yield the traffic of one micro-batch (None: of all) and a bounded number of its layers at a time."""
+    """Yield the traffic of micro-batches (None: all), of one and a bounded number of its layers at a time."""
     M, L, R, _ = demand.tokens_MLRE.shape
     at_once = max(1, _TRAFFIC_BYTES // (8 * R * R))
     for m in range(M) if micro_batches is None else micro_batches:
@@ -65,7 +65,7 @@ def _sum_links(traffic_LRR, share_LR, ranks_per_node, rows_2L2R, slots_2L2R, pee
         for s in range(R):
             for x in range(0, R, ranks_per_node):
                 link = INSIDE if x <= s < x + ranks_per_node else BETWEEN
-                for d in range(x, x + ranks_per_node):
+                for d in range(x, min(x + ranks_per_node, R)):
                     slots = traffic_LRR[layer, s, d]
                     if slots > 0 and s != d:
                         rows = slots * share_LR[layer, d]

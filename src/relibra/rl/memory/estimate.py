@@ -90,8 +90,8 @@ class Estimate:
                     `plan.cluster`
     host_available  of the machine, for the ranks of a node; None: not known
     activations, choice   where layers keep them by plan: the figures of `ActivationMemory`, and what they keep here
-    added_seconds   of a step, beside one that recomputes every layer with moments on the device (label `model`)
-    offload         of `update.offload`, what this is the estimate of
+    added_seconds   of a step: copies of offloading, less what `update.activations` "plan" saves (label `model`)
+    offload         value of `update.offload` that this estimate is of
     other_offload   not chosen, where a plan chooses; other_seconds: its `added_seconds`, None: it does not fit
     """
 
@@ -135,8 +135,8 @@ class Estimate:
 
     @property
     def offload_choice(self) -> str:
-        """Return where a plan puts the moments, in a line; "": it does not choose."""
-        if not self.other_offload:
+        """Return where a plan puts the moments, in a line; "": it does not choose, or nothing fits."""
+        if not self.other_offload or not self.fits:
             return ""
         if self.other_seconds is None:
             return f"update.offload={self.offload} ({self.other_offload} does not fit)"

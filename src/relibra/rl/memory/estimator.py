@@ -134,16 +134,16 @@ def check_memory(config: RunConfig, local_ranks: int | None = None) -> Estimate 
     return found
 
 
-def with_estimate(config: RunConfig, found: Estimate | None) -> RunConfig:
+def with_estimate(config: RunConfig, found: Estimate | None, *, warns: bool = True) -> RunConfig:
     """Return the configuration with moments where an estimate puts them, and at most its room for slots of layers.
 
     found   None, with a warning: there is none, and moments stay on the device
     """
     if config.update.offload == "plan":
-        if found is None:
+        if found is None and warns:
             _log.warning(
-                "update.offload 'plan': the run has no estimate of its memory (--force, Ray or torchrun), so moments "
-                "stay on the device"
+                "update.offload 'plan': the run has no estimate of its memory (none can be made, or --force, Ray or "
+                "torchrun), so moments stay on the device"
             )
         config = with_setting(config, "update.offload", found.offload if found else "off") or config
     if not config.follows_plans or found is None or found.device_bytes is None:

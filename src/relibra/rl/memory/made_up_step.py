@@ -44,7 +44,7 @@ def make_up_step(
 ) -> tuple[TrainingBatch, dict[tuple[int, int], BatchRoutes]]:
     """Return what a rank trains, and the routes of all ranks by micro-batch and rank.
 
-    With a plan, without memory for slots, if the run follows one, and routes if it replays them.
+    It has routes if the run replays them, and a plan, with no memory for slots of layers, if it follows one.
     """
     lengths, ranks, micro_batches = response_lengths(config), cluster.num_ranks, MICRO_BATCHES
     rng = np.random.default_rng(rank)

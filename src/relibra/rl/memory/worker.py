@@ -97,16 +97,16 @@ def estimate_run(config: RunConfig, stand_ins: StandIns, memory: DeviceMemory, *
         host_available=memory.host,
         activations=None if activations is None else asdict(activations),
         choice=choice,
-        added_seconds=config.update.mini_batches * offload_seconds - saved,
+        added_seconds=config.update.epochs * (config.update.mini_batches * offload_seconds - saved),
         offload=config.update.offload,
     )
 
 
 def estimate_by_plan(config: RunConfig, estimate: Callable[[RunConfig], Estimate]) -> tuple[RunConfig, Estimate]:
-    """Return the estimate of a run, and its configuration with the moments where the plan puts them."""
-    ways = [with_setting(config, "update.offload", way) or config for way in ("off", "moments")]
+    """Return the configuration of a run with moments where the plan puts them, and the estimate of that run."""
     if config.update.offload != "plan":
         return config, estimate(config)
+    ways = [with_setting(config, "update.offload", way) or config for way in ("off", "moments")]
     found = choose_offload([estimate(one) for one in ways])
     return next(one for one in ways if one.update.offload == found.offload), found
 
@@ -185,8 +185,10 @@ def _offloaded(runs: Sequence[DryRun], whole: int, way: str, config: RunConfig) 
     lengths, ranks = response_lengths(config), config.parallel.ranks
     responses = config.rollout.responses_per_step / config.update.mini_batches / ranks
     micro_batches = max(1.0, responses / len(lengths))
-    total = 0.0
-    for phase, times in (("optimizer", 1 / MINI_BATCHES), ("update", micro_batches / MICRO_BATCHES)):
+    total, of_step = 0.0, 1 / config.update.mini_batches
+    phases = {"optimizer": 1 / MINI_BATCHES, "update": micro_batches / MICRO_BATCHES}
+    phases |= {"values": of_step, "update values": 1 / MINI_BATCHES, "reference": of_step}
+    for phase, times in phases.items():
         few, more = (run.traffic.get(f"{phase} to {way}", 0) for run in (first, last))
         each = (more - few) / max(1, last.layers - first.layers)
         total += times * (few + each * (whole - first.layers))

@@ -105,9 +105,10 @@ def compute_rewards(
 
 
 def check_failed_rewards(errors: Sequence[str], rated: int, *, where: str) -> int:
-    """Return how many rewards failed on all ranks, of those rated on each, and log the first error; collective.
+    """Return how many rewards failed on all ranks, and log the first error; collective.
 
-    Raises ConfigError, on all ranks, where more failed than may; it says `where`, such as "step 3".
+    errors, rated   of this rank: what failed, and of how many
+    raises          ConfigError, on all ranks, where more failed than may; it says `where`, such as "step 3"
     """
     wait_for_ranks()  # a verifier may take long on one rank
     counts_R = gather_json({"failed": len(errors), "rated": rated, "first": errors[0] if errors else ""})
@@ -137,7 +138,9 @@ def admit_responses(
 ) -> tuple[list[Response], SampleCursor]:
     """Distribute unfinished and new responses evenly over the ranks; collective, where a response may be unfinished.
 
-    From the unfinished ones of this rank, return all of this rank, by sample id, and the samples not begun then.
+    live      unfinished responses of this rank
+    start     by `response_starter`
+    returns   responses of this rank, by sample id, and the samples that have not begun then
     """
     windowed = settings.window_tokens < settings.max_response
     others = _gather_windows(live) if windowed else []

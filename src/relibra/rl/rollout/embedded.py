@@ -31,6 +31,7 @@ class EmbeddedEngine:
     """Samples from a model that is already in this process.
 
     model         full copy of the policy, in evaluation mode
+    stop_ids      tokens that end a response
     temperature   of sampling; log-probs are those of the tempered policy
     seed          with the sample's id and the token's position in the response, determines the random numbers
     max_batch     responses decoded at once: the slots of the batch

@@ -108,7 +108,10 @@ class ServerProcess:
             )
 
     def wait_for_address(self, seconds: float) -> str:
-        """Return the address once it takes requests; raises EngineError, with what it printed last, if not."""
+        """Return the server's address once it takes requests.
+
+        raises   EngineError, with the end of what it printed, where it ended, or does not within so many seconds
+        """
         deadline = time.monotonic() + seconds
         while True:
             over = self._process.poll() is not None

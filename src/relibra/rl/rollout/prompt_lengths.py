@@ -29,7 +29,10 @@ def encode_prompt(group: int, task: Task, tokenizer: Tokenizer, settings: Rollou
 def encode_held_out(
     task: Task, tokenizer: Tokenizer, settings: RolloutSettings, num_prompts: int
 ) -> list[tuple[Prompt, list[int]]]:
-    """Return the held-out prompts with their ids, without long ones; raises ConfigError where none is left."""
+    """Return the held-out prompts with their ids, without long ones.
+
+    raises    ConfigError for a prompt without tokens, and where none is left
+    """
     found = []
     prompts = task.evaluation_prompts(num_prompts)
     for number, prompt in enumerate(prompts):

@@ -16,7 +16,7 @@ class Window:
     """Tokens that an engine added to a response in one step.
 
     tokens_w       new tokens; empty where the engine had nothing to add
-    log_probs_w    of each under the tempered policy that sampled it
+    log_probs_w    of each under the tempered policy that sampled it, or that later sampled on (`rescored_v`)
     experts_mLK    logical ids of every token fed, from the first token of the prompt on, under the weights of this
                    step; one row less than tokens, because the last one was not fed. None: a model without experts
     stopped        the response ended itself
@@ -58,7 +58,7 @@ class Response:
     group_id         number of its prompt
     tokens_n         prompt, then response
     prompt_length    tokens of the prompt
-    log_probs_r      of each response token under the policy that sampled it
+    log_probs_r      of each response token under the policy that sampled it, or scored it anew (`Window.rescored_v`)
     versions_r       of the weights that sampled each response token
     values_r         of the value model before each token when that was sampled; nan where not recorded
     experts_mLK      logical ids; row t = routing while processing token t, under the weights of the last token (what

@@ -149,7 +149,7 @@ def _cut(responses: Sequence[Response], most_bytes: int) -> list[list[Response]]
 
 
 def _agree_on_rounds(waiting: Sequence[Sequence[Sequence[Response]]]) -> int:
-    """Return the rounds in which all ranks send their pieces, of which `waiting` has those for each rank; collective.
+    """Return in how many rounds all ranks send their pieces (`waiting`: those for each rank); collective.
 
     Raises EngineError, on all ranks, when one of them would receive more than MAX_EXCHANGE_BYTES.
     """

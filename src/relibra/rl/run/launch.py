@@ -76,13 +76,14 @@ def launch(
     if on_ray:
         check_ray()
     if launched is not None:
+        config = with_estimate(config, None, warns=launched.rank == 0)  # before the check: it decides nothing here
         if launched.rank == 0:
             _print_settings(config)
             if not launched.restarts:
                 try_reward(config.task, launched.num_ranks)
                 if not force:
                     check_memory(with_ranks(config, launched.num_ranks), launched.num_local_ranks)
-        return _run_as_rank(with_estimate(config, None), launched, resume, supervise=supervise)
+        return _run_as_rank(config, launched, resume, supervise=supervise)
     if config.model.path:
         check_expert_ranks(config.model.path, config.parallel.ranks)
     check_task(config.task, config.evaluation.prompts if config.evaluation.every else 0)

@@ -102,7 +102,7 @@ class SlotExchange:
         return self._rows_XH[:count]
 
     def dispatch(self, layer: int, counts_P: Int64[ndarray, " P"]) -> None:
-        """Send each worker the rows of its places, or that there are none; return before anyone has computed."""
+        """Send each worker the rows of its places, of which there are `counts_P`; return before anyone has computed."""
         self.counters.calls += 1
         first, place = 0, 0
         counts = np.ascontiguousarray(counts_P, dtype="<u4")
@@ -140,7 +140,7 @@ class SlotExchange:
         return self._results_XH[:first]
 
     def rejoin(self, worker: int, address: str, experts: Sequence[int]) -> None:
-        """Open a channel to a worker that was started again, or holds other experts, between exchanges."""
+        """Open a channel to a worker that was started again, or holds other experts; raises EngineError."""
         experts_of = list(self.shape.experts_of)
         experts_of[worker] = tuple(experts)
         self.shape = replace(self.shape, experts_of=tuple(experts_of))

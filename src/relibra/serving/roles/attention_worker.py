@@ -69,7 +69,7 @@ class MicroBatch:
             return any(one.prompt == tokens and not (waiting and one.fed) for one in known)
 
     def submit(self, sequence: Sequence) -> None:
-        """Give a request to the micro-batch where its prompt waits, else to one with fewest, best where it runs."""
+        """Queue a request."""
         with self._work:
             self._sequences[sequence.number] = sequence
             self._fresh.append(sequence)
@@ -175,7 +175,7 @@ class AttentionWorker:
         dtype: str = "auto",
         recorder: TimelineRecorder | None = None,
     ) -> None:
-        """Load everything of a model but its experts; raises ConfigError, EngineError as `load_attention` does."""
+        """Load everything of a model but its experts, as worker `number`; raises as `read_structure` does."""
         structure = read_structure(folder, dtype)
         self.layout, self.number, self._recorder = layout, number, recorder
         self.token = ComputeToken()

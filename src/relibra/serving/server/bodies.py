@@ -356,7 +356,7 @@ class TokenBody(WholeBody):
 
 
 def log_prob_content(choice: Choice, named: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the new tokens of a choice, listed as chats do: what `named` says, log-prob, and the likeliest."""
+    """Return the new tokens as chats list them: what `named` returns for each, its log-prob, and the likeliest."""
     return [
         {
             **named(token),

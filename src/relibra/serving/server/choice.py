@@ -71,7 +71,7 @@ class Choice:
         self.arrived.set()
 
     def end(self, finish: FinishReason, error: str = "") -> None:
-        """End with a sentence, or without one with the tokens that have come."""
+        """End with an error sentence; without one, with the tokens that have come."""
         self.put(Progress(number=-1, finish=finish, error=error))
 
     def read(self) -> bool:

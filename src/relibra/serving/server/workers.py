@@ -167,7 +167,7 @@ class WorkerClients:
 
     @classmethod
     async def open(cls, model: RunningWorkers, rebalance_seconds: float = 0.0) -> WorkerClients:
-        """Take over a model's workers, which start again when they end; copies move after so many seconds, 0: never."""
+        """Take over a model's workers, which start again when they end; copies move every so often (0: never)."""
         attention = [await connection_to(worker) for worker in model.attention_workers]
         clients = cls(model, attention, [await connection_to(worker) for worker in model.expert_workers])
         if rebalance_seconds:
@@ -232,7 +232,7 @@ class WorkerClients:
                 self.on_free()
 
     def end_answers(self, finish: FinishReason, error: str = "") -> None:
-        """End all choices at the workers with a sentence, or without one with the tokens that have come."""
+        """End all choices at the workers with an error sentence; without one, with the tokens that have come."""
         for worker in self._attention:
             for number in list(worker.running):
                 worker.send({"cancel": number})

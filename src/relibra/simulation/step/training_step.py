@@ -112,7 +112,7 @@ def costs_of_groups(
     how: Execution,
     distinct: DistinctRows | None,
 ) -> Iterator[list[StageCosts]]:
-    """Yield `costs_of` each expert-parallel group, of its own micro-batches in their order."""
+    """Yield the costs (`costs_of`) of each expert-parallel group, whose micro-batches keep their order."""
     for number_M in micro_batches_of_groups(plan, demand):
         own = (plan, demand) if demand.group_M is None else only_micro_batches(plan, demand, number_M)
         rows = None if distinct is None else distinct.of_micro_batches(number_M)

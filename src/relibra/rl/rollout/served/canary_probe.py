@@ -89,7 +89,7 @@ class Canary:
     sequences: list[list[int]] = field(default_factory=list)
 
     def before_update(self) -> None:
-        """Choose the sequences, or put them into the servers' caches, where an update must not leave them."""
+        """Choose the sequences, or put them into the servers' caches, which an update must drop; raises EngineError."""
         asyncio.run(self._prepare())
 
     def after_update(self, score: Scorer, version: int) -> CanaryReport:
@@ -122,7 +122,7 @@ class Canary:
         )
 
     def exact_scores(self) -> list[ndarray | ServerLost]:
-        """Return the log-probs [2, T] of the sequences by each server, twice, asked one after the other."""
+        """Return the log-probs [2, T] of the sequences by each server, asked for twice; raises EngineError."""
         return asyncio.run(on_every_server(self.servers, self._score_twice, retry_seconds=self.retry_seconds))
 
     def check_unmoved(self, before: Sequence[ndarray | ServerLost]) -> None:

@@ -185,7 +185,7 @@ class ServerClient:
         await self.load(client, folder, version)
 
     async def load(self, client: httpx.AsyncClient, folder: Path, version: int) -> None:
-        """Let the server load weights, drop its caches, and know their version, as `load_weights` does; one attempt."""
+        """Let the server load weights, drop its caches, and know their version; one attempt; raises as `call` does."""
         call, before = partial(self.call, client), self.published.folder
         await load_weights(call, self.dialect, self.url, folder, version, before)
 

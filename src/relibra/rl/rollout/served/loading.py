@@ -38,7 +38,10 @@ def adapter_name(folder: Path | None) -> str | None:
 async def load_weights(
     call: Call, dialect: Dialect, url: str, folder: Path, version: int, before: Path | None = None
 ) -> None:
-    """Let a server load a folder, drop its caches and the adapter of the one before; raises EngineError."""
+    """Let a server load a folder, drop its caches and the adapter in `before`, and know the version.
+
+    raises   EngineError that names `url`
+    """
     if adapter_name(folder) is not None:
         await _load_adapter(call, dialect, url, folder)
         if (earlier := adapter_name(before)) not in (None, folder.name):
@@ -71,7 +74,7 @@ _ADAPTER_PATHS: dict[Dialect, tuple[str, str]] = {
 
 
 async def _load_adapter(call: Call, dialect: Dialect, url: str, folder: Path) -> None:
-    """Let a server load an adapter under its folder's name, by which caches are kept: none is outdated."""
+    """Let a server load an adapter under its folder's name, by which it keeps caches; raises EngineError."""
     try:
         answer = await call(_ADAPTER_PATHS[dialect][0], {"lora_name": folder.name, "lora_path": str(folder)})
     except EngineError as error:
@@ -88,7 +91,7 @@ async def _load_adapter(call: Call, dialect: Dialect, url: str, folder: Path) ->
 
 
 async def _load_into_sglang(call: Call, url: str, folder: Path, version: int) -> None:
-    """Let an SGLang server load a folder and drop its caches, which it refuses to while a request runs."""
+    """Let an SGLang server load a folder and drop its caches; raises EngineError, also while a request runs."""
     body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
     try:
         answer = await call("/update_weights_from_disk", body)

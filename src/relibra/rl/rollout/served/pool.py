@@ -81,7 +81,7 @@ class ServerPool:
                 await self._changed.wait_for(lambda: all(one.is_up or one.why for one in self.servers))
 
     async def keep(self, server: PooledServer) -> None:
-        """Bring a server up, each time that it is lost, until cancelled; raises EngineError where it refuses."""
+        """Bring a server up, and again each time that it is lost, until cancelled; raises EngineError if it refuses."""
         while True:
             await server.down.wait()
             await self._bring_up(server)
@@ -114,14 +114,17 @@ class ServerPool:
                 server.under_way -= 1
 
     async def _check_again(self, server: PooledServer) -> None:
-        """Look at a server that has not answered lately: it may have been started again without losing a request."""
+        """Look at a server that has not answered lately: it may have been started again; raises ServerLost."""
         async with server.checking:
             if time.monotonic() - server.seen > SEEN_SECONDS:
                 await server.client.bring_up(server.connection)
                 server.seen = time.monotonic()
 
     async def _choose(self, lost_by: set[PooledServer], preferred: int) -> PooledServer:
-        """Wait until a server is up; return the best: it has not lost this request, and is not too busy."""
+        """Wait until a server is up; return one that has not lost this request and is least busy, if there is one.
+
+        raises    EngineError where none is left
+        """
         async with self._changed:
             await self._changed.wait_for(
                 lambda: any(one.is_up for one in self.servers) or all(one.is_given_up for one in self.servers)

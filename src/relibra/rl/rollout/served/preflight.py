@@ -30,7 +30,7 @@ _SGLANG_RESERVE = 6
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What a server says of its model: tokens of a request (0: nothing), dtype, as in "float32" (empty: nothing)."""
+    """What a server says of its model: most tokens of a request (0: unknown), and dtype ("float32"; empty: unknown)."""
 
     context: int = 0
     dtype: str = ""

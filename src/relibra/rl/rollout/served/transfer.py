@@ -153,7 +153,10 @@ async def _join(links: Sequence[_Link], transport: Literal["gloo", "nccl"], seco
 async def _wait_until(
     done: Callable[[], bool], requests: Sequence[asyncio.Task[Any]], seconds: float, what: Callable[[], str]
 ) -> None:
-    """Wait until something is done; raise the error of a request that fails meanwhile, or after so many seconds."""
+    """Wait until something is done; raise the error of a request that fails meanwhile.
+
+    raises    EngineError after so many seconds, which says `what` was waited for
+    """
     end = time.monotonic() + seconds
     while not done():
         for request in requests:

@@ -93,7 +93,9 @@ def stage_checkpoint(
     Experts move to logical order and back. Needs host memory for the shards of this rank, and for as much again while
     it is written.
 
-    state   JSON data that the caller needs to resume, the same on all ranks
+    step        finished RL steps
+    responses   in progress on this rank
+    state       JSON data that the caller needs to resume, the same on all ranks
     """
     contents: dict[str, Any] = {"step": step, "ranks": dist.get_world_size(), "state": state, "models": {}}
     with in_logical_order(models) as homes:

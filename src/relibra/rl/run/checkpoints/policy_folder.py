@@ -58,7 +58,7 @@ def write_policy_folder(config: RunConfig, run: Path, step: int | None, folder: 
 
 
 def write_start_folder(config: RunConfig, folder: Path) -> None:
-    """Write the built-in model of a run as it is before its first step, from which a server starts.
+    """Write the built-in model of a run before its first step, with tokenizer, as a folder for a server.
 
     raises    ConfigError for a run with a model of its own, which is such a folder, and where nothing can be written
     """
