@@ -119,6 +119,7 @@ def test_number_and_length_are_checked_before_encoding(monkeypatch):
     monkeypatch.setattr(Letters, "encode", lambda _, text, **__: encoded.append(text) or [1])
     messages = [{"role": "user", "content": "a" * 150}, {"role": "user", "content": "a" * 51}]
     for kind, body in (
+        (CompletionBody, {"prompt": []}),
         (CompletionBody, {"prompt": ["a"] * 257}),
         (CompletionBody, {"prompt": ["a"] * 3, "n": 128}),
         (CompletionBody, {"prompt": ["a", "a" * 201]}),

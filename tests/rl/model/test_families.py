@@ -14,10 +14,10 @@ from tests.rl.joined import on_ranks, policy_of, tiny_config
 
 TOKENS = 9
 RECURRENT = {
-    "BailingHybridForCausalLM", "Inkling2ForCausalLM", "JambaForCausalLM", "LaraMiniForCausalLM", "MiniMaxForCausalLM",
+    "BailingHybridForCausalLM", "Inkling2ForCausalLM", "JambaForCausalLM", "MiniMaxForCausalLM",
     "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen4ExpForCausalLM",
 }  # fmt: skip
-WITHOUT_PLAN = {"LongcatFlashForCausalLM"}
+WITHOUT_PLAN = {"LaraMiniForCausalLM", "LongcatFlashForCausalLM"}
 QUICK = ("DeepseekV32ForCausalLM", "Gemma4ForCausalLM")
 
 

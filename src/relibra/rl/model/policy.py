@@ -170,7 +170,9 @@ def build_policy(
                 trained = load()
         except ConfigError:
             raise
-        except ValueError as error:  # transformers has no plan for this family; the same on all ranks
+        except (ValueError, RuntimeError) as error:  # no plan of transformers, or it converts slices; on all ranks
+            if isinstance(error, RuntimeError) and (num_ranks == 1 or "conversion of the weights" not in str(error)):
+                raise
             raise ConfigError(
                 f"{_name(settings)} cannot be sharded over {num_ranks} ranks: "
                 f"{str(error).splitlines()[0].rstrip('.')}; use parallel.ranks=1, or a model of another family"

@@ -180,6 +180,8 @@ class CompletionBody(TextBody):
         """Return the tokens of the prompts; encodes text, which may take long."""
         several = isinstance(self.prompt, list) and not (self.prompt and isinstance(self.prompt[0], int))
         prompts: Any = self.prompt if several else [self.prompt]
+        if not prompts:
+            raise HTTPException(400, "prompt is an empty list: send one prompt or several")
         if len(prompts) * (self.n or 1) > MOST_CHOICES:
             raise HTTPException(400, f"{len(prompts)} prompts with n {self.n or 1} are more than {MOST_CHOICES}")
         for prompt in prompts:
