@@ -276,7 +276,7 @@ def test_nobody_pickles():
 
 
 LINE_CEILINGS = {
-    "src/relibra": (66_000, ""),
+    "src/relibra": (65_500, ""),
     "planning without deployment and baselines": (7_500, r"planning/(?!deployment/|baselines/)"),
     "planning/baselines": (1_300, "planning/baselines/"),
     "parallel": (5_000, "parallel/"),
