@@ -141,7 +141,7 @@ def test_masked_tokens_of_mixed_routes_do_not_train(tmp_path, small_canary):
         assert row["trained_tokens"] == row["sampled_tokens"] - mixed
 
 
-def test_rescored_tokens_have_log_probs_and_routes_of_one_version(tmp_path, small_canary):
+def test_a_cut_answer_is_rescored_where_it_goes_on(tmp_path, small_canary):
     settings = ("rollout.ahead=1", "algorithm.group_filter=off", "run.steps=3", "update.learning_rate=1e-2")
     for choice in ("replay", "rescore"):
         folder = tmp_path / choice
