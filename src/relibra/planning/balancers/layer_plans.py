@@ -223,10 +223,10 @@ def cheapest_layers(
 def step_seconds(request: PlacementRequest, demand: ScheduledDemand, layers: LayerPlans) -> float:
     """Return the seconds of a step, with its part of the moves of homes."""
     assert layers.costs is not None, "not yet dropped"
-    placement, costs = request.placement(layers.home_LE, layers.replica_MLRB, layers.quota_MLRB), layers.costs
+    costs, homes = layers.costs, request.previous.with_home_ranks(layers.home_LE.astype(np.int16))
     attention_M = busiest_attention_M(demand, request.cluster, request.expert)
     seconds_ML = costs.compute_ML + costs.exchange_ML + costs.exposed_copies_ML(attention_M) + costs.host_ML
-    moving = relocation_seconds(request.previous, placement, request.cluster, request.expert)
+    moving = relocation_seconds(request.previous, homes, request.cluster, request.expert)
     attention = 3.0 * len(layers.home_LE) * float(attention_M.sum())
     return float(seconds_ML.sum()) + attention + moving / request.budget.steps_served
 
