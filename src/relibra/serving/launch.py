@@ -8,7 +8,6 @@ import secrets
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from relibra.environment import worker_environment
+from relibra.environment import module_program, worker_environment
 from relibra.errors import EngineError
 from relibra.serving.channel import Channel, worker_address
 from relibra.serving.layout import WorkerLayout, place_experts
@@ -187,7 +186,7 @@ class RunningWorkers:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "relibra.serving.worker_process", str(theirs.fileno()), role, str(number)],
+                [*module_program("relibra.serving.worker_process"), str(theirs.fileno()), role, str(number)],
                 pass_fds=[theirs.fileno()],
                 env=worker_environment(spec["threads"]),
                 stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""A worker as a process of its own: `python -m relibra.serving.worker_process FD ROLE NUMBER`, started by `launch.py`.
+"""A worker as a process of its own, with the arguments FD ROLE NUMBER, started by `launch.py`.
 
 The API server sends what to load over the inherited connection FD; the worker ends when that closes. ROLE and NUMBER
 are for lists of processes.
@@ -33,9 +33,15 @@ from relibra.serving.roles.expert_worker import ExpertWorker
 from relibra.serving.worker_timeline import timeline_frame, worker_recorder
 
 
-def main(arguments: Several[str]) -> None:
+def main() -> None:
+    """Work until the API server is gone, and end the process whatever its threads wait for."""
+    serve(Channel(socket.socket(fileno=int(sys.argv[1]))))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def serve(control: Channel) -> None:
     """Read what to do, load, report readiness or the error, and work until the API server is gone."""
-    control = Channel(socket.socket(fileno=int(arguments[0])))
     try:
         spec = control.receive()
     except ConnectionError:  # the API server has gone
@@ -221,9 +227,3 @@ def check_same_shapes(new: Several[nn.Module], old: Several[nn.Module], folder: 
             found, known = (of.get(name) for of in shapes)
             if found != known:
                 raise ConfigError(f"{folder} is of another model: {name} is {found}, here {known}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)  # threads that wait for the other end of a channel do not keep the process

@@ -12,7 +12,7 @@ from shutil import which
 from typing import Any
 
 from relibra.cluster import PRESETS, read_cluster
-from relibra.environment import environment_of_dry_run, first_visible_gpu
+from relibra.environment import environment_of_dry_run, first_visible_gpu, module_program
 from relibra.errors import ConfigError
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.memory.estimate import GIB, Estimate
@@ -93,7 +93,7 @@ def estimate_memory(
     memory = memory or device_memory(config)
     request = {"config": config.model_dump(mode="json"), "memory": asdict(memory), "whole": whole}
     done = subprocess.run(
-        [sys.executable, "-m", "relibra.rl.memory.worker"],
+        module_program("relibra.rl.memory.worker"),
         input=json.dumps(request),
         capture_output=True,
         text=True,

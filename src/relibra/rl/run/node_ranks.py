@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from relibra.environment import rank_environment
+from relibra.environment import rank_environment, uncollected_imports
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.run.run_failure import EndedRanks, Exit, RankFailure
 from relibra.rl.run.run_folder import running_file
@@ -35,7 +35,9 @@ WATCH_SECONDS = 0.2
 START_RANK = (
     "import json, sys; place = json.load(open(sys.argv[1])); sys.path[:] = place['path']; "
     "from relibra.rl.run.node_ranks import watch_launcher; watch_launcher(place['launcher'], place['run']); "
-    "from relibra.rl.run.rank import main; main(place)"
+    "from relibra.environment import uncollected_imports\n"
+    "with uncollected_imports(): from relibra.rl.run.rank import main\n"
+    "main(place)"
 )
 """Program of a rank: it watches the launcher while it imports torch."""
 _NO_SIGNALS = "none"
@@ -87,10 +89,11 @@ def run_node_ranks(config: RunConfig, run: Path, node: Node) -> EndedRanks:
 
 def _launch(node: Node, folder: Path) -> dict[int, Any]:
     """Start the ranks and wait for them; return torch's `ProcessFailure` of those that failed, the first one first."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    with uncollected_imports():
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logger = logging.getLogger("torch.distributed.elastic")
     logger.propagate = False  # what the agent logs of ranks that end, `run_failure.py` says in one sentence
