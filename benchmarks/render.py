@@ -8,7 +8,8 @@ Run: relibra bench render [--check] [--json]
     <!-- figure: NAME KEY -->                a figure up to the next <!-- end -->, which is the same in all rows
     <!-- figure: NAME KEY @ CASE -->         the same, of the rows of one case
     <!-- figure: NAME KEY @ key=value; ... --> the same, of the rows with these values
-    <!-- figure: NAME least:KEY @ ... -->    the smallest of the rows' values; most: the largest; count: how many rows
+    <!-- figure: NAME least:KEY @ ... -->    the smallest of the rows' values; most: the largest; range: from the
+                                             smallest to the largest; count: how many rows
     <!-- answer: PAGE -->                    title and first sentence of docs/results/PAGE.md
 """
 
@@ -24,7 +25,7 @@ from benchmarks.harness.provenance import RESULTS, ROOT
 from benchmarks.harness.results_files import Row, read_results
 from benchmarks.load_picture import draw_skew
 from benchmarks.programs import BY_NAME, recorded_program
-from benchmarks.table_columns import COLUMNS, Column, Grouped, shown
+from benchmarks.table_columns import COLUMNS, FACTS, Column, Grouped, shown
 from relibra.errors import ConfigError
 from relibra.files import write_text
 
@@ -121,6 +122,8 @@ def figure(name: str, key: str, of: str | None = None) -> str:
     values = [row[of_key] for row in rows if of_key in row and _is_of(row, of)]
     if aggregate == "count" and _names_keys_of(rows, of_key, of):
         return str(len(values))
+    if aggregate == "range" and values:
+        return _range(values)
     if aggregate in _AGGREGATES and values:
         return shown(_AGGREGATES[aggregate](values))
     found = {shown(row[key]) for row in rows if key in row and _is_of(row, of)}
@@ -152,8 +155,9 @@ def _names_keys_of(rows: Sequence[Row], key: str, of: str | None) -> bool:
 def table(name: str, of: str | None = None) -> str:
     """Return rows of one result file as Markdown, with where they come from underneath.
 
-    Columns that are empty in all rows are left out; those that are the same in all rows stand underneath. Without the
-    file, or without such rows, the text says so.
+    Columns that are empty in all rows are left out; those that are the same in all rows stand underneath, and so do
+    the facts with which all cells of a column of FACTS begin or end. Without the file, or without such rows, the text
+    says so.
 
     name      FILE or FILE/VIEW, a key of COLUMNS
     of        a case, or `key=value` pairs with "; " between them; None: all rows
@@ -171,12 +175,36 @@ def table(name: str, of: str | None = None) -> str:
         titles, lines = _grouped(rows, columns, path.name)
     else:
         titles, lines = _titles(columns), [_cells(row, columns, path.name) for row in rows]
+    lines, facts = _facts_apart(titles, lines)
     kept, shared = _differing(titles, lines)
+    shared += facts
     if isinstance(columns, Grouped) and columns.over and len(columns.figures) == 1:
         shared.insert(0, f"cells: {_titles(columns.figures)[0]}")
     written = [" | ".join(["", *(line[n] for n in kept), ""]).strip() for line in (titles, *lines)]
     written.insert(1, "|" + "---|" * len(kept))
-    return "\n".join([*written, "", _provenance(rows, titles, shared, file), ""])
+    return "\n".join([*written, "", _provenance(rows, titles, shared, path.name), ""])
+
+
+def _facts_apart(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
+    """Return the lines without the facts that all cells of a column begin or end with, and these facts in words."""
+    columns, facts = [list(column) for column in zip(*lines, strict=True)], []
+    for n, column in enumerate(columns):
+        if titles[n] in FACTS and len(set(column)) > 1:
+            parts = [re.split(r"(?<=[,;]) ", cell) for cell in column]
+            first = _shared(parts)
+            last = _shared([cell[first:][::-1] for cell in parts])
+            common = [*parts[0][:first], *parts[0][len(parts[0]) - last :]]
+            columns[n] = [" ".join(cell[first : len(cell) - last]).rstrip(",;") for cell in parts]
+            facts += [f"{titles[n]} {' '.join(common).rstrip(',;')}"] * bool(common)
+    return [list(line) for line in zip(*columns, strict=True)], facts
+
+
+def _shared(parts: Sequence[Sequence[str]]) -> int:
+    """Return with how many equal parts all cells begin; of each cell one part remains."""
+    return next(
+        (n for n, of_cells in enumerate(zip(*parts, strict=False)) if len(set(of_cells)) > 1),
+        min(map(len, parts)) - 1,
+    )
 
 
 def _differing(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> tuple[list[int], list[str]]:
@@ -205,9 +233,12 @@ def _grouped(rows: Sequence[Row], of: Grouped, file: str) -> tuple[list[str], li
     return [*_titles(of.by), *titles], lines
 
 
-def _value_of(row: Row, key: str | None) -> str:
+def _value_of(row: Row, of: Column | None) -> str:
     """Return what heads the columns of a row; a number needs its key to be understood."""
-    return "" if key is None else row[key] if isinstance(row[key], str) else f"{row[key]} {key}"
+    if of is None:
+        return ""
+    value = row[of] if isinstance(of, str) else of[1](row)
+    return value if isinstance(value, str) else f"{value} {of if isinstance(of, str) else of[0]}"
 
 
 def _titles(columns: Sequence[Column]) -> list[str]:
@@ -249,7 +280,7 @@ def _provenance(rows: Sequence[Row], titles: Sequence[str], shared: Sequence[str
         f"{repetitions} repetition(s)",
         f"{_command_in_words(first['command'])} at commit {first['commit'][:12]}{dirty}",
         first["machine"],
-        f"versions and all rows: {file}",
+        f"`{file}`",
     ]
     return f"*{', '.join(dict.fromkeys(row['label'] for row in rows))}: {'; '.join(facts)}.*"
 
@@ -258,4 +289,4 @@ def _command_in_words(recorded: str) -> str:
     """Return the command that made a row, and the one that makes it today if that is another."""
     name, arguments = recorded_program(recorded)
     today = shlex.join(["relibra", "bench", name, *arguments]) if name in BY_NAME else recorded
-    return f"recorded by `{recorded}`" + (f" (today `{today}`)" if today != recorded else "")
+    return f"`{recorded}`" + (f" (today `{today}`)" if today != recorded else "")

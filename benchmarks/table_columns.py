@@ -9,6 +9,9 @@ from benchmarks.harness.provenance import quartiles
 Column = str | tuple[str, Callable[[dict], object]]
 """A key of the rows, or a title and a function of a row."""
 
+FACTS = ("configuration", "sizes", "ranks and experts", "source", "simulated", "cited")
+"""Titles of columns whose cells are facts with ", " or "; " between them: those of all rows stand under the table."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Grouped:
@@ -16,12 +19,12 @@ class Grouped:
 
     by        what the rows of a group share
     figures   one column each; a cell shows the smallest and the largest value of its group
-    over      key whose values become columns, each with every figure; None: one column per figure
+    over      what becomes columns, each with every figure; None: one column per figure
     """
 
     by: tuple[Column, ...]
     figures: tuple[Column, ...]
-    over: str | None = None
+    over: Column | None = None
 
 
 def _of(key: str, title: str = "") -> Column:
@@ -72,6 +75,15 @@ _EMULATED = Grouped(
     over="ep",
     figures=(("in slots, in time", lambda row: f"{row['token_skew']:.2f}, {row['straggler']:.2f}"),),
 )
+_MINI_BATCHES = {
+    "old log-probs of all": "all",
+    "old log-probs but of the first mini-batch": "all but the first",
+    "no old log-probs": "none",
+}
+_PASSES: tuple[Column, ...] = (
+    ("old log-probs of mini-batches", lambda row: _MINI_BATCHES[row["passes"].partition(", ")[0]]),
+    ("activations", lambda row: row["passes"].partition(", activations ")[2]),
+)
 _ITERATION: tuple[Column, ...] = (
     ("training s", lambda row: row["seconds"]),
     ("iteration s", lambda row: row["iteration_seconds"]),
@@ -83,7 +95,7 @@ _RATIOS: tuple[Column, ...] = (
     ("best setting of a peer / it", lambda row: row["ratio_to_best_setting"]),
 )
 COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
-    "recordings": ("case", "ranks", "mean", "median", "p95", "configuration"),
+    "recordings": Grouped(by=("case", "configuration"), over="ranks", figures=("mean", "median", "p95")),
     "routing": ("case", ("million per second", lambda row: row["median"]), "configuration"),
     "route_path": ("case", "us_per_token", "configuration"),
     "route_memory": ("case", "peak_gib", "target", "seconds", "configuration"),
@@ -93,12 +105,15 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
     "balancers_v2_lite": _BALANCERS,
     "planner": ("case", "ranks", "reached", "target", "bound", "unit", "configuration"),
     "planner/skew": Grouped(by=("case",), over="ranks", figures=("reached",)),
-    "planner_whole_step": (
-        "case",
-        ("s", lambda row: row["seconds"]),
-        ("peak MiB", lambda row: f"{row['peak_mib']:,}"),
-        ("experts that move", lambda row: f"{row['moved']:.0%}"),
-        "ranks_and_experts",
+    "planner_whole_step": Grouped(
+        by=("layers", "micro_batches", "ranks_and_experts"),
+        over=("step", lambda row: row["case"].split(", ", 2)[2]),
+        figures=(
+            (
+                "seconds, peak memory, experts that move",
+                lambda row: f"{row['seconds']} s, {row['peak_mib']:,} MiB, {row['moved']:.0%}",
+            ),
+        ),
     ),
     "trainer_schedules": Grouped(
         by=("case",),
@@ -114,10 +129,10 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         by=("dispatch", "mini_batches", ("prompt / response", lambda row: row["lengths"])),
         figures=(*_RATIOS, ("best that repeats prompts / it", lambda row: row["ratio_to_best_repeating_setting"])),
     ),
-    "iteration/levers": ("passes", "prompts", "ahead", "kept", *_ITERATION, *_RATIOS),
+    "iteration/levers": (*_PASSES, "prompts", "ahead", "kept", *_ITERATION, *_RATIOS),
     "iteration/peers": (
         ("peer", lambda row: row["plan"]),
-        "passes",
+        *_PASSES,
         ("setting", lambda row: row["words"]),
         "balancer",
         "kept",
@@ -272,12 +287,12 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         "skew",
         "cited",
     ),
-    "papers/skew": ("case", ("model", lambda row: row["skew"]), "cited"),
+    "papers/skew": Grouped(by=("balancer", "cited"), over="ranks", figures=(("skew", lambda row: row["skew"]),)),
     "papers/planner": ("case", ("skew, model", lambda row: row["skew"]), ("copies", lambda row: row["value"]), "cited"),
     "papers/training": Grouped(
         by=("balancer",), over="model", figures=(("simulated / static", lambda row: row["ratio_to_static"]), "cited")
     ),
-    "papers/straggler": ("case", ("model", lambda row: row["value"]), "cited"),
+    "papers/straggler": Grouped(by=("balancer",), over="ranks", figures=(("model", lambda row: row["value"]), "cited")),
     "papers/iteration": (
         ("simulated", lambda row: row["case"]),
         "recompute",
@@ -341,7 +356,7 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         _of("cpu_ratio", "of vLLM, per CPU second"),
     ),
     "acceptance": _GOALS,
-    "deployment": _GOALS,
+    "deployment": (*_GOALS[:-1], ("configuration", lambda row: row["configuration"].partition("; ")[0])),
     "deployment/gain": Grouped(by=("case",), over="per", figures=(("simulated, per", lambda row: row["value"]),)),
     "deployment/pairs": (
         "case",

@@ -264,6 +264,7 @@ def test_figures_are_taken_from_the_rows_that_a_marker_selects(render, monkeypat
     assert render.figure("made", "n ms", "W = 3") == "3"
     assert render.figure("made", "n ms", "who=b; case=W = 4") == "4"
     assert [render.figure("made", f"{name}:n ms", "who=a") for name in ("least", "most", "count")] == ["0", "2", "3"]
+    assert [render.figure("made", "range:n ms", of) for of in ("who=b", "case=W = 4")] == ["3 to 4", "4"]
     assert render.figure("made", "count:case", "who=c") == "0"
     for key, of in (("count:case", "whom=a"), ("count:m ms", "who=a"), ("most:n ms", "who=c")):
         with pytest.raises(ValueError, match="needs exactly one value"):
@@ -286,8 +287,8 @@ def test_a_table_without_rows_says_so_until_there_are_some(render, monkeypatch, 
     table = render.rendered(page)
     assert [line.split(" | ")[1:] for line in table.splitlines() if line[:3] == "| x"] == [["<= 0.02 |"], [">= 0.02 |"]]
     assert (
-        "*measured: see each row; what w; reached 0.012; 9 repetition(s); recorded by `c` at commit 000000000000; m;"
-        in table
+        "*measured: see each row; what w; reached 0.012; 9 repetition(s); `c` at commit 000000000000; m; "
+        "`runtime_targets.json`.*" in table
     )
     assert render.rendered(table) == table
 
@@ -315,6 +316,21 @@ def test_a_grouped_table_shows_the_range_of_each_group(render, table_columns, mo
     lines = render.table("made/in_columns").splitlines()
     assert lines[:4] == ["| who | 8 ranks | 16 ranks |", "|---|---|---|", "| a | 1.5 to 2.5 |  |", "| b | 1 | 3 |"]
     assert "cells: speed;" in lines[5]
+
+
+def test_facts_of_all_rows_stand_under_a_table(render, monkeypatch, tmp_path):
+    monkeypatch.setattr(render, "RESULTS", tmp_path)
+    monkeypatch.setattr(render, "COLUMNS", {"made": ("case", "configuration")})
+    for of, cells, shared in (
+        (("2 layers, a; x", "2 layers, b, c; x"), ["a", "b, c"], "; configuration 2 layers, x; 9 rep"),
+        (("2 layers, a", "2 layers"), ["2 layers, a", "2 layers"], "see each row; 9 rep"),
+        (("2,048 a", "2,048 b"), ["2,048 a", "2,048 b"], "see each row; 9 rep"),
+    ):
+        rows = [ORIGIN | {"case": str(n), "configuration": one} for n, one in enumerate(of)]
+        (tmp_path / "made.json").write_text(json.dumps(rows))
+        lines = render.table("made").splitlines()
+        assert [line.split(" | ")[1].removesuffix(" |") for line in lines[2:4]] == cells
+        assert shared in lines[5]
 
 
 @pytest.mark.parametrize("key", ["command", "commit", "versions", "repetitions", "reached"])
