@@ -287,7 +287,7 @@ def test_a_table_without_rows_says_so_until_there_are_some(render, monkeypatch, 
     table = render.rendered(page)
     assert [line.split(" | ")[1:] for line in table.splitlines() if line[:3] == "| x"] == [["<= 0.02 |"], [">= 0.02 |"]]
     assert (
-        "*measured: see each row; what w; reached 0.012; 9 repetition(s); `c` at commit 000000000000; m; "
+        "*measured: see each row; what w; reached 0.012; 9 repetitions; `c` at commit 000000000000; m; "
         "`runtime_targets.json`.*" in table
     )
     assert render.rendered(table) == table
