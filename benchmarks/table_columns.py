@@ -84,6 +84,7 @@ _PASSES: tuple[Column, ...] = (
     ("old log-probs of mini-batches", lambda row: _MINI_BATCHES[row["passes"].partition(", ")[0]]),
     ("activations", lambda row: row["passes"].partition(", activations ")[2]),
 )
+_KEPT: Column = ("kept, of how many layers", lambda row: row["kept"].replace(" of ", " ").replace(" layers", ""))
 _ITERATION: tuple[Column, ...] = (
     ("training s", lambda row: row["seconds"]),
     ("iteration s", lambda row: row["iteration_seconds"]),
@@ -129,13 +130,13 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         by=("dispatch", "mini_batches", ("prompt / response", lambda row: row["lengths"])),
         figures=(*_RATIOS, ("best that repeats prompts / it", lambda row: row["ratio_to_best_repeating_setting"])),
     ),
-    "iteration/levers": (*_PASSES, "prompts", "ahead", "kept", *_ITERATION, *_RATIOS),
+    "iteration/levers": (*_PASSES, "prompts", "ahead", _KEPT, *_ITERATION, *_RATIOS),
     "iteration/peers": (
         ("peer", lambda row: row["plan"]),
         *_PASSES,
         ("setting", lambda row: row["words"]),
         "balancer",
-        "kept",
+        _KEPT,
         *_ITERATION,
         ("it / relibra, equal passes", lambda row: row["ratio_to_relibra"]),
         "source",
@@ -184,7 +185,18 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         ("estimated", lambda row: f"{row['estimated_gib']:.1f}" if "estimated_gib" in row else "-"),
         "configuration",
     ),
-    "preparation": ("case", "value", "unit", _of("target"), "configuration"),
+    "preparation": Grouped(
+        by=("configuration",),
+        over="case",
+        figures=(
+            (
+                "value",
+                lambda row: (
+                    f"{shown(row['value'])} {row['unit']}" + f" (target {row.get('target')})" * bool(row.get("target"))
+                ),
+            ),
+        ),
+    ),
     "dispatch": (
         ("dispatch", lambda row: row["case"]),
         ("MiB between nodes, planned", lambda row: f"{row['planned_bytes'] / 2**20:.3f}"),
