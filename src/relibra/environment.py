@@ -5,7 +5,6 @@ Also which signals stop a run.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import gc
 import logging
@@ -52,12 +51,6 @@ def uncollected_imports() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def collect_rarely() -> None:
-    """Collect garbage after 50,000 new objects instead of 700, and not at the end: for a process of one command."""
-    gc.set_threshold(50_000)
-    atexit.register(gc.freeze)
 
 
 def module_program(module: str) -> list[str]:

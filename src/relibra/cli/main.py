@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 import traceback
 from collections.abc import Callable
@@ -13,7 +15,7 @@ import typer
 import relibra
 from relibra.cli import bench, calibrate, compare, explain, export, plan, report, simulate, sweep, trace, train
 from relibra.cli.serve import app as serve
-from relibra.environment import collect_rarely, shows_tracebacks
+from relibra.environment import shows_tracebacks
 from relibra.errors import RelibraError, library_errors
 from relibra.printable import escape_logs_and_tracebacks, printable
 
@@ -75,7 +77,7 @@ def about(
 
 def main() -> None:
     """Run the program; expected errors become one line on stderr and exit code 1."""
-    collect_rarely()
+    atexit.register(gc.freeze)  # else the end of a process collects all that torch imported
     escape_logs_and_tracebacks()
     try:
         described = (OSError, RecursionError, MemoryError)  # have a sentence of their own below

@@ -13,6 +13,7 @@ from relibra.cli.inputs.requests import takes, within
 from relibra.cli.outputs.files import check_outputs, named
 from relibra.cli.outputs.terminal import print_note
 from relibra.cli.serve.plan import open_served_model
+from relibra.environment import uncollected_imports
 from relibra.errors import ConfigError, missing_packages
 
 INSTALL = "in the checkout, pip install -e '.[train,serve]'"
@@ -99,7 +100,7 @@ def run(request: ServeRequest) -> None:
 
     Example: relibra serve runs/demo/policy --attention 1 --experts 1 --micro-batches 2 --port 8100
     """
-    with missing_packages("relibra serve", INSTALL):
+    with missing_packages("relibra serve", INSTALL), uncollected_imports():
         from relibra.serving.layout import WorkerLayout
         from relibra.serving.roles.checkpoint import count_positions, read_config
         from relibra.serving.server.serve import ServerSettings, serve

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
-from relibra.environment import STOP_SIGNALS, LaunchedRank, keep_hub_offline, launched_rank
+from relibra.environment import STOP_SIGNALS, LaunchedRank, keep_hub_offline, launched_rank, uncollected_imports
 from relibra.errors import INSTALL_TRAINING, ConfigError, EngineError
 from relibra.files import write_text
 from relibra.printable import printable
@@ -109,7 +109,8 @@ def _run_as_rank(config: RunConfig, launched: LaunchedRank, resume: Path | None,
             "--supervise starts again the processes that relibra started: under torchrun leave it out and use "
             "torchrun's --max-restarts, after which a run continues from its last checkpoint"
         )
-    from relibra.rl.run.rank import run_launched
+    with uncollected_imports():
+        from relibra.rl.run.rank import run_launched
 
     if resume is not None and launched.rank == 0:
         (resume / ESTIMATE_FILE).unlink(missing_ok=True)  # it is of other settings
