@@ -1,7 +1,8 @@
 """When a plan is not followed: every expert then runs at home, and one rank logs one warning.
 
 for the whole step     `agree_on_step`: ranks hold different plans or demands, or the plan breaks a rule
-for one micro-batch    `routes_fit` is false: a rank has other routes than those that the plan was made for
+for one micro-batch    `routes_fit` is false: a rank has other routes than those that the plan was made for, as
+                       `rows/prepared_rows.py` found
 
 Differences that remain when experts run at home, such as other homes, raise EngineError on all ranks instead; so does a
 layer whose router does not follow the routes (`PlannedMicroBatch.check_choices`).

@@ -178,7 +178,8 @@ def _site(name: str, module: Any, family: str) -> RouterSite:
     if family == "Gemma4TextRouter":
         num_experts, top_k = module.config.num_experts, module.config.top_k_experts
     else:
-        num_experts, top_k = getattr(module, "n_routed_experts", module.num_experts), module.top_k
+        name_of_number = "n_routed_experts" if hasattr(module, "n_routed_experts") else "num_experts"
+        num_experts, top_k = getattr(module, name_of_number), module.top_k
     return RouterSite(
         module=module,
         name=name,

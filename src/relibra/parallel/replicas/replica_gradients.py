@@ -1,6 +1,7 @@
 """`LayerReplicas`: replicas of one layer in the autograd graph: weights come from slots, gradients return home.
 
-No replica is a parameter; its gradient is added to that of its home before FSDP, clipping or the optimizer see it.
+No replica is a parameter; its gradient is added to that of its home before FSDP, clipping or the optimizer see it
+(fast sums; for canonical ones chunks send partial gradients home: `canonical.py`).
 One layer, in the order of the forward pass; the backward pass runs the right column upwards, alike on every rank:
 
     forward                                         backward

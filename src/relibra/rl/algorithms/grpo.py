@@ -1,6 +1,6 @@
 """GRPO, arXiv 2402.03300: PPO's loss with advantages within groups, and a mean over responses; no value model.
 
-With `kl_coefficient` the loss has the divergence from the reference of its eq. 4.
+`loss` is that of `ppo.py`. With `kl_coefficient` it has the divergence from the reference of its eq. 4.
 """
 
 from __future__ import annotations

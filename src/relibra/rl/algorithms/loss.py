@@ -1,4 +1,7 @@
-"""The policy loss of a run: the function that `algorithm.loss` names, its calls, and the check of one of the user."""
+"""Calls of the policy loss, a function that `algorithm.loss` names, and the check of one of the user.
+
+Formulas are in `ppo.py` and the files of its variations.
+"""
 
 from __future__ import annotations
 

@@ -60,14 +60,14 @@ def new_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: st
     return zeros(parameter, key) if zeros else torch.zeros_like(parameter.detach())
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, base: float, step: int, warmup_steps: int) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, base: float, made: int, warmup_steps: int) -> None:
     """Set the learning rate of the next optimizer step.
 
-    base           learning rate after the warm-up: `update.learning_rate`, or `critic.learning_rate`
-    step           optimizer steps made so far
+    base           learning rate after `warmup_steps`: `update.learning_rate`, or `critic.learning_rate`
+    made           optimizer steps made so far
     warmup_steps   steps over which the rate rises linearly; the last of them uses `base`
     """
-    rate = base * min(1.0, (step + 1) / max(1, warmup_steps))
+    rate = base * min(1.0, (made + 1) / max(1, warmup_steps))
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)  # torchao reads the same tensor in each step
@@ -86,7 +86,7 @@ def step_or_skip(
 ) -> tuple[StepCount, float | None]:
     """Make an optimizer step with clipped gradients, or skip it where they are not finite; collective.
 
-    learning_rate   after the warm-up
+    learning_rate   after `update.lr_warmup_steps`
     name            of the model, for messages
     returns         counts after it, and the norm of the gradient before clipping; None: skipped, on all ranks
     raises          EngineError, on all ranks, after more than MOST_SKIPPED skipped steps in a row
