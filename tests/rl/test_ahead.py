@@ -153,6 +153,18 @@ def test_a_cut_answer_is_rescored_where_it_goes_on(tmp_path, small_canary):
         assert all(row["trained_tokens"] == row["sampled_tokens"] for row in rows)
 
 
+@pytest.mark.parametrize("dialect", ["vllm", pytest.param("sglang", marks=pytest.mark.slow)])
+def test_answers_that_servers_keep_are_trained_as_mixed(tmp_path, small_canary, dialect):
+    settings = ("rollout.ahead=1", "rollout.on_update=keep", "algorithm.group_filter=off", "trace.keep=99")
+    fast, pace = ("update.learning_rate=1e-2", "run.steps=3"), held_until_cut()
+    with served(tmp_path, *settings, *fast, dialect=dialect, pace=pace) as (server, run):
+        rows = run_alone(run, tmp_path / "run")
+    check_counts(tmp_path / "run", 3)
+    assert server.version == "3"
+    assert max(row["ahead"]["mixed_share"] for row in rows) > 0, "no answer was kept"
+    assert max(row["ahead"]["age_max"] for row in rows) == 1
+
+
 def test_a_resumed_run_loses_no_sample_and_doubles_none(tmp_path, small_canary):
     settings = ("rollout.ahead=2", "algorithm.group_filter=off", "trace.keep=99", "run.steps=4", "checkpoint.every=1")
     with served(tmp_path, *settings, "checkpoint.keep=9") as (server, run):
@@ -211,6 +223,22 @@ def test_what_cannot_sample_meanwhile_is_refused(settings):
     with pytest.raises(ConfigError) as caught:
         load_config(None, ["rollout.ahead=1", *settings])
     assert caught.value.what == "rollout.ahead"
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ((*SERVED, "rollout.ahead=0"), "rollout.on_update"),
+        (("rollout.engine=serve",), "rollout.on_update"),
+        ((*SERVED, "rollout.transfer=gloo"), "rollout.on_update"),
+        ((*SERVED, "rollout.mixed_routes=rescore"), "rollout.mixed_routes"),
+    ],
+)
+def test_where_answers_cannot_be_kept_is_refused(settings, what):
+    load_config(None, ["rollout.ahead=1", *SERVED, "rollout.on_update=keep"])
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["rollout.ahead=1", "rollout.on_update=keep", *settings])
+    assert caught.value.what == what
 
 
 def test_the_first_lines_say_what_corrects_older_tokens():

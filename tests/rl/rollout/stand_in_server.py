@@ -87,7 +87,9 @@ class StandIn(SleepAndTransfer, ThreadingHTTPServer):
         self.prepare_memory()
         self.lives, self.looks, self.dies_with = None, 1 << 30, None
         self.paused, self.resumed, self.pace, self.sampled = threading.Event(), threading.Event(), None, []
+        self.going = threading.Event()
         self.resumed.set()
+        self.going.set()
         self.count, self.turn = threading.Lock(), threading.Lock()
 
     def handle_error(self, *_):
@@ -109,13 +111,23 @@ class StandIn(SleepAndTransfer, ThreadingHTTPServer):
         first, then = (self.resumed, self.paused) if paused else (self.paused, self.resumed)
         first.clear()
         then.set()
+        self.going.set()
         return {"status": "ok"}, 200
+
+    def keep(self):
+        """Hold answers under way, and let others wait."""
+        self.going.clear()
+        return {"status": "ok"}, 200
+
+    def is_cut(self, number):
+        """Wait before a token; return whether it does not come any more."""
+        return self.paused.wait(self.pace(number)) or not self.going.wait(20)
 
     def passed(self, tokens, added, version):
         """Let time pass for each new token; return how many there are: all, or those before a pause."""
         number = len(added)
         if self.pace is not None:
-            number = next((n for n in range(len(added)) if self.paused.wait(self.pace(n))), len(added))
+            number = next((n for n in range(len(added)) if self.is_cut(n)), len(added))
         with self.count:
             self.sampled.append((tuple(tokens), added[:number], version))
         return number
@@ -195,8 +207,9 @@ class StandIn(SleepAndTransfer, ThreadingHTTPServer):
         if path == PATHS["vllm"]:
             return self.generate_as_vllm(body), 200
         if path in ("/pause", "/pause_generation"):
-            assert (body.get("mode") or self.query["mode"][0]) == "abort"
-            return self.pause(paused=True)
+            mode = body.get("mode") or self.query["mode"][0]
+            assert mode in ("abort", "keep" if self.dialect == "vllm" else "retract")
+            return self.pause(paused=True) if mode == "abort" else self.keep()
         if path in ("/resume", "/continue_generation"):
             return self.pause(paused=False)
         if path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
@@ -241,7 +254,7 @@ class StandIn(SleepAndTransfer, ThreadingHTTPServer):
                 number = self.passed(tokens, added, version)
                 pairs = list(zip(log_probs, added, strict=True))[:number]
                 about["finish_reason"]["type"] = reason_of(number, added, stop_ids)
-                about["weight_versions"] = [{"version": version, "start": 0, "end": number}] * (number > 0)
+                about["weight_versions"] = [{"version": v} for v in sorted({version, self.version}) if number]
                 about["output_token_logprobs"] = [[value, token, None] for value, token in pairs]
                 rows = np.ascontiguousarray(routes[: len(tokens) + number - 1], dtype="<i4")
                 about["routed_experts"] = base64.b64encode(rows.tobytes()).decode() if number else None
@@ -309,6 +322,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if path in PATHS.values():
             server.resumed.wait(20)  # a paused server lets them wait
+            server.going.wait(20)
         with server.turn:  # once it begins anew, it answers no request of before
             if self.is_gone(path):
                 return

@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,30 +14,32 @@ from relibra.errors import EngineError
 from relibra.rl.rollout.response import new_response
 from relibra.rl.rollout.served import requests
 from relibra.rl.rollout.served.sampler import Sampler
-from relibra.rl.rollout.served.sleep import PAUSE, RESUME, send
+from relibra.rl.rollout.served.sleep import PAUSE, PAUSE_KEEPING, RESUME, send
 from tests.rl.rollout.stand_in_server import STOP, answer_of, client_of, ids_of, running
 
 LIMIT = 24
 
 
 @contextmanager
-def sampling(dialect="vllm", pace=lambda _: 0.002, retry_seconds=0.0, rescores=False):
+def sampling(dialect="vllm", pace=lambda _: 0.002, retry_seconds=0.0, rescores=False, keeps=False):
     """Yield a server, its client, and a sampler that waits for the first version."""
     with running(dialect=dialect) as server:
         server.pace = pace
-        client = client_of(server)
+        client = replace(client_of(server), keeps=keeps)
         sampler = Sampler([client], seed=3, max_batch=8, retry_seconds=retry_seconds, rescores=rescores)
         try:
             yield server, client, sampler
         finally:
-            server.resumed.set()
+            server.pause(paused=False)
             sampler.close()
 
 
 def push(server, client, sampler, version, seconds=5.0):
     """Do what an update of the weights does."""
     sampler.hold()
-    asyncio.run(send(PAUSE, client))
+    if client.keeps:
+        sampler.drain(seconds)
+    asyncio.run(send(PAUSE_KEEPING if client.keeps else PAUSE, client))
     sampler.drain(seconds)
     client.published.version, server.version = version, str(version)
     asyncio.run(send(RESUME, client))
@@ -128,6 +131,46 @@ def test_tokens_before_a_cut_are_scored_by_the_weights_after_it(dialect):
         before_cut_w = window.versions_w != last
         assert 0 < before_cut_w.sum() < len(before_cut_w)
         np.testing.assert_allclose(window.log_probs_w, by_its_weights - last * before_cut_w, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_kept_answers_are_asked_for_once_and_count_as_mixed(dialect):
+    with sampling(dialect, keeps=True, pace=None) as (server, client, sampler):
+        responses = responses_of(21)
+        push(server, client, sampler, 0)
+        sampler.begin(responses[20:], [LIMIT]).result()  # what is compiled at the first answer
+        server.pace = lambda _: 0.02
+        found = [sampler.begin(part, [LIMIT] * 10) for part in (responses[:10], responses[10:20])]
+        for version in range(1, 6):
+            asked = len(server.asked) + 2
+            wait_until(lambda most=asked: len(server.asked) > most or found[1].done())
+            push(server, client, sampler, version)
+        windows = [window for one in found for window in one.result()[0]]
+    assert len(server.sampled) == 21, "each is asked for once"
+    mixed = 0
+    for response, window in zip(responses, windows, strict=False):
+        assert window.tokens_w.tolist() == answer_of(response.tokens_n.tolist(), LIMIT)
+        [*first, last] = window.versions_w.tolist()
+        [by] = [int(one[2]) for one in server.sampled if one[0] == tuple(response.tokens_n.tolist())]
+        assert len({*first}) == 1
+        assert first[0] <= by <= last, "the oldest that may have sampled them, and the newest"
+        extended = response.extended(window, weight_version=99, max_response=LIMIT)
+        assert extended.mixed_r.tolist() == [last > first[0]] * len(first) + [False]
+        mixed += last > by
+    assert mixed >= 5
+
+
+@pytest.mark.parametrize("version", ["7", "-1"])
+def test_kept_answers_have_no_version_but_those_of_their_time(version):
+    with sampling("sglang", keeps=True, pace=blocks_at(4)) as (server, client, sampler):
+        push(server, client, sampler, 1)
+        found = sampler.begin(responses_of(1), [LIMIT])
+        wait_until(lambda: any("input_ids" in body for _, body in server.asked))
+        server.pace = None
+        push(server, client, sampler, 2)
+        server.change = lambda answer: answer["meta_info"].update(weight_versions=[{"version": version}]) or answer
+        with pytest.raises(EngineError, match=f"version '{version}'"):
+            found.result(20)
 
 
 def wait_until(done):

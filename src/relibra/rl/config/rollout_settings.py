@@ -62,10 +62,14 @@ class RolloutSettings(Section):
     """sglang, vllm: on the same GPUs as the trainer; the server gives their memory back while the trainer works."""
     ahead: int = Field(0, ge=0, le=8)
     """Servers: steps whose responses begin while a step trains; a token is trained at most so many steps after the
-    weights that sampled it. An update of the weights cuts answers, which go on with the new ones."""
+    weights that sampled it."""
+    on_update: Literal["cut", "keep"] = "cut"
+    """What an update of the weights does with answers under way (`ahead`), which go on with the new ones: "cut" ends
+    them, and asks for the rest; "keep" (sglang, vllm) lets the server hold them: their tokens count as mixed."""
     mixed_routes: Literal["replay", "mask", "rescore"] = "replay"
-    """Tokens before a cut have routes of the weights after it: "replay" trains on them, "mask" leaves them out,
-    "rescore" trains on them with log-probs of those weights too, which the server computes with what follows."""
+    """Tokens before a cut have routes of the weights after it, kept ones may: "replay" trains on them, "mask" leaves
+    them out, "rescore" trains on them with log-probs of those weights too, which the server computes with what follows
+    a cut."""
     start_seconds: float = Field(600.0, ge=0, le=1e6)
     """Servers: seconds to wait for one that does not answer, before the run begins and during it; one that is started
     again meanwhile first loads the weights that were published last."""

@@ -69,6 +69,14 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
     if rollout.mixed_routes != "replay" and not rollout.ahead:
         why = "is for answers that an update of the weights cuts"
         yield "rollout.mixed_routes", why, "set rollout.ahead, or leave it out"
+    if rollout.on_update == "keep":
+        asked_for = rollout.ahead and rollout.engine in ("sglang", "vllm")
+        if not asked_for or rollout.transfer != "folder" or config.lora.rank:
+            why = "is for rollout.ahead with servers of sglang or vllm, whole models, and rollout.transfer=folder"
+            yield "rollout.on_update", why, "leave it out"
+        if rollout.mixed_routes == "rescore":
+            why = "scores the tokens before a cut, and rollout.on_update 'keep' cuts none"
+            yield "rollout.mixed_routes", why, "set replay or mask, or rollout.on_update=cut"
     if rollout.mixed_routes == "rescore" and rollout.temperature != 1:
         why = "takes log-probs of given tokens, which servers compute at temperature 1"
         yield "rollout.mixed_routes", why, "set rollout.temperature=1, or replay or mask"

@@ -197,7 +197,7 @@ def describe_training(config: RunConfig) -> list[str]:
 _MAY_CHANGE = (
     *("run.steps", "run.name", "run.folder", "update.", "critic.", "plan.", "parallel.", "checkpoint.", "trace."),
     "algorithm.old_log_probs",
-    *("rollout.ahead", "rollout.mixed_routes"),
+    *("rollout.ahead", "rollout.on_update", "rollout.mixed_routes"),
     *("rollout.max_batch", "rollout.url", "rollout.server_weights", "rollout.server_options"),
     *("rollout.start_seconds", "rollout.timeout_seconds", "rollout.api_key_from", "rollout.transfer", "rollout.sleep"),
 )

@@ -22,7 +22,7 @@ from relibra.rl.rollout.served.canary_probe import Canary, CanaryReport, Watched
 from relibra.rl.rollout.served.client import ServedRoutes, ServerClient
 from relibra.rl.rollout.served.engine import ServerEngine
 from relibra.rl.rollout.served.preflight import check_servers
-from relibra.rl.rollout.served.sleep import PAUSE, RESUME, on_servers, wake
+from relibra.rl.rollout.served.sleep import PAUSE, PAUSE_KEEPING, RESUME, on_servers, wake
 from relibra.rl.rollout.served.trained_scores import TrainedScorer
 from relibra.rl.rollout.served.transfer import send_weights
 from relibra.rl.rollout.served.weights import publish_weights, write_version
@@ -78,6 +78,7 @@ def make_engine(
         transfer=rollout.transfer,
         sleeps=rollout.sleep,
         pauses=rollout.ahead > 0,
+        keeps=rollout.on_update == "keep",
     )
     servers = tuple(replace(first, url=url) for url in rollout.url)  # they share `published`
     # Nobody restarts a server that the run started.
@@ -138,7 +139,7 @@ def sync_weights(
 ) -> CanaryReport | None:
     """Copy the trained weights to the servers, or to the full copies that the ranks sample from; collective.
 
-    Answers under way (`rollout.ahead`) are cut before, and go on with the new weights.
+    Answers under way (`rollout.ahead`) are cut before, or kept (`rollout.on_update`), and go on with the new weights.
 
     canary    on rank 0: compares the servers with the policy afterwards
     returns   what the canary saw, on all ranks; None: there is none
@@ -152,15 +153,21 @@ def sync_weights(
     watched = broadcast_json(canary is not None)
     is_first, slept = engine.published.version is None, engine.published.asleep
     written = _write_weights(engine, policy, weight_version)
-    _cut_answers(engine)
+    keeps = engine.servers[0].keeps
+    if not keeps:
+        _pause_answers(engine)
     if canary is not None and not slept:
-        canary.before_update()  # after the cut: else it waits in the servers' queues
+        canary.before_update()  # after a cut: else it waits in the servers' queues
+    if keeps:
+        _pause_answers(engine)
     wait_for_ranks()  # here and below without a deadline: what rank 0 asks servers may take long
     if slept:
         wake(engine, "weights")
     _load_into_servers(engine, policy, weight_version, written)
     if slept:
         wake(engine, "kv_cache")
+    if keeps:
+        on_servers(engine, RESUME)
     if canary is not None:
         report = canary.after_update(scorer, weight_version)
     elif watched:
@@ -179,14 +186,20 @@ def sync_weights(
     return found and CanaryReport(**found)
 
 
-def _cut_answers(engine: ServerEngine) -> None:
+def _pause_answers(engine: ServerEngine) -> None:
     """End the answers under way (`rollout.ahead`), and take in what there is of them; collective.
 
-    Samplers stay held, so servers have nothing to do until `Sampler.release`; raises EngineError.
+    Samplers stay held, so servers have nothing to do until `Sampler.release`. Where they keep answers, they hold them
+    until `RESUME`. Raises EngineError.
     """
     if engine.sampler is None:
         return
     engine.sampler.hold()
+    if engine.servers[0].keeps:
+        engine.sampler.drain()
+        wait_for_ranks()
+        on_servers(engine, PAUSE_KEEPING)
+        return
     wait_for_ranks()  # a request that comes later than the pause would wait at the server
     on_servers(engine, PAUSE)
     engine.sampler.drain()

@@ -84,6 +84,7 @@ class ServerClient:
     transfer          how new weights come (rollout.transfer)
     sleeps            it gives its memory back while the trainer works (rollout.sleep)
     pauses            updates of the weights cut its answers (rollout.ahead)
+    keeps             they keep them instead, and go on with new weights (rollout.on_update)
 
     Log-probs have to be those of the tempered policy: vLLM needs `--logprobs-mode processed_logprobs`.
     """
@@ -100,6 +101,7 @@ class ServerClient:
     transfer: Literal["folder", "nccl", "ipc", "gloo"] = "folder"
     sleeps: bool = False
     pauses: bool = False
+    keeps: bool = False
 
     def hide_key(self, text: str) -> str:
         """Return a text of the server without the key, which it may repeat."""
@@ -232,7 +234,7 @@ class ServerClient:
         rescored     last tokens of the response whose log-probs are asked for too (`Window.rescored_v`)
         raises       EngineError for an answer that cannot be trained on; ServerLost where the server does not answer
         """
-        tokens_n = response.tokens_n.tolist()
+        tokens_n, version = response.tokens_n.tolist(), self.published.version
         answer = await self.ask(client, tokens_n, limit=limit, seed=seed, wants_scores=rescored > 0)
         if answer.reason == ABORTED and may_be_cut():
             return self._cut_window(answer, limit)
@@ -246,9 +248,11 @@ class ServerClient:
             if reason == ABORTED:  # it is being stopped
                 raise ServerLost(message, timed_out=False)
             raise EngineError(message)
-        self.check_tokens(answer)
+        self.check_tokens(answer, version if self.keeps else None)
         routes = self.check_routes(answer.routes, len(tokens_n) + len(tokens) - 1)
         window = self._window(answer, routes, stopped=reason == "stop")
+        if self.keeps and window.versions_w is not None:  # servers do not say which token is of which version
+            window.versions_w[:-1] = version
         return replace(window, rescored_v=np.array(answer.given[-rescored:], np.float32)) if rescored else window
 
     def _cut_window(self, answer: TokenAnswer, limit: int) -> Window:
@@ -275,14 +279,18 @@ class ServerClient:
             cut=cut,
         )
 
-    def check_tokens(self, answer: TokenAnswer) -> None:
-        """Raise EngineError for tokens outside of the vocabulary or of other weights, and for what is no log-prob."""
+    def check_tokens(self, answer: TokenAnswer, since: int | None = None) -> None:
+        """Raise EngineError for tokens outside of the vocabulary or of other weights, and for what is no log-prob.
+
+        since   oldest version that may have sampled them; None: the newest alone
+        """
         tokens, log_probs = answer.tokens, answer.log_probs
-        expected = str(self.published.version)
-        other = [version for version in answer.versions if version != expected]
+        newest = self.published.version or 0
+        expected = [str(version) for version in range(newest if since is None else since, newest + 1)]
+        other = [version for version in answer.versions if version not in expected]
         if other and self.published.version is not None:
             raise EngineError(
-                f"{self.url} sampled with weights of version {shown(other[0])}: expected {expected}; does anything "
+                f"{self.url} sampled with weights of version {shown(other[0])}: expected {expected[-1]}; does anything "
                 "else update the weights of this server?"
             )
         for token in tokens:

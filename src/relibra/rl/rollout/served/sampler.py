@@ -3,6 +3,7 @@
 While a step trains (`rollout.ahead`) an update of the weights cuts answers: no request is sent (`hold`), the servers
 end those under way and send what they have, all of it is taken in (`drain`), the weights change, and the rest is asked
 for again (`release`). So each part of a window has one version, and the last part has the routes of all earlier tokens.
+With `rollout.on_update="keep"` servers keep those under way instead, and go on with them (`ServerClient.keeps`).
 """
 
 from __future__ import annotations
@@ -95,6 +96,14 @@ class _Part:
             self.window = window
 
 
+def _cancel_unsent(running: dict[asyncio.Task[Window], _Part]) -> bool:
+    """Cancel requests that no server has; return whether there were none."""
+    unsent = [task for task, part in running.items() if not part.asked]
+    for task in unsent:
+        task.cancel()
+    return not unsent
+
+
 class Sampler:
     """Samples windows in a thread of its own. Any thread may call `begin`; the rest is for the thread that trains."""
 
@@ -109,7 +118,7 @@ class Sampler:
     ) -> None:
         """Begin held, without work; the rest as of `ServerEngine`."""
         self._servers, self._seed, self._max_batch, self._retry_seconds = servers, seed, max_batch, retry_seconds
-        self._rescores = rescores
+        self._rescores, self._keeps = rescores, servers[0].keeps
         self._loop, self._wake, self._lock = asyncio.new_event_loop(), asyncio.Event(), threading.Lock()
         self._held, self._given_up, self._closed = True, False, False
         self._numbers, self._waiting, self._batches = count(), list[_Part](), dict[_Part, _Batch]()
@@ -146,7 +155,10 @@ class Sampler:
         self._tell()
 
     def drain(self, seconds: float = DRAIN_SECONDS) -> None:
-        """Wait for the answers that servers were told to cut; those that do not come are asked for anew."""
+        """Wait for the answers that servers were told to cut; those that do not come are asked for anew.
+
+        Where servers keep them, wait only until no request is about to be sent.
+        """
         assert self._held, "requests are held before answers are cut"
         if not self._idle.wait(seconds):
             self._given_up = True
@@ -203,23 +215,32 @@ class Sampler:
                 for client in self._servers
             ]
             pool = ServerPool(servers, retry_seconds=self._retry_seconds)
-            keepers = [asyncio.create_task(pool.keep(server)) for server in servers]
+            keepers = self._keep(pool)
             try:
                 await pool.settle()
-                for keeper in keepers:
-                    keeper.add_done_callback(self._wake_up)
-                while not self._held:
+                while not self._closed:
                     self._wake.clear()
                     self._take(running)
-                    for keeper in keepers:
-                        if keeper.done():  # a server refuses
-                            keeper.result()
-                    self._ask_more(pool, running)
+                    with self._lock:
+                        held = self._held
+                        if not held:
+                            self._idle.clear()
+                    if held and not self._keeps:
+                        break
+                    if held:
+                        keepers = self._stop(keepers)
+                        if _cancel_unsent(running):
+                            self._idle.set()
+                    else:
+                        keepers = keepers or self._keep(pool)
+                        for keeper in keepers:
+                            if keeper.done():  # a server refuses
+                                keeper.result()
+                        self._ask_more(pool, running)
                     if not running:
                         break
                     await self._wake.wait()
-                for keeper in keepers:  # a server that comes back would be given old weights while new ones are written
-                    keeper.cancel()
+                self._stop(keepers)
                 while running:
                     for task, part in running.items():
                         if self._given_up or not part.asked:
@@ -230,6 +251,18 @@ class Sampler:
                 for left in (*keepers, *running):
                     left.cancel()
                 await asyncio.gather(*keepers, *running, return_exceptions=True)
+
+    def _keep(self, pool: ServerPool) -> list[asyncio.Task[None]]:
+        keepers = [asyncio.create_task(pool.keep(server)) for server in pool.servers]
+        for keeper in keepers:
+            keeper.add_done_callback(self._wake_up)
+        return keepers
+
+    def _stop(self, keepers: Sequence[asyncio.Task[None]]) -> list[asyncio.Task[None]]:
+        """Bring no server up: one that comes back would be given old weights while new ones are written."""
+        for keeper in keepers:
+            keeper.cancel()
+        return []
 
     def _ask_more(self, pool: ServerPool, running: dict[asyncio.Task[Window], _Part]) -> None:
         with self._lock:

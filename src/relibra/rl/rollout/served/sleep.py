@@ -41,6 +41,8 @@ _WAKE: Mapping[str, Requests] = {
 }
 PAUSE: Requests = {"vllm": [("/pause?mode=abort", {})], "sglang": [("/pause_generation", {"mode": "abort"})]}
 """Servers end all answers, with what they have of each, and begin none."""
+PAUSE_KEEPING: Requests = {"vllm": [("/pause?mode=keep", {})], "sglang": [("/pause_generation", {"mode": "retract"})]}
+"""Servers stop sampling, and keep what they have; SGLang frees its caches, which an update would not do."""
 RESUME: Requests = {"vllm": [("/resume", {})], "sglang": [("/continue_generation", {})]}
 
 
