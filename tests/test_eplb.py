@@ -122,7 +122,7 @@ def test_torch_in_torch_out():
         ((np.ones((2, 8)), 6, 1, 1, 2), "6 physical experts for 8 experts"),
         ((np.ones((2, 8)), 9, 1, 1, 2), "use a multiple of 2"),
         ((np.ones((2, 8)), 8, 3, 1, 2), "groups must divide experts"),
-        ((np.ones((2, 8)), 8, 1, 3, 2), "nodes must divide ranks"),
+        ((np.ones((2, 8)), 8, 4, 4, 2), "nodes must divide ranks"),
         ((np.ones((2, 8)), 8, 1, 1, 0), "0 ranks"),
         ((np.ones(8), 8, 1, 1, 2), "weight has shape"),
         ((np.ones((0, 8)), 8, 1, 1, 2), "weight has shape"),
@@ -134,6 +134,14 @@ def test_torch_in_torch_out():
 def test_wrong_arguments_get_a_sentence(arguments, message):
     with pytest.raises(PlanError, match=message):
         rebalance_experts(*arguments)
+
+
+@pytest.mark.parametrize(("groups", "nodes", "ranks"), [(3, 2, 2), (1, 3, 2), (3, 2, 4)])
+def test_groups_and_nodes_that_do_not_divide_are_ignored(groups, nodes, ranks):
+    weight = np.random.default_rng(3).integers(1, 100, (2, 8))
+    flat = rebalance_experts(weight, 8, 1, 1, ranks)[0]
+    assert np.array_equal(rebalance_experts(weight, 8, groups, nodes, ranks)[0], flat)
+    assert np.array_equal(RelibraEplbPolicy.rebalance_experts(weight, 8, groups, nodes, ranks, flat), flat)
 
 
 def test_wrong_rank_size_gets_a_sentence():

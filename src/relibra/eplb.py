@@ -59,7 +59,7 @@ class RelibraEplbPolicy:
         num_ranks: int,
         old_global_expert_indices: Any = None,
     ) -> Any:
-        """Return a placement of every layer; experts stay where they are if that changes no rank's load.
+        """Return a placement of every layer, permuted inside nodes and ranks so that few experts move from an old map.
 
         weight                      [L, E] load of each expert
         old_global_expert_indices   [L, P] the present map: each row of the placement goes to the rank of the same node
@@ -72,7 +72,7 @@ class RelibraEplbPolicy:
         if old_global_expert_indices is not None:
             old_LP = _array(old_global_expert_indices).astype(np.int64)
             if old_LP.shape == map_LP.shape:  # a map of another size has no slots to keep
-                per_node = num_ranks // num_nodes
+                per_node = max(1, num_ranks // num_nodes)  # nodes need not divide ranks where they are ignored
                 pairs = zip(map_LP, old_LP, strict=True)
                 map_LP = np.stack([_keep_in_place(new_P, old_P, num_ranks, per_node) for new_P, old_P in pairs])
         return _like(map_LP, weight)
@@ -153,13 +153,13 @@ def _place(
             f"{num_slots} physical experts for {E} experts on {num_ranks} ranks: use a multiple of {num_ranks} that is "
             f"at least {E}"
         )
+    if num_groups % num_nodes:
+        num_groups = num_nodes = 1
     if E % num_groups or num_ranks % num_nodes:
         raise PlanError(
             f"{num_groups} groups of {E} experts, {num_nodes} nodes of {num_ranks} ranks: groups must divide experts, "
             "nodes must divide ranks"
         )
-    if num_groups % num_nodes:
-        num_groups = num_nodes = 1
     ranks, per_rank, here_E = num_ranks // num_nodes, num_slots // num_ranks, E // num_nodes
     map_LP = np.empty((load_TLE.shape[1], num_slots), dtype=np.int64)
     for layer in range(len(map_LP)):
