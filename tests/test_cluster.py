@@ -164,7 +164,7 @@ def test_missing_and_foreign_files(tmp_path):
     with pytest.raises(ClusterError, match="not valid TOML"):
         read_cluster(tmp_path / "b.toml")
     (tmp_path / "big.toml").write_text("#" * (2 << 20))
-    with pytest.raises(ClusterError, match="name a cluster file"):
+    with pytest.raises(ClusterError, match="expected a cluster file"):
         read_cluster(tmp_path / "big.toml")
 
 

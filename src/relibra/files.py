@@ -39,7 +39,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole text file atomically; halves of surrogate pairs, which UTF-8 does not have, are written escaped."""
+    """Write a whole text file atomically; lone surrogates, which UTF-8 does not have, are written as escapes."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
@@ -54,9 +54,9 @@ def read_bounded(path: Path, most_bytes: int, error: type[RelibraError], what: s
         with path.open("rb") as file:
             data = file.read(most_bytes + 1)
     except OSError as failure:
-        raise error(f"{path} cannot be read ({failure.strerror}): name {what}") from failure
+        raise error(f"{path} cannot be read ({failure.strerror}): expected {what}") from failure
     if len(data) > most_bytes:
-        raise error(f"{path} is larger than {most_bytes:,} bytes: name {what}")
+        raise error(f"{path} is larger than {most_bytes:,} bytes: expected {what}")
     return data
 
 
@@ -70,17 +70,20 @@ def read_toml(path: Path, error: type[RelibraError], what: str) -> dict[str, Any
 
 
 def toml_value(value: Any) -> str:
-    """Return a value as TOML, which has no null; floats read back as the same floats.
+    """Return a value as TOML, which has no null; it reads back as the same value, lone surrogates as `write_text` does.
 
     >>> toml_value({"a": [1, 2.5, True], "b": "ü"})
     '{"a" = [1, 2.5, true], "b" = "ü"}'
     """
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{json.dumps(name)} = {toml_value(part)}' for name, part in value.items())}}}"
+        return f"{{{', '.join(f'{toml_value(name)} = {toml_value(part)}' for name, part in value.items())}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, value))}]"
-    if isinstance(value, bool | str):
-        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, str):  # TOML takes no DEL as it is, and no lone surrogates in any form
+        text = value.encode("utf-8", "backslashreplace").decode("utf-8")
+        return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(float(value) if isinstance(value, float) else int(value))
 
 
