@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from relibra.errors import RelibraError
@@ -17,7 +18,7 @@ Kind = TypeVar("Kind")
 
 
 def check_fields(kind: Any, values: Any, where: str, error: type[RelibraError]) -> None:
-    """Check that values are exactly the fields of a kind, of their types and in their ranges (`Annotated` hints).
+    """Check that `values` has exactly the fields of `kind`, with valid types and ranges (`Annotated` hints).
 
     kind     a dataclass or NamedTuple; fields with a default may be missing
     values   a mapping; scalars of numpy count as numbers
@@ -25,7 +26,7 @@ def check_fields(kind: Any, values: Any, where: str, error: type[RelibraError]) 
     raises   `error` with the first wrong field, what it holds, and the name that may have been meant
     """
     if isinstance(values, Mapping):
-        values = {name: value.item() if type(value).__module__ == "numpy" else value for name, value in values.items()}
+        values = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
     try:
         _model(kind).model_validate(values)
     except ValidationError as failure:
@@ -33,21 +34,21 @@ def check_fields(kind: Any, values: Any, where: str, error: type[RelibraError]) 
         first = next(
             (problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0]
         )  # a misspelt name
-        location, fields = first["loc"], list(_model(kind).model_fields)
+        location, names = first["loc"], list(_model(kind).model_fields)
         name = str(location[0]) if location else "it"
         name += "".join(f"[{part}]" for part in location[1:] if isinstance(part, int))
         if first["type"] == "extra_forbidden":
-            near = get_close_matches(name[:64], fields, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"allowed are {', '.join(fields)}"
+            near = get_close_matches(name[:64], names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"allowed are {', '.join(names)}"
             raise error(f"{where} has unknown entry {name!r}: {hint}") from failure
         if first["type"] == "missing":
-            raise error(f"{where} has no entry {name!r}: its entries are {', '.join(fields)}") from failure
+            raise error(f"{where} has no entry {name!r}: its entries are {', '.join(names)}") from failure
         message = first["msg"][0].lower() + first["msg"][1:]
         raise error(f"{where}: {name} is {excerpt(first['input'])}: {message}") from failure
 
 
 def build(kind: type[Kind], values: Any, where: str, error: type[RelibraError]) -> Kind:
-    """Return a dataclass from what a file holds for it: dataclasses among its fields too, tuples for rows of tables.
+    """Build a dataclass from parsed TOML or JSON; nested dataclasses are built too, lists become tuples.
 
     raises   as `check_fields`; `error` also where the kind itself refuses its values
     """
@@ -71,9 +72,11 @@ def _part(kind: Any, value: Any, where: str, error: type[RelibraError]) -> Any:
 
 @cache
 def _model(kind: type[Any]) -> type[BaseModel]:
-    defaults = getattr(kind, "_field_defaults", vars(kind))
-    fields: dict[str, Any] = {
-        name: (hint, defaults.get(name, ...)) for name, hint in get_type_hints(kind, include_extras=True).items()
-    }
+    if is_dataclass(kind):
+        optional = {one.name: (one.default, one.default_factory) != (MISSING, MISSING) for one in fields(kind)}
+    else:
+        optional = {name: name in kind._field_defaults for name in kind._fields}
+    hints = get_type_hints(kind, include_extras=True)
+    entries: dict[str, Any] = {name: (hints[name], None if may_lack else ...) for name, may_lack in optional.items()}
     config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
-    return create_model(kind.__name__, __config__=config, **fields)
+    return create_model(kind.__name__, __config__=config, **entries)
