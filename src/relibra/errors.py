@@ -6,6 +6,7 @@
       ConfigError    a setting is unknown, out of range, or contradicts another one
       ClusterError   a cluster description is impossible, or does not fit the job
       EngineError    a rollout engine, a model or a process did something we cannot go on from
+        LostPeerError    a peer ended or did not answer in time: the cause lies there
 
 Each message is one sentence made of fields: what, got, where, allowed, next step. Broken beliefs about our own code are
 `assert`s.
@@ -87,10 +88,10 @@ def library_errors(
 ) -> Iterator[None]:
     """Turn an error that a library raises inside into one of ours, which names the stage and the library.
 
-    An error that a line of relibra raises is a bug and stays as it is. RELIBRA_TRACEBACK=1 shows where both come from.
+    An error that a line of relibra raises is a bug and is not changed. RELIBRA_TRACEBACK=1 prints a traceback in both cases.
 
     stage   begins the message
-    stays   whether an error is left to others
+    stays   predicate: errors re-raised unchanged
     """
     try:
         yield
@@ -107,7 +108,7 @@ def library_errors(
 
 @contextmanager
 def missing_packages(needed_by: str, install: str = INSTALL_TRAINING) -> Iterator[None]:
-    """Say what to install where an import inside finds no torch, or another package that training needs.
+    """Say what to install where an import inside finds no torch, or another package.
 
     needed_by   command, module or name of relibra that needs the package
     install     what to do where a package is missing

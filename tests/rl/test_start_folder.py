@@ -11,7 +11,7 @@ from relibra.rl.config.run_config import load_config
 from relibra.rl.model.optimizer import make_optimizer
 from relibra.rl.model.sharding import full_parameters
 from relibra.rl.model.tokenizer import make_tokenizer
-from relibra.rl.run.checkpoints.policy_folder import write_start_folder
+from relibra.rl.run.checkpoints.policy_folder import write_model_folder, write_policy_folder, write_start_folder
 from relibra.rl.run.run_folder import write_config
 from relibra.rl.tasks.make import make_task
 from relibra.rl.toy.model import built_in_config, initial_model
@@ -42,6 +42,35 @@ def test_a_run_with_a_model_of_its_own_exports_nothing(tmp_path):
     config = load_config(None, [f"model.path={tmp_path}"])
     with pytest.raises(ConfigError, match="is a folder to start a server from"):
         write_start_folder(config, tmp_path / "start")
+
+
+def test_a_run_without_a_checkpoint_exports_nothing(tmp_path):
+    for step in (None, 2):
+        with pytest.raises(ConfigError, match="has no checkpoint to export"):
+            write_policy_folder(load_config(None, TINY), tmp_path, step, tmp_path / "out", "float32")
+
+
+class Written:
+    """A model of one file, which does something else before it is written."""
+
+    def __init__(self, before):
+        self.before = before
+
+    def save_pretrained(self, folder):
+        self.before()
+        (folder / "model").write_text("weights")
+
+
+def test_an_export_that_fails_leaves_another_one_to_the_same_folder_alone(tmp_path):
+    def fail():
+        raise OSError("disk full")
+
+    def fail_meanwhile():
+        with pytest.raises(ConfigError, match="disk full"):
+            write_model_folder(Written(fail), lambda _: None, tmp_path / "out")
+
+    write_model_folder(Written(fail_meanwhile), lambda _: None, tmp_path / "out")
+    assert [file.name for file in tmp_path.rglob("*")] == ["out", "model"]
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -27,12 +28,14 @@ from relibra.rl.toy.model import built_in_config, initial_model
 def write_policy_folder(config: RunConfig, run: Path, step: int | None, folder: Path, dtype: str) -> Path:
     """Write the policy of a checkpoint with its tokenizer as a `transformers` folder, and return the checkpoint.
 
-    Adapters are merged in float32 into the weights that they were trained beside.
+    LoRA adapters are merged in float32 into the base weights, which are loaded in model.dtype as in training.
 
     step      finished steps of the checkpoint; None: of the latest one
     raises    ConfigError if there is no such checkpoint, it is damaged, or nothing can be written
     """
     found = dict(step_folders(run / "checkpoints"))
+    if not found:
+        raise ConfigError(f"{run} has no checkpoint to export: set checkpoint.every, or wait for its first one")
     if step is not None and step not in found:
         raise ConfigError(f"--step {step}: {run} has checkpoints after the steps {', '.join(map(str, sorted(found)))}")
     checkpoint = found[max(found) if step is None else step]
@@ -60,7 +63,7 @@ def write_policy_folder(config: RunConfig, run: Path, step: int | None, folder: 
 def write_start_folder(config: RunConfig, folder: Path) -> None:
     """Write the built-in model of a run before its first step, with tokenizer, as a folder for a server.
 
-    raises    ConfigError for a run with a model of its own, which is such a folder, and where nothing can be written
+    raises    ConfigError if model.path is set (that folder can be served as it is), or nothing can be written
     """
     if config.model.path:
         raise ConfigError(f"model.path {config.model.path!r} is a folder to start a server from: nothing to export")
@@ -86,8 +89,7 @@ def check_new(folder: Path) -> None:
 
 def write_model_folder(model: Any, save_tokenizer: Callable[[Path], object], folder: Path) -> None:
     """Write a model and its tokenizer into a new folder, there only when complete; raise ConfigError if it cannot."""
-    temporary = folder.absolute().with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = folder.absolute().with_name(f".{folder.name[:200]}.{secrets.token_hex(6)}.tmp")
     try:
         temporary.mkdir(parents=True)
         with quiet_loading():
