@@ -19,7 +19,7 @@ def test_toml_reads_back_as_the_same_value(value):
 
 
 def test_rare_characters_of_keys_and_values_are_valid_toml():
-    rare = {"\U0001f600": "\x7f\x00\t\r\n\"\\", "\x7f": "\U0001f600"}
+    rare = {"\U0001f600": '\x7f\x00\t\r\n"\\', "\x7f": "\U0001f600"}
     assert tomllib.loads(f"it = {toml_value(rare)}")["it"] == rare
     lone = {"\udc80": "caf\udce9"}
     assert tomllib.loads(f"it = {toml_value(lone)}")["it"] == {r"\udc80": r"caf\udce9"}

@@ -112,6 +112,14 @@ def test_the_settings_of_a_run_that_no_parser_likes(text, tmp_path):
         open_model(str(tmp_path / "config.json"))
 
 
+def test_a_config_json_that_is_large_or_unreadable(tmp_path):
+    (tmp_path / "config.json").write_text("{}" + " " * (1 << 20))
+    with pytest.raises(ConfigError, match="is larger than 1,048,576 bytes: expected a config"):
+        open_model(str(tmp_path))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        open_model("/proc/self/mem")  # the address 0 is no part of it
+
+
 def test_an_archive_in_lzma(tmp_path):
     with zipfile.ZipFile(tmp_path / "x.npz", "w", zipfile.ZIP_LZMA) as archive:
         archive.writestr("ids.npy", b"\0" * 1000)

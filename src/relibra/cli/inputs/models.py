@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relibra.errors import ConfigError
+from relibra.files import read_bounded
 
 if TYPE_CHECKING:
     from relibra.simulation import ModelShape
 
+_MAX_BYTES = 1 << 20
 _EXAMPLE = "HIDDENxWIDTH of one of its experts, for example 2880x2880"
 
 
@@ -55,7 +57,7 @@ def open_model(name: str, *, option: str = "--model", also: tuple[str, ...] = ()
             f"{'' if also else f', or {_EXAMPLE}'}"
         )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_bounded(path, _MAX_BYTES, ConfigError, "a config.json").decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{option} {name}: {path} is not JSON ({error})") from error
     if not isinstance(config, dict):
