@@ -70,7 +70,7 @@ def test_a_peer_steps_moments_where_it_is_faster():
         parts={"weights": 60e9, "optimizer": 40e9}, layer_bytes=(1e9, 10e9), layers=4, room=100e9,
     )  # fmt: skip
     rollout = SimulatedRollout(decode=1.0, prefill=0.0, fed_again=0.0, tokens=1, idle=0.0)
-    iteration = Iteration(rollout=rollout, ahead=rollout, reward=0.0, sync=0.0)
+    iteration = Iteration(rollout=rollout, rollout_beside=rollout, reward=0.0, sync=0.0)
     cluster = SimpleNamespace(ranks_per_node=8, host=SimpleNamespace(seconds=lambda size: size / 64e9))
     case = SimpleNamespace(cluster=cluster, cell=CELL)
     levers, peer = Levers(activations="kept"), PEER_SETTINGS[0]

@@ -175,5 +175,8 @@ def test_what_does_not_fit_is_a_sentence_and_no_error():
     use = memory_use(plan, demand, replace(cluster, memory_bytes=10), model)
     assert "a rank of stage 0 would hold" in use.warning
     assert use.warning.endswith("use more ranks or pipeline stages, smaller micro-batches, or recompute activations")
+    for share, fits in ((0.89, True), (0.91, False)):
+        machine = replace(cluster, memory_bytes=int(use.total / share))
+        assert (memory_use(plan, demand, machine, model).warning == "") == fits, "a tenth stays free"
     again = memory_use(plan, demand, replace(cluster, memory_bytes=10), model, Execution(recompute_activations=True))
     assert again.warning.endswith("smaller micro-batches")

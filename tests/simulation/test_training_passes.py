@@ -78,13 +78,15 @@ def test_passes_are_those_of_the_simulator():
     inputs = passes.layer_bytes[1] * model.layers
     assert whole == pytest.approx(largest.total + inputs)
     assert whole >= use.total
-    assert simulate_passes(plan, replace(demand, group_M=None), cluster, model).later == 0
+    whole = replace(demand, group_M=None)
+    assert simulate_passes(plan, whole, cluster, model).later == 0
+    assert simulate_passes(plan, whole, cluster, model, Execution(mini_batches=2)).later == passes.later
 
 
 def test_levers_leave_out_passes_and_rollouts_run_beside():
     rollout = SimulatedRollout(decode=80.0, prefill=5.0, fed_again=0.0, tokens=1, idle=0.25)
     ahead = replace(rollout, decode=60.0, fed_again=1.0, idle=0.0)
-    iteration = Iteration(rollout=rollout, ahead=ahead, reward=2.0, sync=3.0)
+    iteration = Iteration(rollout=rollout, rollout_beside=ahead, reward=2.0, sync=3.0)
     found = {
         old: iteration.predict(passes_of(), Levers(old_log_probs=old)).stages["recompute"]
         for old in ("all", "later", "none")
@@ -94,9 +96,23 @@ def test_levers_leave_out_passes_and_rollouts_run_beside():
     assert waiting.stages["tail"] == 20.0
     assert (waiting.training, waiting.seconds) == (120.0, 85.0 + 2.0 + 120.0 + 3.0)
     assert iteration.predict(passes_of(), Levers(ahead=1)).seconds == 2.0 + 120.0 + 3.0, "it trains longer"
-    slow = replace(iteration, ahead=replace(ahead, decode=200.0))
+    slow = replace(iteration, rollout_beside=replace(ahead, decode=200.0))
     beside = slow.predict(passes_of(), Levers(ahead=1))
     assert beside.seconds == 206.0 + 3.0
     assert (beside.stages["waits"], beside.beside) == (206.0 - 122.0, {"rollout": 206.0})
     values = iteration.predict(passes_of(), Levers(reference=True, values=True))
     assert values.training == 120.0 + 20.0 + 20.0 + 100.0
+
+
+def test_reference_and_value_model_take_memory_of_the_same_ranks():
+    rollout = SimulatedRollout(decode=80.0, prefill=5.0, fed_again=0.0, tokens=1, idle=0.25)
+    iteration = Iteration(rollout=rollout, rollout_beside=rollout, reward=2.0, sync=3.0)
+
+    def predict(room, **levers):
+        return iteration.predict(passes_of(room=room), Levers(**levers))
+
+    assert predict(700.0).bytes == 300.0 + 400.0
+    assert predict(1000.0, reference=True).bytes == 2 * 300.0 + 400.0
+    assert predict(1400.0, values=True).bytes == 2 * (300.0 + 400.0)
+    assert [predict(room, values=True).fits for room in (1399.0, 1400.0)] == [False, True]
+    assert predict(1000.0, values=True, activations="chosen").kept.host_moments, "those of both models"

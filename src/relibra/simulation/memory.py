@@ -1,7 +1,7 @@
 """Device memory of a training step: bytes of the fullest rank, and what they leave for replica slots.
 
 A model of bytes, not of an allocator: workspaces, communication buffers and fragmentation are left out, and so are the
-scores of attention without a fused kernel. `memory_for_slots` leaves a tenth free for them.
+scores of attention without a fused kernel. A tenth (RESERVE) stays free for them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from relibra.simulation.units import format_bytes
 _MASTER_BYTES, _MOMENT_BYTES = 4.0, 8.0
 """fp32 master, and two Adam moments, per parameter; sharded over the ranks with equal weights."""
 _LOGIT_BYTES = 12.0
-"""Per logit, three fp32 tensors in the backward pass of the loss, whole or of a chunk."""
+"""Bytes per logit in the backward pass of the loss: three fp32 tensors."""
 _CHUNK_BYTES = 3 << 28
-"""Of these tensors: `relibra.rl` computes logits in chunks of 2^28 bytes."""
+"""Upper bound with chunked logits, as in `relibra.rl`: three tensors of 2^28 bytes."""
 RESERVE = 0.1
-"""Share of the device memory for what the estimate leaves out."""
+"""Share of the device memory for what the estimate leaves out; the same as in `relibra.rl.memory`, so both agree."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ class MemoryUse:
     """Bytes of the fullest rank, in its fullest pipeline stage.
 
     parts                weights (fp32 masters, and bf16 ones in use), gradients (fp32), optimizer (moments), slots
-                         (weights and gradients of replicas), activations, logits (of the loss, beyond the activations
-                         of a recomputed layer, which come after them)
+                         (weights and gradients of replicas), activations, logits (bytes above the activations of one
+                         recomputed layer: the two are never in memory together, so the larger counts)
     activations_static   activations with the same schedule, every expert at its first home and no replicas
     capacity             memory of a rank
     keeps_activations    for the backward pass; False: recomputed, or there is none
@@ -60,14 +60,14 @@ class MemoryUse:
     @property
     def warning(self) -> str:
         """Return one sentence if it does not fit, else an empty string."""
-        if self.total <= self.capacity:
+        if self.total <= (1 - RESERVE) * self.capacity:
             return ""
         largest = max(self.parts, key=lambda name: self.parts[name])
         recompute = ", or recompute activations" if self.keeps_activations else ""
         return (
             f"a rank of stage {self.stage} would hold {format_bytes(self.total)} of {format_bytes(self.capacity)}, "
-            f"most of it {largest} ({format_bytes(self.parts[largest])}): use more ranks or pipeline stages, smaller "
-            f"micro-batches{recompute}"
+            f"of which a tenth stays free, and most of it is {largest} ({format_bytes(self.parts[largest])}): use more "
+            f"ranks or pipeline stages, smaller micro-batches{recompute}"
         )
 
 
@@ -109,11 +109,11 @@ def memory_for_slots(
 ) -> float:
     """Return the GiB of a rank that the static layout of a step leaves for slots in all layers of the demand; 0: none.
 
-    An estimate from sizes alone, so that a resumed run plans as the first one. A tenth of the memory stays free.
+    Nothing is measured, so a resumed run gets the same budget. A tenth of the memory stays free.
 
-    demand       `group_M` are mini-batches; with a part of the model's layers, these get their part of the memory
+    demand       `group_M` are mini-batches; some of the model's layers get the same share of the memory
     model        whole; experts and choices are those of the demand
-    how          None: activations are recomputed, as `relibra train` does by default for models of the user
+    how          None: activations are recomputed, as `relibra train` does by default for models given by `model.path`
     held_bytes   of a rank for anything else, such as a full copy of the model
     """
     demand, how = with_mini_batches(demand, how or Execution(recompute_activations=True))
@@ -142,10 +142,10 @@ def _parts(
 ) -> dict[str, float]:
     """Return the bytes of the fullest rank of a stage by kind, without slots.
 
-    Masters and moments are spread over all ranks that hold the same weights. With `Execution.shard_dense` bf16 weights
-    are made of them two layers at a time, embedding and output matrix for the whole pass; else all are held. Gradients
-    of weights outside of routed experts add up whole on every rank, until the last micro-batch. A stage keeps
-    activations of as many micro-batches as are in flight: as there are stages from it to the last.
+    Masters and moments are sharded over all ranks that hold the same weights. With `Execution.shard_dense` (FSDP) a
+    rank holds bf16 weights of two layers at a time, and embedding and output matrix for the whole pass; otherwise all
+    of them. Gradients are accumulated unsharded until the last micro-batch. Stage s of D keeps activations of at most
+    D - s micro-batches (1F1B).
 
     load_MLR   of the stage's layers
     """
@@ -160,7 +160,7 @@ def _parts(
         two_layers = value_bytes * experts * min(2, num_layers) / num_layers
         used = min(used, two_layers + sum(gathered_bytes(model, first=first, last=last)))
     shard_bytes = _MASTER_BYTES if trained else value_bytes * how.shard_dense
-    activations, layer = _activations(model, rows_MR, load_MLR, dense_layers, in_flight, how)
+    activations, layer_bytes = _activations(model, rows_MR, load_MLR, dense_layers, in_flight, how)
     logits = _LOGIT_BYTES * model.vocabulary * float(rows_MR.max(initial=0.0)) if last else 0.0
     if not how.whole_logits:
         logits = min(logits, _CHUNK_BYTES * model.layers / (model.part_of or model.layers))
@@ -169,7 +169,7 @@ def _parts(
         "gradients": trained * 4.0 * (shared + experts),
         "optimizer": trained * _MOMENT_BYTES * own,
         "activations": activations,
-        "logits": max(0.0, logits - layer),
+        "logits": max(0.0, logits - layer_bytes),
     }
 
 
@@ -181,12 +181,13 @@ def _activations(
     in_flight: int,
     how: Execution,
 ) -> tuple[float, float]:
-    """Return bytes of the rank and micro-batch with most, times micro-batches in flight; and those of one layer in it.
+    """Return peak activation bytes, and the part that one layer holds while it is computed (0 if all layers are kept).
 
     Kept for backward, per token and layer: residual, two normed copies and the attention's output projection (4 hidden
     values), queries, keys, values, and the attention's result; per token-slot: its row in and out, gate, up and their
-    product (2 hidden + 3 width), in a dense layer 3 dense widths per token. With recomputation: the residual of each
-    layer, and all of this of one layer. Forward only: of one layer. The second value is 0 where all layers are kept.
+    product (2 hidden + 3 width), in a dense layer 3 dense widths per token. All of this for each micro-batch in flight.
+    With recomputation: the residual of each layer for each micro-batch in flight, and all of this of one layer in one
+    micro-batch. Forward only: of one layer.
     """
     per_row, per_slot = kept_bytes(model)
     of_layers_MLR = per_row * rows_MR[:, None, :] + per_slot * load_MLR

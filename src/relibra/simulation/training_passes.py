@@ -22,7 +22,7 @@ from relibra.simulation.cost_model import rows_and_scores, weight_sync_seconds
 from relibra.simulation.memory import RESERVE, kept_bytes, memory_use
 from relibra.simulation.model_shape import ModelShape
 from relibra.simulation.rl_iteration import Engines, SimulatedRollout, rollout_ahead, simulate_rollout
-from relibra.simulation.step.group_run import Execution
+from relibra.simulation.step.group_run import Execution, mini_batches_of
 from relibra.simulation.step.step_result import SimulatedStep
 from relibra.simulation.step.training_step import only_micro_batches, simulate_step, with_mini_batches
 
@@ -38,7 +38,7 @@ _FOR_WEIGHTS = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Levers:
-    """What an iteration leaves out and keeps.
+    """Choices of an RL iteration: log-prob passes, activations, rollout ahead, reference and value model.
 
     ahead        steps by which the rollout may be ahead of the update; 0: one after the other
     reference    log-probs of a reference policy are computed
@@ -77,7 +77,7 @@ class TrainingPasses:
 
     update           the optimizer steps with activations recomputed; all_kept: with none recomputed
     forward          seconds of a pass over all mini-batches; later: over all but the first
-    moment_seconds   of all optimizer steps, if moments come from the host and go back, both ways at once
+    moment_seconds   transfers of moments offloaded to the host, of all optimizer steps (both directions overlap)
     parts            bytes of the fullest rank with activations recomputed
     layer_bytes      that a layer adds by keeping its attention, or everything; mean over layers
     room             bytes of a rank, without the tenth that stays free
@@ -114,8 +114,8 @@ class TrainingPasses:
     def choose(self, activations: Activations) -> Kept:
         """Return what the update keeps: the fastest choice that fits. Where none does, that with the fewest bytes.
 
-        Layers are alike, so their numbers are chosen. "chosen": in as many layers as fit beside those that keep
-        everything, attention is kept, with moments on the device or on the host.
+        Layers are alike, so only counts are chosen. "chosen": for each count of layers that keep everything, attention
+        is kept in as many other layers as fit; moments are on the device or on the host.
         """
         choices = [Kept()]
         for host in (False, True) if activations == "chosen" else (False,):
@@ -125,6 +125,11 @@ class TrainingPasses:
                 attention = min(max(0, int(left)), self.layers - everything) if activations == "chosen" else 0
                 choices.append(beside._replace(attention=attention))
         return min(choices, key=lambda kept: (max(self.room, self.bytes(kept)), self.seconds(kept), self.bytes(kept)))
+
+    def beside(self, *, reference: bool, values: bool) -> TrainingPasses:
+        """Return the passes on ranks that also hold a reference policy's weights, or a value model with its moments."""
+        held = {"weights": reference + values, "gradients": values, "optimizer": values}
+        return replace(self, parts={name: size * (1 + held.get(name, 0)) for name, size in self.parts.items()})
 
 
 def simulate_passes(
@@ -140,13 +145,14 @@ def simulate_passes(
     """Simulate the passes of a plan on one pipeline stage.
 
     demand          under the schedule of the plan; `group_M` are mini-batches
-    how             its activations and mini-batches are not read
+    how             its activations are not read, nor are mini-batches where the demand has `group_M`
     steps_served    steps that share the moves of homes
     distinct        as for `simulate_step`
     raises          as `simulate_step`
     """
-    later = None if demand.group_M is None else np.flatnonzero(demand.group_M > demand.group_M[0])
     demand, how = with_mini_batches(demand, how)
+    M = len(plan.replica_MLRB)
+    later = np.arange(len(mini_batches_of(M, how.mini_batches)[0]), M)
     forward_only = replace(how, forward_only=True, mini_batches=1)
     recomputing, keeping = (replace(how, recompute_activations=again) for again in (True, False))
 
@@ -155,7 +161,7 @@ def simulate_passes(
         return step.with_relocation_over(steps_served)
 
     after_first = 0.0
-    if later is not None and len(later):
+    if len(later):
         rows = None if distinct is None else distinct.of_micro_batches(later)
         own = only_micro_batches(plan, demand, later)
         step = simulate_step(*own, cluster, model, forward_only, distinct=rows)
@@ -181,9 +187,10 @@ def simulate_passes(
 class PredictedIteration:
     """Seconds of an iteration by stage, named as a run logs them, and its memory (label `simulated`).
 
-    stages   one after the other. tail: of the rollout, in places whose response has ended; waits: for the rollout
+    stages   one after the other. tail: idle slot time at the end of the rollout; waits: time that the update waits
+             for the rollout
     beside   rollout, where it runs beside these
-    bytes    of the fullest rank; fits: a tenth of the memory stays free
+    bytes    of the fullest rank, those of reference and value model included; fits: a tenth of the memory stays free
     """
 
     stages: Mapping[str, float]
@@ -207,12 +214,13 @@ class PredictedIteration:
 class Iteration:
     """Stages of an iteration that its plan does not change.
 
-    rollout         which the update waits for; ahead: one beside the update, on ranks of its own
-    reward          seconds of the reward function; sync: of sending weights to all engines
+    rollout          which the update waits for
+    rollout_beside   beside the update, on ranks of its own
+    reward           seconds of the reward function; sync: of sending weights to all engines
     """
 
     rollout: SimulatedRollout
-    ahead: SimulatedRollout
+    rollout_beside: SimulatedRollout
     reward: float
     sync: float
 
@@ -224,9 +232,10 @@ class Iteration:
         model: ModelShape,
         reward: float = 0.0,
     ) -> Iteration:
-        """Return the stages around responses of known lengths, sampled at once by engines on a machine of that size.
+        """Return the rollout, reward and weight-sync stages for responses of known lengths.
 
-        An engine has the fewest ranks of a node that hold the weights in half of their memory.
+        All engines of the cluster sample together. An engine has the fewest ranks of a node that hold the weights in
+        half of their memory.
 
         rows_S     tokens of prompt and response; prompt_S: of the prompt
         """
@@ -239,13 +248,14 @@ class Iteration:
         rollout = simulate_rollout(own_S, prompt, engines, model, cluster)
         return Iteration(
             rollout=rollout,
-            ahead=rollout_ahead(rollout, own_S, prompt, engines, model, cluster),
+            rollout_beside=rollout_ahead(rollout, own_S, prompt, engines, model, cluster),
             reward=reward,
             sync=weight_sync_seconds(model, cluster, ranks),
         )
 
     def predict(self, passes: TrainingPasses, levers: Levers) -> PredictedIteration:
         """Return the iteration of some levers."""
+        passes = passes.beside(reference=levers.reference, values=levers.values)
         kept = passes.choose(levers.activations)
         moved, update = passes.update.terms["relocation"], passes.seconds(kept)
         training = {
@@ -260,8 +270,8 @@ class Iteration:
         before = {"rollout": self.rollout.seconds - tail, "tail": tail}
         stages = {**before, "reward": self.reward, **training, "sync": self.sync}
         if levers.ahead:
-            waits = max(0.0, self.ahead.seconds - self.reward - sum(training.values()))
-            before = {"rollout": self.ahead.seconds}
+            waits = max(0.0, self.rollout_beside.seconds - self.reward - sum(training.values()))
+            before = {"rollout": self.rollout_beside.seconds}
             stages = {"reward": self.reward, **training, "sync": self.sync, "waits": waits}
         return PredictedIteration(
             stages=stages,

@@ -138,7 +138,8 @@ def run_group(
     sent_D = [_sent(costs, how, int(s > 0), int(s < last)) for s, costs in enumerate(costs_D)]
     return GroupRun(
         mini_batches=tuple(
-            _mini_batch(pairs_D, costs_D, number, how) for number in mini_batches_of(costs_D[0], how.mini_batches)
+            _mini_batch(pairs_D, costs_D, number, how)
+            for number in mini_batches_of(len(costs_D[0].rows_MR), how.mini_batches)
         ),
         spent={
             name: np.stack([sum(item.spent[name] for item in pair) for pair in pairs_D]) for name in pairs_D[0][0].spent
@@ -173,13 +174,13 @@ def _uneven(costs_D: list[StageCosts], name: str) -> tuple[float, float]:
     return busiest, mean
 
 
-def mini_batches_of(costs: StageCosts, mini_batches: int | tuple[int, ...]) -> list[Int64[ndarray, " M"]]:
+def mini_batches_of(micro_batches: int, mini_batches: int | tuple[int, ...]) -> list[Int64[ndarray, " M"]]:
     """Return the micro-batches of each mini-batch; where a number does not divide them, the first have one more.
 
     mini_batches   as in `Execution`
     """
     cuts = mini_batches if isinstance(mini_batches, int) else np.cumsum(mini_batches[:-1], dtype=np.int64)
-    return [number_M.astype(np.int64) for number_M in np.array_split(np.arange(len(costs.attention_MR)), cuts)]
+    return [number_M.astype(np.int64) for number_M in np.array_split(np.arange(micro_batches), cuts)]
 
 
 def _mini_batch(
