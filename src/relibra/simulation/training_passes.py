@@ -126,11 +126,6 @@ class TrainingPasses:
                 choices.append(beside._replace(attention=attention))
         return min(choices, key=lambda kept: (max(self.room, self.bytes(kept)), self.seconds(kept), self.bytes(kept)))
 
-    def beside(self, *, reference: bool, values: bool) -> TrainingPasses:
-        """Return the passes on ranks that also hold a reference policy's weights, or a value model with its moments."""
-        held = {"weights": reference + values, "gradients": values, "optimizer": values}
-        return replace(self, parts={name: size * (1 + held.get(name, 0)) for name, size in self.parts.items()})
-
 
 def simulate_passes(
     plan: StepPlan,
@@ -151,8 +146,7 @@ def simulate_passes(
     raises          as `simulate_step`
     """
     demand, how = with_mini_batches(demand, how)
-    M = len(plan.replica_MLRB)
-    later = np.arange(len(mini_batches_of(M, how.mini_batches)[0]), M)
+    later = np.arange(len(plan.bound_ML))[len(mini_batches_of(len(plan.bound_ML), how.mini_batches)[0]) :]
     forward_only = replace(how, forward_only=True, mini_batches=1)
     recomputing, keeping = (replace(how, recompute_activations=again) for again in (True, False))
 
@@ -187,8 +181,7 @@ def simulate_passes(
 class PredictedIteration:
     """Seconds of an iteration by stage, named as a run logs them, and its memory (label `simulated`).
 
-    stages   one after the other. tail: idle slot time at the end of the rollout; waits: time that the update waits
-             for the rollout
+    stages   one after the other. tail: idle slot time at the end of the rollout; waits: of the update for it
     beside   rollout, where it runs beside these
     bytes    of the fullest rank, those of reference and value model included; fits: a tenth of the memory stays free
     """
@@ -214,9 +207,8 @@ class PredictedIteration:
 class Iteration:
     """Stages of an iteration that its plan does not change.
 
-    rollout          which the update waits for
-    rollout_beside   beside the update, on ranks of its own
-    reward           seconds of the reward function; sync: of sending weights to all engines
+    rollout   which the update waits for; rollout_beside: beside the update, on ranks of its own
+    reward    seconds of the reward function; sync: of sending weights to all engines
     """
 
     rollout: SimulatedRollout
@@ -234,8 +226,7 @@ class Iteration:
     ) -> Iteration:
         """Return the rollout, reward and weight-sync stages for responses of known lengths.
 
-        All engines of the cluster sample together. An engine has the fewest ranks of a node that hold the weights in
-        half of their memory.
+        Engines sample together; each has the fewest ranks of a node that hold the weights in half of their memory.
 
         rows_S     tokens of prompt and response; prompt_S: of the prompt
         """
@@ -255,7 +246,8 @@ class Iteration:
 
     def predict(self, passes: TrainingPasses, levers: Levers) -> PredictedIteration:
         """Return the iteration of some levers."""
-        passes = passes.beside(reference=levers.reference, values=levers.values)
+        more = {"weights": levers.reference + levers.values, "gradients": levers.values, "optimizer": levers.values}
+        passes = replace(passes, parts={name: size * (1 + more.get(name, 0)) for name, size in passes.parts.items()})
         kept = passes.choose(levers.activations)
         moved, update = passes.update.terms["relocation"], passes.seconds(kept)
         training = {

@@ -50,7 +50,7 @@ class StageCosts(LayerCosts):
     gate_bytes: int
 
     def gather(self, layer: int, *, root: bool) -> float:
-        """Return the seconds of the all-gather of a layer's weights; of the first one with those of `root`."""
+        """Return the all-gather seconds of a layer; 0 adds the dense layers, `root` the embedding and output matrix."""
         seconds = self.gather_seconds
         return seconds.each if layer else seconds.first + (seconds.root if root else 0.0)
 
@@ -77,7 +77,7 @@ def stage_costs(
     layer are still in the slots and are not pushed again.
 
     demand          under the schedule of the plan
-    overlap         False: every copy that the objective counts is made
+    overlap         False: replicas of the last layer are pushed again too, as the planner's objective counts them
     distinct        as for `exchange_costs`
     live            as for `layer_costs`
     shard_dense     weights outside of experts are spread over the ranks of the group (FSDP)
@@ -120,7 +120,7 @@ def stage_costs(
 
 
 def _cut(costs: Any, layers: slice) -> Any:
-    """Return an array, or costs of arrays, of some layers; what is the same for all layers as it is."""
+    """Slice the layer axis (axis 1) of every array in `costs`; other values are unchanged."""
     if isinstance(costs, ndarray):
         return costs[:, layers]
     if isinstance(costs, tuple):
