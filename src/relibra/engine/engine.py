@@ -155,7 +155,7 @@ class Engine:
 
         All of its prompt but the last token is copied; the next decode step feeds that one.
         """
-        row = next((b for b, sequence in enumerate(self.running) if sequence.can_share_prefix(fresh)), None)
+        row = next((b for b, sequence in enumerate(self.running) if fresh.can_reuse_prompt(sequence)), None)
         if row is None or not self.can_join or not self._cache.holds_all(self.running[row].fed):
             return False
         fresh.fed = len(fresh.prompt) - 1

@@ -13,14 +13,14 @@ from numpy import ndarray
 from relibra.engine.philox import sampling_key
 
 FinishReason = Literal["stop", "length", "abort", "cancelled", "error", "lost"]
-"""Why a sequence ends; "error": its log-probs are not finite, "lost": the experts do not answer any more."""
+"""Why it ends; "abort": paused, "cancelled": not wanted, "error": bad log-probs, "lost": experts do not answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParameters:
     """How tokens are chosen.
 
-    limit              most new tokens
+    limit              maximum number of new tokens
     temperature        0: the most likely token
     top_p              of the tokens by falling probability, the first whose sum reaches this
     top_k              most likely tokens to choose from; 0: all
@@ -28,7 +28,7 @@ class SamplingParameters:
     sample             number of the sequence among those with this seed
     position           of the first new token in its response
     stop_ids           tokens that end the sequence
-    top_log_probs      most likely tokens whose log-probs come with each token
+    top_log_probs      number of most likely tokens whose log-probs are returned with each sampled token
     routes             record the experts of every token fed
     prompt_log_probs   score the tokens of the prompt, at temperature 1
     """
@@ -113,7 +113,7 @@ class Sequence:
         elif len(self.tokens) == self.sampling.limit:
             self.finish = "length"
 
-    def can_share_prefix(self, other: Sequence) -> bool:
-        """Return whether another sequence can begin with this one's keys, values and routes of the prompt."""
-        known = (self.sampling.routes or not other.sampling.routes) and not other.sampling.prompt_log_probs
-        return known and self.prompt == other.prompt
+    def can_reuse_prompt(self, other: Sequence) -> bool:
+        """Return whether `other` has the same prompt, and its routes if they are asked for; scores are never reused."""
+        recorded = (other.sampling.routes or not self.sampling.routes) and not self.sampling.prompt_log_probs
+        return recorded and self.prompt == other.prompt
