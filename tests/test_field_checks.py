@@ -43,7 +43,7 @@ def test_a_dataclass_is_built_with_its_defaults():
         build(Kind, {"name": "a", "number": 0}, "it", ConfigError)
 
 
-def test_numbers_of_numpy_count_and_arrays_are_refused_in_a_sentence():
+def test_numpy_scalars_count_and_arrays_get_a_sentence():
     check_fields(Kind, {"name": "a", "number": np.int64(3)}, "it", ConfigError)
     with pytest.raises(ConfigError, match="it: number is"):
         check_fields(Kind, {"name": "a", "number": np.arange(2)}, "it", ConfigError)

@@ -88,7 +88,7 @@ def library_errors(
 ) -> Iterator[None]:
     """Turn an error that a library raises inside into one of ours, which names the stage and the library.
 
-    An error that a line of relibra raises is a bug and is not changed. RELIBRA_TRACEBACK=1 prints a traceback in both cases.
+    An error that a line of relibra raises is a bug, and not changed. RELIBRA_TRACEBACK=1 prints the traceback of both.
 
     stage   begins the message
     stays   predicate: errors re-raised unchanged

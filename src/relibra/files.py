@@ -79,11 +79,10 @@ def toml_value(value: Any) -> str:
         return f"{{{', '.join(f'{toml_value(name)} = {toml_value(part)}' for name, part in value.items())}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, value))}]"
-    if isinstance(value, bool):
-        return json.dumps(value)
-    if isinstance(value, str):  # TOML takes no DEL as it is, and no lone surrogates in any form
-        text = value.encode("utf-8", "backslashreplace").decode("utf-8")
-        return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, str):  # TOML takes no lone surrogates in any form, and DEL only escaped
+        value = value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, bool | str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(float(value) if isinstance(value, float) else int(value))
 
 

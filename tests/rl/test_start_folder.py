@@ -61,7 +61,7 @@ class Written:
         (folder / "model").write_text("weights")
 
 
-def test_an_export_that_fails_leaves_another_one_to_the_same_folder_alone(tmp_path):
+def test_a_failed_export_leaves_another_to_its_folder_alone(tmp_path):
     def fail():
         raise OSError("disk full")
 

@@ -25,6 +25,7 @@ where products are accumulated in float32.
 """
 
 CHECK_COUNTS = (130, 1, 17, 64)
+"""Rows of each expert in `check`: more than a tile of 128, one, an odd number, and half a tile."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,7 +34,7 @@ class GroupedExperts:
 
     gate_up_EXH   gate and up stacked, X = 2 F
 
-    All emulated ranks use these tensors: values do not change the time of a product.
+    One set of tensors serves every rank that a benchmark times: values do not change the time.
     """
 
     gate_up_EXH: Float[Tensor, "E X H"]
@@ -47,13 +48,13 @@ class GroupedExperts:
         Experts without rows are left out: they need no product, and their gradients are zero.
         """
         counts = [count for count in counts_E if count]
-        groups, rows = len(counts), sum(counts)
-        assert groups <= len(self.gate_up_EXH), f"{groups} experts, made for {len(self.gate_up_EXH)}"
+        num_experts, rows = len(counts), sum(counts)
+        assert num_experts <= len(self.gate_up_EXH), f"{num_experts} experts, made for {len(self.gate_up_EXH)}"
         assert rows <= len(self.rows_TH), f"{rows} rows, made for {len(self.rows_TH)}"
         if not counts:
             return tuple  # called, it returns ()
         ends_E = torch.tensor(counts).cumsum(0).to(self.rows_TH.device, torch.int32)
-        taken = (self.rows_TH[:rows], self.gate_up_EXH[:groups], self.down_EHF[:groups])
+        taken = (self.rows_TH[:rows], self.gate_up_EXH[:num_experts], self.down_EHF[:num_experts])
         leaves = [part.detach().requires_grad_() for part in taken]
         gradient_TH = self.gradient_TH[:rows]
 
@@ -82,8 +83,8 @@ class GroupedExperts:
         return worst
 
     def _in_float64(self, counts_E: Sequence[int]) -> tuple[Tensor, ...]:
-        rows, groups = sum(counts_E), len(counts_E)
-        taken = (self.rows_TH[:rows], self.gate_up_EXH[:groups], self.down_EHF[:groups])
+        rows, num_experts = sum(counts_E), len(counts_E)
+        taken = (self.rows_TH[:rows], self.gate_up_EXH[:num_experts], self.down_EHF[:num_experts])
         leaves = [part.detach().double().requires_grad_() for part in taken]
         outputs = []
         for tokens_TH, gate_up_XH, down_HF in zip(leaves[0].split(list(counts_E)), leaves[1], leaves[2], strict=True):
@@ -101,7 +102,7 @@ def apply_experts(rows_TH: Tensor, gate_up_EXH: Tensor, down_EHF: Tensor, ends_E
 
 
 def grouped_experts(
-    groups: int, rows: int, hidden: int, width: int, device: torch.device, dtype: torch.dtype, seed: int = 0
+    num_experts: int, rows: int, hidden: int, width: int, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> GroupedExperts:
     """Return random experts and rows of unit scale, with at least the rows that `check` needs."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -111,8 +112,8 @@ def grouped_experts(
         return torch.randn(*sizes, device=device, dtype=dtype, generator=generator).mul_(scale)
 
     return GroupedExperts(
-        gate_up_EXH=draw(groups, 2 * width, hidden, scale=hidden**-0.5),
-        down_EHF=draw(groups, hidden, width, scale=width**-0.5),
+        gate_up_EXH=draw(num_experts, 2 * width, hidden, scale=hidden**-0.5),
+        down_EHF=draw(num_experts, hidden, width, scale=width**-0.5),
         rows_TH=draw(rows, hidden),
         gradient_TH=draw(rows, hidden),
     )

@@ -11,7 +11,7 @@ import typer
 import relibra
 
 BENCHMARKS = Path(relibra.__file__).parents[2] / "benchmarks"
-"""An installed package has no such folder, and `relibra` then has no such verb."""
+"""Absent from an installed package; `relibra bench` exists only in a checkout."""
 
 
 def bench(context: typer.Context) -> None:

@@ -29,15 +29,15 @@ def export(
     step: Annotated[int | None, within(0)] = None,
     dtype: Dtype | None = None,
 ) -> None:
-    """Write the policy of a checkpoint, or the untrained built-in model of a run, so that a server can start before it.
+    """Write the policy of a checkpoint, or the untrained built-in model, so that a server can start before the run.
 
-    Untrained weights follow from run.seed; with model.path a server starts from that folder.
+    Untrained weights follow from run.seed. Only without model.path: otherwise start the server from that folder.
 
     folder  New folder for model and tokenizer.
     run RUN  Run folder with the checkpoint; may be that of a run that goes on.
     step N  Steps after which the checkpoint was written; default: the latest.
-    dtype  Of the weights of a checkpoint, which holds float32; default: model.dtype of the run, and float32 where it
-      trained adapters (lora.rank), which are merged: bfloat16 loses small changes.
+    dtype  Dtype of the written weights of a checkpoint, which holds float32; default: model.dtype of the run; float32
+      for LoRA runs (lora.rank), because bfloat16 can round away the merged change.
 
     Example: relibra export policy --run runs/demo --step 20
     """

@@ -1,4 +1,4 @@
-"""`relibra trace`: sizes, checks and load statistics of recorded routes; routes of other programs as traces."""
+"""`relibra trace`: sizes, checks and load statistics of recorded routes; import of routes of other programs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def inspect(path: TracePath, num_experts: options.NumExperts = None, as_json: op
     }
     print_result(facts if as_json else {**facts, "layer_ids": format_ranges(layer_ids)}, as_json=as_json)
     if facts["experts_assumed"]:
-        print_note("the number of experts is a multiple of 8 above the largest id: --num-experts gives it")
+        print_note("the number of experts is assumed (next multiple of 8 above the largest id); --num-experts sets it")
     if path.suffix == ".npy" and samples == 1:
         print_note("an .npy holds no lengths: save an .npz with seqlen if these are several samples")
 
@@ -111,9 +111,9 @@ def stats(
 ) -> None:
     """Print how uneven the load is: rank skew of the static layout for several numbers of ranks, change over time.
 
-    Rank skew is max / mean of token-slots: mean to max over pairs of micro-batch and layer, weighted the sum of the
-    busiest ranks' loads / the sum of the mean loads, idle the share of the expert time that ranks wait. The last
-    micro-batch may be shorter. The figures are those of `relibra report`.
+    Rank skew is max / mean token-slots over ranks, per micro-batch and layer. Printed are mean, median, p95 and max of
+    these; weighted: sum of max / sum of mean; idle: share of the expert time that ranks wait. The last micro-batch may
+    be shorter. The figures are those of `relibra report`.
 
     ranks  Ranks of the expert-parallel group, comma-separated; default: those of 8,16,32 that divide the experts, else
         the smallest divisors of the experts.

@@ -1,11 +1,11 @@
 """FlashLB (github.com/vllm-project/vllm-ascend, 182b75e): static replicas placed by mean, spread and correlation.
 
-Looks at loads over time. Here that is the micro-batches of the step (at most 64 sums of them), which makes it the
-strongest planner without per-micro-batch weight movement; tokens are shared evenly by the copies. An expert counts as
-its mean + z x standard deviation, and a rank as those of its experts together, so that experts busy at the same time
-are parted. Different from the original: every step is planned; an expert gets at most one copy per rank (the original
-fails where it wants more); and one copy of each expert is its home, E / R on every rank, which costs up to 2 % of
-balance.
+Looks at loads over time. Here the times are micro-batches, summed into at most 64 groups; copies share tokens evenly.
+An expert counts as mean + z x standard deviation, a rank as those of its experts together: experts busy at the same
+time are parted. Different from the original:
+  - every step is planned;
+  - an expert gets at most R copies (the original fails where it wants more);
+  - one copy of each expert is its home, E / R on every rank, which costs up to 2 % of balance.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from relibra.planning.baselines.from_physical import placement_from_physical
 from relibra.planning.placement import Placement
 from relibra.routing.compiled import compiled
 
-Z = 0.6744897501960817
-"""The upper quartile of a normal distribution."""
-
-TIERS, REACH, MAX_SUMS = 4, 8, 64
+Z = 0.6744897501960817  # the upper quartile of a normal distribution
+TIERS, REACH, MAX_SUMS = 4, 8, 64  # bound the time: parts of the experts, slots tried around a guess, sums over time
 
 
 def decide(request: PlacementRequest) -> Placement:
@@ -104,7 +102,9 @@ def _hand_out_slots(weight_E, count_E, experts, slots, most) -> None:
 @compiled
 @no_type_check
 def _place(mean_E, cov_EE, count_E, num_ranks, slots) -> ndarray:
-    """Lay copies by falling mean per copy, each on the rank with room that ends lowest (mean + z x deviation)."""
+    # By falling mean per copy, each goes to the rank with room that ends lowest (mean + z x deviation); to one holding
+    # the expert only if no other has room. One copy of each expert becomes its home (E / R per rank), the others guests
+    # (`slots` per rank). If only a home slot is free, the home moves there, and the old home becomes a guest.
     per_rank = len(mean_E) // num_ranks + slots
     placement_RP = np.full((num_ranks, per_rank), -1, np.int64)
     homes_R, guests_R = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)

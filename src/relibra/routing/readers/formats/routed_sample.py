@@ -34,7 +34,7 @@ class ImportRules:
     recorded_layers: int | None = None
 
     def __post_init__(self) -> None:
-        """Check numbers that follow from nothing else."""
+        """Check ranges and the order of layers."""
         if not 1 <= self.num_experts <= MAX_EXPERTS:
             raise TraceError(f"num_experts is {self.num_experts}: allowed are 1 to {MAX_EXPERTS}")
         if self.top_k is not None and not 1 <= self.top_k <= min(MAX_TOP_K, self.num_experts):
@@ -53,7 +53,7 @@ class RoutedSample:
     ids_TLK        recorded rows, of any integer type; -1 throughout a row: not recorded
     tokens         tokens of the sample, prompt and response; None: as many as rows
     start          token of the first row
-    absent_T       rows that hold a filler; None: no row is known to
+    absent_T       rows that hold a filler in place of a route; None: none known
     last_absent    whether the row of the last token, if there is one, is a filler: that token was never processed
     prompt_tokens  tokens of the prompt; 0: not known
     sample_id      number of the sample; None: its place in the trace
