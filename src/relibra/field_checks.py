@@ -8,7 +8,6 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from relibra.errors import RelibraError
@@ -26,7 +25,7 @@ def check_fields(kind: Any, values: Any, where: str, error: type[RelibraError]) 
     raises   `error` with the first wrong field, what it holds, and the name that may have been meant
     """
     if isinstance(values, Mapping):
-        values = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
+        values = {name: value.item() if _is_numpy_scalar(value) else value for name, value in values.items()}
     try:
         _model(kind).model_validate(values)
     except ValidationError as failure:
@@ -60,6 +59,11 @@ def build(kind: type[Kind], values: Any, where: str, error: type[RelibraError]) 
         return kind(**values)
     except RelibraError as failure:
         raise error(f"{where}: {failure}") from failure
+
+
+def _is_numpy_scalar(value: Any) -> bool:
+    """Return whether a value is a number of numpy, which is not imported here: it takes a tenth of a second."""
+    return type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0
 
 
 def _part(kind: Any, value: Any, where: str, error: type[RelibraError]) -> Any:
