@@ -1,6 +1,6 @@
 """The one place that reads and sets environment variables: what `torchrun` sets in a process, and logs.
 
-Also which signals stop a run.
+Also which signals stop a run, and how processes that relibra starts import.
 """
 
 from __future__ import annotations

@@ -102,9 +102,12 @@ def _hand_out_slots(weight_E, count_E, experts, slots, most) -> None:
 @compiled
 @no_type_check
 def _place(mean_E, cov_EE, count_E, num_ranks, slots) -> ndarray:
-    # By falling mean per copy, each goes to the rank with room that ends lowest (mean + z x deviation); to one holding
-    # the expert only if no other has room. One copy of each expert becomes its home (E / R per rank), the others guests
-    # (`slots` per rank). If only a home slot is free, the home moves there, and the old home becomes a guest.
+    """Lay copies by falling mean per copy, each on the rank with room that ends lowest (mean + z x deviation).
+
+    A rank that holds the expert gets another copy only if no other has room. One copy of each expert is its home (E / R
+    per rank), the others are guests (`slots` per rank). If only a home slot is free, the home moves there as a copy is
+    laid, and the old home becomes a guest.
+    """
     per_rank = len(mean_E) // num_ranks + slots
     placement_RP = np.full((num_ranks, per_rank), -1, np.int64)
     homes_R, guests_R = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)

@@ -187,10 +187,10 @@ def sync_weights(
 
 
 def _pause_answers(engine: ServerEngine) -> None:
-    """End the answers under way (`rollout.ahead`), and take in what there is of them; collective.
+    """End the answers under way (`rollout.ahead`) and take in what they hold, or let servers keep them; collective.
 
-    Samplers stay held, so servers have nothing to do until `Sampler.release`. Where they keep answers, they hold them
-    until `RESUME`. Raises EngineError.
+    Samplers stay held, so servers get nothing new until `Sampler.release`; what they keep waits for `RESUME`. Raises
+    EngineError.
     """
     if engine.sampler is None:
         return
