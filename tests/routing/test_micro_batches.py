@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.harness.recorded_cuts import cut_recorded
 from relibra.errors import TraceError
+from relibra.routing.demand import ScheduledDemand
 from relibra.routing.micro_batches import draw_samples, schedule_samples, select_micro_batches
 from relibra.routing.synthetic import TraceShape, domain_trace
 from relibra.routing.trace import RoutingTrace
@@ -115,6 +116,11 @@ def test_selecting_keeps_later_micro_batches():
     assert (later.load_MLE == demand.load_MLE[4:]).all()
     assert (later.tokens_MLRE == demand.tokens_MLRE[4:]).all()
     assert later.top_k == 2
+    attended_S = np.arange(len(demand.rank_S), dtype=np.int64)
+    shared = select_micro_batches(replace(demand, attended_S=attended_S), 4)
+    assert shared.attention_S.tolist() == attended_S[demand.micro_batch_S >= 4].tolist()
+    both = ScheduledDemand.of_groups([shared, later])
+    assert both.attention_S.tolist() == [*shared.attention_S.tolist(), *(later.length_S**2).tolist()]
 
 
 @pytest.mark.parametrize("tokens", [0, 1000])

@@ -187,6 +187,7 @@ class ScheduledDemand(Demand):
             for demand, offset in zip(demands, np.cumsum([0, *sizes[:-1]]), strict=True)
         ]
         pairs = [demand.pairs_LEE for demand in demands if demand.pairs_LEE is not None]
+        shared = any(demand.attended_S is not None for demand in demands)
         return ScheduledDemand(
             counts_SLE=np.concatenate([demand.counts_SLE for demand in demands]),
             layer_ids=demands[0].layer_ids,
@@ -196,6 +197,7 @@ class ScheduledDemand(Demand):
             rank_S=np.concatenate([demand.rank_S for demand in demands]),
             group_M=np.repeat(np.arange(len(demands), dtype=np.int32), sizes),
             pairs_LEE=np.sum(pairs, axis=0) if len(pairs) == len(demands) else None,
+            attended_S=np.concatenate([demand.attention_S for demand in demands]) if shared else None,
             top_k=demands[0].top_k,
         )
 
