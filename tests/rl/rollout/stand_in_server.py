@@ -71,7 +71,8 @@ class StandIn(SleepAndTransfer, ThreadingHTTPServer):
     health     status of the answer to a look at its health; `starting` more of them are refused
     lives      requests for tokens that it answers before it is gone; None: it stays
     looks      requests without an answer after which it begins anew
-    pace       seconds before a token, by the number of tokens before it; None: an answer takes no time, and is not cut
+    pace       seconds before a token, by the number of tokens before it; None: an answer takes no time, and is not cut;
+               of answers that begin
     sampled    (tokens asked with, tokens sampled, version of the weights) of each answer
     """
 
@@ -119,15 +120,15 @@ class StandIn(SleepAndTransfer, ThreadingHTTPServer):
         self.going.clear()
         return {"status": "ok"}, 200
 
-    def is_cut(self, number):
+    def is_cut(self, seconds):
         """Wait before a token; return whether it does not come any more."""
-        return self.paused.wait(self.pace(number)) or not self.going.wait(20)
+        return self.paused.wait(seconds) or not self.going.wait(20)
 
     def passed(self, tokens, added, version):
         """Let time pass for each new token; return how many there are: all, or those before a pause."""
-        number = len(added)
-        if self.pace is not None:
-            number = next((n for n in range(len(added)) if self.is_cut(n)), len(added))
+        number, pace = len(added), self.pace
+        if pace is not None:
+            number = next((n for n in range(len(added)) if self.is_cut(pace(n))), len(added))
         with self.count:
             self.sampled.append((tuple(tokens), added[:number], version))
         return number

@@ -162,13 +162,16 @@ def test_kept_answers_are_asked_for_once_and_count_as_mixed(dialect):
 
 @pytest.mark.parametrize("version", ["7", "-1"])
 def test_kept_answers_have_no_version_but_those_of_their_time(version):
-    with sampling("sglang", keeps=True, pace=blocks_at(4)) as (server, client, sampler):
+    def changed(answer):
+        answer.get("meta_info", {}).update(weight_versions=[{"version": version}])
+        return answer
+
+    with sampling("sglang", keeps=True, pace=lambda _: 0.02) as (server, client, sampler):
+        server.change = changed
         push(server, client, sampler, 1)
         found = sampler.begin(responses_of(1), [LIMIT])
         wait_until(lambda: any("input_ids" in body for _, body in server.asked))
-        server.pace = None
         push(server, client, sampler, 2)
-        server.change = lambda answer: answer["meta_info"].update(weight_versions=[{"version": version}]) or answer
         with pytest.raises(EngineError, match=f"version '{version}'"):
             found.result(20)
 
