@@ -61,7 +61,8 @@ def plan(request: PlanRequest) -> None:
 
     The demand of the step is written beside it (NAME.demand.safetensors), for relibra explain. Printed are skew (load
     of the busiest ranks / of mean ranks in token-slots), the skew after each lever of the plan and the lowest that
-    copies could reach from there, and seconds and bytes of the planner's model of the machine.
+    copies could reach from there, and seconds and bytes of the planner's model of the machine. Skew may rise where
+    that saves seconds.
 
     Example: relibra plan runs/demo --ranks 4 --micro-batch-tokens 64
     """

@@ -50,7 +50,7 @@ def test_a_step_is_a_line(plain):
         display.rl_step(metrics(1, unfinished_share=0.5, explained_variance=0.25, equal_groups=0.75))
         display.rl_step(metrics(2, equal_groups=1.0, untrained_steps=1))
     *steps, untrained = lines()
-    assert "groups without signal 100%  nothing trained  k3" in untrained
+    assert "groups without signal 100%  nothing trained: equal rewards  k3" in untrained
     assert steps == [
         "step 0 (1/9)  reward 0.50  length 8 (max 12)  rank skew 1.25 -> 1.01  loss 0.12  entropy 2.00  k3 1.5e-14  "
         "1,200 tokens/s  0.8 s  left 6 s",

@@ -121,10 +121,8 @@ class Workload:
         model, (_, layers, experts) = self.model, self.demand.counts_SLE.shape
         routed_alike = (self.demand.top_k, experts) == (model.top_k, model.experts) and layers <= model.moe_layers
         if model.experts > 1 and not routed_alike:
-            print_note(
-                f"the routes are of another model than {model.name}, whose other sizes are taken: name the recorded "
-                "model with --model"
-            )
+            hint = "" if self.request.model else ": name the recorded model with --model"
+            print_note(f"the routes are of another model than {model.name}, whose other sizes are taken{hint}")
         idle = float((self.demand.tokens_MLRE.sum(axis=(1, 3)) == 0).mean())
         if idle >= MANY_IDLE:
             used = int(self.demand.rank_S.max(initial=0)) + 1

@@ -31,6 +31,8 @@ app = typer.Typer(
 def about() -> None:
     """Serve a mixture-of-experts model with attention on some workers and experts on others, or plan which.
 
+    Options of relibra serve MODEL: relibra serve run --help.
+
     Example: relibra serve models/mine --attention 1 --experts 1 --micro-batches 2
     """
 

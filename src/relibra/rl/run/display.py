@@ -177,7 +177,7 @@ def _note(metrics: dict[str, Any]) -> str:
         loss is not None and f"loss {loss:.2g}",
         _part("entropy", metrics["entropy"], "{:.2f}"),
         metrics["equal_groups"] and f"groups without signal {metrics['equal_groups']:.0%}",
-        metrics.get("untrained_steps") and "nothing trained",
+        metrics.get("untrained_steps") and "nothing trained" + ": equal rewards" * (metrics["equal_groups"] == 1),
         _part("k3", metrics["k3_kl"], "{:.1e}"),
         explained is not None and f"explained {explained:.2f}",
         metrics["evaluation"] and f"evaluation {metrics['evaluation']['reward']:.2f}",
