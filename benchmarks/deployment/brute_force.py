@@ -39,7 +39,7 @@ def every_plan(
     found = []
     for expert_ways in space.ways:
         for ways in space.ways:
-            for per_node in space.nodes_of(model.experts):
+            for per_node in space.per_node_of(model.experts):
                 if expert_ways > expert_gpu.node_size or ways > gpu.node_size:
                     continue
                 if (

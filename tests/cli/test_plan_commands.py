@@ -331,7 +331,8 @@ def test_reports_of_plans(run, trace, plan, tmp_path):
     assert (code, out.strip()) == (0, str(page))
     bounded = page.read_text()
     assert "lower bound" in bounded
-    assert "name the trace of the plan with --trace to count them" in bounded
+    assert "with --trace to count its rows" in bounded
+    assert run("report", plan, "-o", plan)[0] == 1, "the plan stays"
     assert run("report", plan, "--trace", trace, "-o", page)[0] == 0
     assert "counted token by token" in page.read_text()
     assert "--trace" not in page.read_text()

@@ -92,7 +92,7 @@ def main() -> None:
     except RecursionError:
         _exit_with("an input is nested too deeply")
     except MemoryError as error:
-        _exit_with(f"this needs more memory than there is ({error or 'no size known'}): choose smaller inputs")
+        _exit_with(f"this needs more memory than there is ({str(error) or 'no size known'}): choose smaller inputs")
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)

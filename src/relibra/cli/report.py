@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from relibra.timeline import Timeline
 
 PLAN_SUFFIX = ".safetensors"
-COUNT_ROWS = "name the trace of the plan with --trace to count them, as relibra plan --html does"
+TRACE_REMEDY = "name the trace of the plan with --trace to count its rows, as relibra plan --html does"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class ReportRequest:
     path RUN|TRACE|PLAN  Run folder, trace folder, .npz or .npy of expert choices, or a plan.
     other [OTHER]  A second run or plan to compare with the first.
     output  File for the page.
-    trace  Trace that the plan was made from: bytes are then counted token by token.
+    trace  Trace that the plan was made from: bytes between ranks are then counted, not bounded.
     timeline PATH  Also show this timeline, a file of write_timeline; may be repeated.
     ranks R  Plan the last step for so many ranks; default: the run's.
     """
@@ -66,7 +66,9 @@ def report(request: ReportRequest) -> None:
 
     Example: relibra report runs/demo
     """
-    check_outputs(named("--output", request.output), [])
+    files = (request.path, request.other, request.demand)
+    inputs = [("PLAN", path) for path in files if path is not None and path.is_file()]
+    check_outputs(named("--output", request.output), inputs)
     if _is_plan(request.path):
         page = _report_plans(request)
     elif request.other is not None:
@@ -124,7 +126,7 @@ def _report_plans(request: ReportRequest) -> Path:
         routes = None if trace is None else open_trace(trace, request.num_experts)
         step = compare_step(plans, cluster, choose_model(request.model, trace or path), routes)
         output = request.output or path.with_name(f"{path.stem}.report.html")
-        remedy = COUNT_ROWS if trace is None and can_count_rows(plans) else ""
+        remedy = TRACE_REMEDY if trace is None and can_count_rows(plans) else ""
         return write_page(output, render_plan_page(step, datetime.now(UTC), timelines=timelines, remedy=remedy))
 
 

@@ -21,11 +21,11 @@ Sees = Literal["nothing", "history", "step totals", "micro-batches", "live"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlacementRequest:
-    """Input of a balancer; arrays that balancers of its kind do not see are left out.
+    """Input of a balancer, which uses only the loads that its `Balancer.sees` names.
 
-    memory_gib    most memory of a rank for slots of layers
+    memory_gib    most memory of a rank for resident slots
     demand        balancers that see "history" or "step totals" plan from `total_LE`, never from the demand
-    total_LE      token-slots per layer and expert that the balancer may plan homes and static replicas from
+    total_LE      token-slots per layer and expert that it may plan homes, and replicas of the whole step, from
     previous      homes before the step
     warm          `previous` was planned for an earlier step; False: it is the static layout
     history_MLE   loads of earlier micro-batches, for balancers that see "history"
@@ -100,8 +100,8 @@ class Balancer:
     """One entry of the registry.
 
     sees        loads that it plans from
-    based_on    its paper or code; "after ...": no public code exists
-    own_slots   its plan has as many slots as its system reserves, also where the budget gives fewer (but not for 0)
+    based_on    its paper or code; "after ...": our design from its description
+    own_slots   its plan has the slots that its system reserves, whatever the budget gives; none where that is 0
     for_tokens  it evens token-slots out, whatever that costs: its plans are never replaced by cheaper ones
     """
 

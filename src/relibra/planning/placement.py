@@ -26,7 +26,7 @@ Scope = Literal["node", "cluster"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Homes:
-    """Home slot of each expert on N nodes of G ranks; R = N G ranks, rank r on node r // G.
+    """Home rank of each expert, and its place there, on N nodes of G ranks; R = N G ranks, rank r on node r // G.
 
     num_nodes, ranks_per_node   N and G
     layer_ids                   absolute decoder layer of each entry of the layer axis
@@ -82,7 +82,7 @@ class Homes:
         return self._homes(self.layer_ids, slots)
 
     def _homes(self, layer_ids: ndarray, map_LE: ndarray) -> Homes:
-        """Return other homes on these ranks; without what a subclass has beside homes."""
+        """Return plain `Homes` on these ranks, also from a subclass, whose other fields are dropped."""
         return Homes(
             num_nodes=self.num_nodes,
             ranks_per_node=self.ranks_per_node,
@@ -108,7 +108,7 @@ class Considered:
     schedule          "kept": samples stay in their micro-batches; "packed": they may change them
     slots, resident   as in `Placement`
     memory_gib        memory of a rank for these slots
-    seconds           of the whole step, with its part of the moves; estimated from a sample of layers (label `model`)
+    seconds           of the whole step, with moves / `steps_served`; estimated from a sample of layers (label `model`)
     chosen            the plan has this choice
     """
 
@@ -125,7 +125,7 @@ class ConsideredLayers:
     """One choice that was priced for every layer, under the schedule and the slots of the plan.
 
     homes, traffic_slots, tolerance, cross_node   as in `balancers.layer_plans.LayerChoice`
-    seconds_L         of each layer over the step, with its part of the moves (label `model`)
+    seconds_L         of each layer over the step, with moves / `steps_served` (label `model`)
     micro_batches_L   micro-batches of each layer in which the plan follows this choice
     """
 
@@ -146,9 +146,9 @@ class Placement(Homes):
     quota_MLRB              token-slots that the replica computes; the home computes the rest
     resident                lifetime of the B slots. True: every layer has slots of its own, so replicas stay over
                             micro-batches; False: one buffer for all layers, filled for each pass
-    group_M                 sequence that a micro-batch belongs to, ascending: a mini-batch or an expert-data-parallel
+    group_M                 run of micro-batches that each is in, ascending: a mini-batch or an expert-data-parallel
                             group (`ScheduledDemand.group_M`). Resident slots are filled anew at its start, and their
-                            gradients go home at its end; None: all micro-batches are one sequence
+                            gradients go home at its end; None: all micro-batches are one run
     scope                   "node": replicas stay on the node of their home; "cluster": anywhere
     dispatch                how tokens reach ranks of other nodes (`Cluster.dispatch`)
     gradient_wire           type in which gradients of replicas travel home; sums are in float32
@@ -191,12 +191,12 @@ class Placement(Homes):
         return load_MLR + replica_load_change(self.replica_MLRB, self.quota_MLRB, self.home_LE)
 
     def skew(self, demand: ScheduledDemand) -> float:
-        """Return the token objective: sum over micro-batches and layers of the busiest rank / the sum of mean ranks."""
+        """Return the skew: loads of busiest ranks / loads of mean ranks, each summed over micro-batches and layers."""
         load_MLR = self.rank_load(demand)
         return step_skew(load_MLR.max(axis=-1, initial=0), load_MLR)
 
 
 def step_skew(top_ML: Int64[ndarray, "M L"], load_MLR: Int64[ndarray, "M L R"]) -> float:
-    """Return the sum of `top_ML` / sum of mean rank loads; 1 for a step without load."""
+    """Return the sum of the loads `top_ML` of busiest ranks / sum of mean loads; 1 for a step without load."""
     mean = load_MLR.sum(dtype=np.float64) / max(1, load_MLR.shape[-1])
     return float(top_ML.sum() / mean) if mean else 1.0

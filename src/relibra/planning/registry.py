@@ -1,6 +1,6 @@
-"""Registry of balancers, each after one system, behind one interface; `relibra.planning.plan_step` calls one of them.
+"""Registry of balancers, each modelled on one system, with one interface; `relibra.planning.plan_step` calls one.
 
-`relibra.eplb` offers the static planner under the names that DeepSeek's EPLB, vLLM and SGLang call. `sees` names the
+`relibra.eplb` offers `even_placement` under the names that DeepSeek's EPLB, vLLM and SGLang call. `sees` names the
 loads from which a balancer plans; its plan is priced and executed on the true micro-batches.
 """
 
@@ -28,7 +28,7 @@ from relibra.user_function import import_function
 
 BALANCERS: dict[str, Balancer] = {
     "static": Balancer(decide=static.decide, sees="nothing", based_on="plain expert parallelism"),
-    "balanced": Balancer(decide=balanced.decide, sees="micro-batches", based_on="lower reference: copies on any rank"),
+    "balanced": Balancer(decide=balanced.decide, sees="micro-batches", based_on="reference: copies on any rank"),
     "relibra": Balancer(decide=relibra.decide, sees="micro-batches", based_on="own: the cheapest plan of all levers"),
     "relibra_paper": Balancer(
         decide=relibra_paper.decide, sees="micro-batches", based_on="after ReLibra, arXiv 2605.08639, for seconds"
@@ -37,13 +37,13 @@ BALANCERS: dict[str, Balancer] = {
         decide=relibra_paper.decide_tokens,
         sees="micro-batches",
         for_tokens=True,
-        based_on="the same for even token-slots, as its paper",
+        based_on="relibra_paper for even token-slots, as its paper",
     ),
     "relibra_paper_anywhere": Balancer(
         decide=relibra_paper.decide_tokens_across_nodes,
         sees="micro-batches",
         for_tokens=True,
-        based_on="the same with replicas on any node",
+        based_on="relibra_paper_tokens with replicas on any node",
     ),
     "foremoe": Balancer(decide=foremoe.decide, sees="micro-batches", based_on="after ForeMoE, arXiv 2606.11867"),
     "flashlb": Balancer(decide=flashlb.decide, sees="micro-batches", based_on="FlashLB, vllm-project/vllm-ascend"),
@@ -70,7 +70,7 @@ BALANCERS: dict[str, Balancer] = {
     "flexmoe": Balancer(decide=flexmoe.decide, sees="history", based_on="after FlexMoE, arXiv 2304.03946"),
     "popfetcher": Balancer(decide=popfetcher.decide, sees="history", based_on="after PopFetcher, ATC'25"),
 }
-"""Every balancer by name; "after" in `based_on`: there is no public code to compare with."""
+"""Every balancer by name; "after" in `based_on`: our design from a description."""
 
 
 def find_balancer(name: str) -> Balancer:

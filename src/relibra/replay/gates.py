@@ -33,7 +33,7 @@ def softmax_gates(
 ) -> Float[Tensor, "T K"]:
     """Return the softmax over all experts at the chosen ids.
 
-    norm    divide by their sum + `eps`
+    norm    divide by the sum of the chosen + `eps`
     scale   constant factor of the routed experts
     inner   precision of the softmax; None: that of the logits
     """
@@ -75,7 +75,7 @@ def floored_softmax_gates(
 def rescaled_gates(
     p_TE: Float[Tensor, "T E"], ids_TK: Int64[Tensor, "T K"], dtype: torch.dtype, *, router: nn.Module
 ) -> Float[Tensor, "T K"]:
-    """Return renormalised probabilities times a learned factor per expert; such a router returns no logits.
+    """Return renormalised probabilities times a learned factor per expert; such a router returns them, not logits.
 
     The factor is read from the router at each call: FSDP swaps the parameter between sharded and whole.
     """

@@ -38,7 +38,7 @@ def check_array_size(
         shape = " x ".join(f"{length:,} {name}" for name, length in axes.items())
         raise error(
             f"{what} ({shape}) would take {size / (1 << 30):,.1f} GiB and follow from {payload_bytes:,} bytes: allowed "
-            f"are {FREE_BYTES >> 30} GiB, or {BYTES_PER_BYTE} bytes for each byte; check the sizes in the file"
+            f"is the larger of {FREE_BYTES >> 30} GiB and {BYTES_PER_BYTE} x these bytes; check the sizes in the file"
         )
 
 
@@ -57,4 +57,4 @@ def memory_errors(what: str, error: type[RelibraError]) -> Iterator[None]:
     try:
         yield
     except MemoryError as problem:
-        raise error(f"{what} needs more memory than there is ({problem or 'no size known'})") from problem
+        raise error(f"{what} needs more memory than there is ({str(problem) or 'no size known'})") from problem

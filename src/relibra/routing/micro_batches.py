@@ -1,7 +1,7 @@
 """Micro-batches of a recorded trace: a `ScheduledDemand`, for planning and comparing without a trainer.
 
-`schedule_samples` gives whole samples to ranks, like a trainer, and leaves none out. Micro-batches of the task sets
-alternate.
+`schedule_samples` gives whole samples to ranks, like a trainer, and leaves none out. Micro-batches of
+different task sets (`task_sets`) alternate.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def schedule_samples(
 ) -> ScheduledDemand:
     """Give whole samples to micro-batches and ranks, at most `rank_tokens` tokens each; no sample is left out.
 
-    Each task set (`task_sets`) is divided into as few micro-batches as its samples allow, of about equal tokens; the
-    sets alternate. Inside a micro-batch samples go to ranks longest first, each to the one with fewest tokens. A sample
-    longer than the limit is alone on its rank. Tokens are rows with a route: the last row of a sample has none.
+    Each task set (`task_sets`) is divided into few micro-batches of about equal tokens; the sets
+    alternate. Inside a micro-batch samples go to ranks longest first, each to the one with fewest tokens. A sample
+    longer than the limit is alone on its rank. Tokens are rows with a route, so the last token is not counted.
 
     rng       shuffles the samples first, as one task set; None: recorded order
     raises    TraceError for a limit below 1, or a trace without samples
@@ -58,7 +58,7 @@ def schedule_samples(
 def _divide(
     length_X: Sequence[int], rank_tokens: int, num_ranks: int
 ) -> tuple[Int64[ndarray, " X"], Int64[ndarray, " X"]]:
-    """Return micro-batch and rank of each sample: as few micro-batches of consecutive samples as the limit allows."""
+    """Return micro-batch and rank of each sample: few, about equal micro-batches of consecutive samples that fit."""
     taken_X = np.minimum(length_X, rank_tokens)  # a longer sample takes one rank, no more
     total = int(taken_X.sum())
     number = max(1, -(-total // (rank_tokens * num_ranks)))
@@ -118,7 +118,7 @@ def select_micro_batches(demand: ScheduledDemand, first: int) -> ScheduledDemand
 
 
 def task_sets(trace: RoutingTrace, tokens: int) -> list[Int64[ndarray, " T"]]:
-    """Return the rows of each task set, in recorded order: the named groups, if each fills a micro-batch, else all."""
+    """Return rows of each task set: one per named group if all rows are in groups that fill micro-batches, else one."""
     group_T = np.repeat(trace.group_ids, trace.rows_per_sample)
     by_group = [np.flatnonzero(group_T == g) for g in range(len(trace.group_names))]
     if by_group and all(len(rows) >= tokens for rows in by_group) and (trace.group_ids >= 0).all():

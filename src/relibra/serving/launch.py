@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 LOADING_SECONDS = 1800.0
 """How long workers may take to load."""
 STOPPING_SECONDS = 1.0
-"""How long workers may take to end when the API server is gone, before they are killed."""
+"""How long workers may take to end once their connection is closed, before they are killed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +168,7 @@ class RunningWorkers:
         self.experts[number] = self._await_ready(self.workers[number], end), self.experts[number][1]
 
     def _connect(self, worker: Worker, end: float) -> dict[str, Any]:
-        """Connect an attention worker that has loaded to the experts; return what it says, and where they were met."""
+        """Connect an attention worker that has loaded to the experts; return its answer with their addresses."""
         self._await_ready(worker, end)
         met = list(self.experts)
         worker.control.send({"connect": met})
@@ -205,7 +205,7 @@ class RunningWorkers:
         except TimeoutError as error:
             raise EngineError(f"{worker.name} did not answer ({key}) in time: look at what it printed") from error
         except ConnectionError as error:
-            raise EngineError(f"{worker.name} is gone while it was starting ({_ending(worker.process)})") from error
+            raise EngineError(f"{worker.name} ended while it was starting ({_ending(worker.process)})") from error
         if key not in frame:
             raise EngineError(f"{worker.name}: {frame.get('failed', f'unexpected answer {sorted(frame)}')}")
         return frame[key]

@@ -55,7 +55,7 @@ class ServePlanRequest:
     accelerators FILE  TOML with a table per GPU of yours: price, memory, speeds (docs/serving.md).
     tpot TIME  Most time per output token, such as 150ms or 0.15s.
     context TOKENS  Mean tokens of a request while it decodes, prompt included.
-    skew RATIO  Rows of the busiest expert node / mean.
+    skew RATIO  Rows of the busiest expert node (GPUs that share its experts) / rows of the mean one.
     objective  What tokens per second are divided by.
     max_gpus N  Most GPUs of one instance; 0: any number.
     simulate  Also simulate decode steps of the best plans.
@@ -64,7 +64,7 @@ class ServePlanRequest:
     measured FILE  With --simulate: TOML with measured seconds of nodes (docs/serving.md).
     rate R  With --simulate: also R requests per second, at random.
     lengths PROMPT,RESPONSE  With --rate: median tokens of prompts and of responses.
-    timeline FILE  With --simulate: write a trace of four layers for Perfetto.
+    timeline FILE  With --simulate: write four layers of the last simulated step for Perfetto.
     output FILE  Write the best plan, JSON.
     """
 
@@ -105,9 +105,9 @@ class ServePlanRequest:
 def plan(request: ServePlanRequest) -> None:
     """Search which GPUs compute attention and which experts, and compare with not separating them; all is modelled.
 
-    Gain is tokens per second and unit of the objective with separation / without; seconds of attention, experts and hop
-    are those of one micro-batch in one layer. Limit is what keeps the batch from growing. Of simulated runs, shares of
-    time are those of the mean node and of the busiest NIC, and bytes those that a GPU sends in a step.
+    Gain is tokens per second / objective with separation / the same without; seconds of attention, experts and hop (one
+    way between them) are those of one micro-batch in one layer. Limit is what keeps the batch from growing. Of
+    simulated runs, shares of time are those of the mean node and of the busiest NIC, bytes those a GPU sends in a step.
 
     Example: relibra serve plan dbrx --gpus h20,l40s --tpot 150ms
     """
@@ -147,7 +147,7 @@ def plan(request: ServePlanRequest) -> None:
             with writing(request.timeline):
                 next(iter(runs.values())).timeline().save_perfetto(request.timeline)
     if request.measured is not None:
-        print_note(f"only the simulated rows use the times of {request.measured}, which has none of a colocated plan")
+        print_note(f"only the simulated rows use the times of {request.measured}, the colocated plan is not simulated")
     facts = {
         "model": model.name,
         "sizes": {"layers": model.layers, "experts": model.experts, "top_k": model.top_k},

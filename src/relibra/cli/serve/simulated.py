@@ -65,9 +65,8 @@ def simulate_decision(
 
     trace      routes of the tokens; None: uniform
     copies     spare expert slots of a node; 0: no run with copies of hot experts
-    arrivals   also run the plan apart with requests that arrive; else every place is always taken
-    measured   seconds of the nodes of the plan apart, which then runs alone: the colocated one has no others than those
-               of its formulas
+    arrivals   also run the plan apart with requests that arrive; None: every request slot is always full
+    measured   seconds of the nodes of the plan apart; the colocated plan, which has only formulas, is then not run
     raises     ConfigError when the trace is of another model, or times are measured and no plan apart fits
     """
     from relibra.simulation.serving.compute import read_measured
@@ -92,13 +91,13 @@ def simulate_decision(
             found.append((f"apart, {arrivals.rate:g} requests/s", _arriving(decision.best, routes, arrivals)))
     compute = None if measured is None else read_measured(measured)
     runs = {name: simulate_serving(decision.pairs[0], replace(scenario, compute=compute)) for name, scenario in found}
-    for plan in decision.colocated[: measured is None]:
+    for plan in decision.colocated[:1] if measured is None else ():
         runs[f"colocated, {plan.kind} parallel"] = simulate_serving(plan, Scenario(routes=routes))
     return runs
 
 
 def _arriving(plan: DeploymentPlan, routes: RoutePool, arrivals: Arrivals) -> Scenario:
-    """Return steps for three lives of a median response, of which the first does not count."""
+    """Return a scenario of 3 x the median response in steps; the first third is warm-up."""
     import numpy as np
 
     from relibra.simulation.rollout import LengthDistribution
@@ -140,7 +139,7 @@ def _routes(model: ServedModel, trace: Path | None) -> RoutePool:
 def _placed(plan: DeploymentPlan, routes: RoutePool, copies: int) -> np.ndarray:
     """Return experts of each layer on the expert nodes, hot ones copied by the loads of all tokens.
 
-    A copy is made where each then still has the rows from which on computing takes longer than reading its weights.
+    A copy is made if all copies keep so many rows that computing takes longer than reading their weights.
     """
     import numpy as np
 

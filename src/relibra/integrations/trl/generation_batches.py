@@ -52,7 +52,7 @@ def read_engine_routes(
 ) -> RoutingTrace:
     """Return the routes of the engine that sampled, checked against the model and the tokens.
 
-    cut      rows beyond the tokens are dropped: those of completions that TRL masks because they were truncated
+    cut      drop rows beyond the tokens: TRL masks truncated completions, whose routes the engine returns
     raises   TraceError when rows do not fit the tokens, or ids are illegal
     """
     sites = find_routers(model)
@@ -78,9 +78,9 @@ def read_engine_routes(
 
 
 def mini_batches(micro_batches: int, iterations: int, accumulation: int) -> Int32[ndarray, " M"]:
-    """Return the mini-batch of each micro-batch of a generation batch: no optimizer steps inside of one.
+    """Return the mini-batch of each micro-batch of a generation batch; no optimizer step falls inside a mini-batch.
 
-    Where optimizer steps fall elsewhere in each generation batch, every micro-batch is a mini-batch of its own.
+    Where optimizer steps fall at other places in each generation batch, every micro-batch is a mini-batch of its own.
 
     micro_batches   of a rank in a generation batch (`steps_per_generation`)
     iterations      runs over them (`num_iterations`)

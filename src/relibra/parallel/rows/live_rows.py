@@ -1,7 +1,7 @@
-"""Live rows: rows of a planned micro-batch without recorded routes, in the exchange of the planned ones.
+"""Live rows: rows without recorded routes in a planned micro-batch, in the exchange of its planned rows.
 
-Which experts they choose is known only when the layer runs, so nobody can say which ranks need them. A few of them (the
-last tokens of samples) go to every rank, behind its planned rows: sizes follow from their number, which ranks exchange
+Which experts they choose is known only when the layer runs, so nobody can say which ranks need them. Few of them (such
+as last tokens of samples) go to every rank, behind planned rows: sizes follow from their number, which ranks exchange
 when they prepare the micro-batch. Each rank computes the choices whose experts are at home there.
 
 Live balancing (`balance_live`) has none: there the routes of all rows are counted before any row travels.
@@ -27,7 +27,7 @@ receives, masked: which of them are its own is known on the device only."""
 class LiveRows(NamedTuple):
     """Live rows of a layer on one rank, on the device.
 
-    own_V       rows of the batch of this rank
+    own_V       index of each in the batch of this rank
     arrived_A   index of each live row of any rank among the rows that arrive
     live_R      live rows of each rank
     """
@@ -63,7 +63,7 @@ def join_tokens(
     live_V: Int64[ndarray, " V"],
     live_R: Int64[ndarray, " R"],
 ) -> tuple[Int64[ndarray, " Y"], Int64[ndarray, " X"], Int64[ndarray, " A"]]:
-    """Return arrived rows, tokens and arrived live rows of a layer, live rows behind the planned ones of each rank.
+    """Return `arrived_Y`, rows that go out and arrived live rows, with live rows behind the planned of each rank.
 
     arrived_Y, receive_R   arrived row of each planned row that is computed here, and how many come from each rank
     token_Z, send_R        planned rows that go out, and how many to each rank
@@ -89,7 +89,7 @@ def exchange_choices(
     """Return the choices of live rows that this rank computes; collective, differentiable in the weights.
 
     position_E   of each logical expert; None: they are in logical order
-    sizes        any exchange of the layer
+    sizes        an exchange of the layer, for its group and place
     """
     R, rank = len(live.live_R), sizes.place.rank
     of_rows = replace(sizes, send_R=[len(live.own_V)] * R, receive_R=live.live_R, label="choices of live rows")

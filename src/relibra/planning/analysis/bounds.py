@@ -65,7 +65,7 @@ def any_homes_bound(
     """Return the bound of any homes with equally many experts per rank, for each micro-batch alone.
 
     Per domain (a rank without slots, else a node or the cluster): the mean; the heaviest expert with the lightest
-    ones as neighbours; and, if D domains hold two experts or more, two of the D + 1 heaviest in one, with the lightest.
+    ones as neighbours; if D domains hold two experts or more, two of the D + 1 heaviest share one, with the lightest.
     """
     E = load_MLE.shape[2]
     size = 1 if slots == 0 else (ranks_per_node if scope == "node" else num_ranks)

@@ -138,12 +138,12 @@ def slot_memory(plan: StepPlan, expert: ExpertShape) -> SlotMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanDifference:
-    """Difference of a plan to another one, of the same step or of the step before.
+    """What changes from one plan (`before`) to another (`after`), of one step or of two in a row.
 
     homes          (decoder layer, expert, rank before, rank after), by layer and expert
     samples        samples that run in another micro-batch or on another rank; None: the plans have different samples
     copies         replicas before and after
-    cells          (micro-batch, layer) pairs whose replicas or quotas differ; None: other micro-batches
+    cells          (micro-batch, layer) pairs whose replicas or quotas differ; None: other numbers of them
     """
 
     homes: tuple[tuple[int, int, int, int], ...]

@@ -1,8 +1,8 @@
-"""UltraEP's planner (arXiv 2606.04101; github.com/Dots-Infra/UltraEP v1.0.0, 94cab09): threshold and greedy oracle.
+"""UltraEP's planner (arXiv 2606.04101; github.com/Dots-Infra/UltraEP v1.0.0, 94cab09): greedy copies below a ceiling.
 
 Sees the exact loads of one (micro-batch, layer), after gating. Homes never move. Ranks above a ceiling `tau` hand their
-excess to ranks of the same node that have a free slot. Three ceilings are tried, from 1 % above the mean, where a piece
-of an expert may be as small as the free targets allow; else a search finds the lowest ceiling at which pieces of at
+excess to ranks of the same node that have a free slot. Three ceilings are tried, from 1 % above the mean, with pieces
+of an even share of the rest over the free targets at least; else a search looks for a low ceiling at which pieces of at
 least `u_min` token-slots suffice. Equal to the released kernel up to the rounding of its single-precision ceilings.
 
 UltraEP ships `u_min` 1,024 (ULTRA_EP_QUOTA_MIN_TOKENS_PER_REPLICA) and 2 slots. Where a rank gets a few thousand
@@ -106,7 +106,7 @@ def sort_sources(load_E, home_E, load_R) -> tuple[ndarray, ndarray, ndarray]:
 def shed_excess(load_E, load_R, order_E, starts, source_R, tau, floor, room_R, free_R, replica_RB, quota_RB) -> bool:
     """Bring every rank to at most `tau` token-slots, greedily; return whether that succeeded.
 
-    floor   fewest token-slots of a copy; 0: what the rest needs if all targets that are left take as much
+    floor   fewest token-slots of a copy; 0: the rest / number of targets left, rounded up
 
     Not monotone: it may fail at a ceiling and succeed at a lower one.
     """
@@ -198,7 +198,7 @@ def _solve_all(load_ME, home_E, u_min, replica_MRB, quota_MRB) -> None:
 def _search(load_E, load_R, order_E, starts, source_R, low, high, u_min, room_R, free_R, replica_RB, quota_RB) -> int:
     """Return the ceiling that UltraEP's search ends at: `low` first, then PROBES at a time between the two.
 
-    At `high`, the fullest rank, there is nothing to give. Success is not monotone, so which probes are tried matters.
+    `high`, the load of the fullest rank, asks for nothing. Success is not monotone, so it matters which are tried.
     """
     if shed_excess(load_E, load_R, order_E, starts, source_R, low, u_min, room_R, free_R, replica_RB, quota_RB):
         return low

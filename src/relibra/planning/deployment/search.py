@@ -1,8 +1,8 @@
 """Search for the deployment of most tokens per price, watt or GPU (MegaScale-Infer, arXiv 2504.02263, Algorithm 1).
 
-With the general pipeline time, so that one or two micro-batches and slow links are priced too, and with any number of
-experts on a node. A larger micro-batch never gives fewer tokens per second here, because every time is the larger of
-lines that start at or above zero, so the largest one that memory and latency allow is taken; a test tries all.
+It uses `iteration_seconds`, not Eq. 5, so that one or two micro-batches and slow links are priced too, and any number
+of experts on a node. A larger micro-batch never gives fewer tokens per second here, because every time is a maximum of
+lines `a + b rows` with `a >= 0`, so the largest one that memory and latency allow is taken; a test tries all.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class SearchSpace:
     micro_batches        numbers of micro-batches
     experts_per_node     experts of a node; empty: every divisor of the model's experts
     ways                 GPUs of a node
-    node_counts          attention nodes beside the two whole numbers at the balance of the slopes; empty: only these
+    node_counts          attention nodes besides `balanced_nodes` rounded down and up; empty: only those two
     most_gpus            of an instance; 0: any number
-    objective            what is maximised: tokens per second and price, watt or GPU
+    objective            what is maximised: tokens per second / price, watts or GPUs
     """
 
     micro_batches: tuple[int, ...] = (1, 2, 3, 4)
@@ -54,8 +54,8 @@ class SearchSpace:
     most_gpus: int = 0
     objective: Objective = "price"
 
-    def nodes_of(self, experts: int) -> tuple[int, ...]:
-        """Return the numbers of experts on a node."""
+    def per_node_of(self, experts: int) -> tuple[int, ...]:
+        """Return the numbers of experts on a node that are tried."""
         return self.experts_per_node or tuple(one for one in range(1, experts + 1) if experts % one == 0)
 
 
@@ -84,7 +84,7 @@ def search_pair(
     space: SearchSpace,
     efficiency: Efficiency,
 ) -> DeploymentPlan | None:
-    """Return the plan of most tokens per unit with attention on one accelerator and experts on another; None: none.
+    """Return the plan of most tokens per unit with attention on one accelerator, experts on one; None: none fits.
 
     raises    ConfigError for an empty space
     """
@@ -93,7 +93,7 @@ def search_pair(
     gpu, expert_gpu = pair
     plans = []
     for expert_ways, ways in product(_ways(space, expert_gpu), _ways(space, gpu)):
-        for per_node in space.nodes_of(model.experts):
+        for per_node in space.per_node_of(model.experts):
             experts = Pool(expert_gpu, expert_ways, -(-model.experts // per_node))
             if experts_fit(model, experts, per_node, efficiency):
                 node = Node(model=model, gpu=gpu, ways=ways, used=efficiency)
@@ -152,7 +152,7 @@ def _most_rows(
 
 
 def balanced_nodes(attention: Node, experts: Node, per_node: int, level: ServiceLevel) -> float:
-    """Return the attention nodes at which both sides take as long for many more rows: `k1 E / (k3 K)`."""
+    """Return the attention nodes at which both sides slow down equally with more rows: `k1 E / (k3 K skew)`."""
     model = attention.model
     low, high = ATTENTION_RANGE
     slope = (attention.attention(high, level.context) - attention.attention(low, level.context)) / (high - low)
@@ -162,7 +162,7 @@ def balanced_nodes(attention: Node, experts: Node, per_node: int, level: Service
 
 
 def value(plan: DeploymentPlan, objective: Objective) -> float:
-    """Return tokens per second and unit of an objective."""
+    """Return tokens per second / the objective of the plan."""
     return float(plan.tokens_per_second / getattr(plan, objective))
 
 

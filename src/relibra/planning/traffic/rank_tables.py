@@ -40,7 +40,7 @@ class Push(NamedTuple):
     expert            logical expert
     home, home_slot   rank of the home, and the expert's position in that rank's parameters
     replica, slot     rank of the replica, and its spare slot (0..B-1)
-    tokens            token-slots that the replica computes; 0: the way home of a sum over micro-batches
+    tokens            token-slots that the replica computes; 0: of a resident slot, whose sum of gradients travels home
     """
 
     expert: int
@@ -70,8 +70,8 @@ class RankTables:
     num_homes       E / R
     tokens_E        token-slots that this rank sends to each expert
     send_RP         token-slots that this rank sends to local slot P of rank R
-    first_RP        index, in a stable sort of this rank's token-slots by expert, of the first one sent there: those to
-                    one local slot are consecutive
+    first_RP        first one sent there, as index in this rank's token-slots in stable order by expert; the others
+                    follow it
     receive_RP      token-slots that arrive from source rank R for own local slot P
     pushes          replicas of all ranks that get tokens, by (replica rank, slot): the same list on every rank. Each is
                     pushed unless its slot holds the weights already
@@ -99,7 +99,7 @@ class RankTables:
 
     @cached_property
     def send_order_X(self) -> Int64[ndarray, " X"]:
-        """Return the index, in a stable sort of this rank's token-slots by expert, of the one sent as the X-th.
+        """Return which token-slot is sent X-th, as index in this rank's token-slots in stable order by expert.
 
         They are sent by destination rank, local slot, position.
         """
@@ -147,7 +147,7 @@ def rank_tables(
 
     demand   under the schedule of the plan (`plan.scheduled`)
     layer    position in the plan's layers, not the decoder layer
-    chunk    whole chunks of this many token-slots per instance, see `chunked_split`; None: the quotas of the plan
+    chunk    token-slots of a chunk: homes and replicas get whole ones (`chunked_split`); None: the quotas of the plan
     """
     tokens_RE = demand.tokens_MLRE[micro_batch, layer]
     replica_RB, quota_RB = plan.replica_MLRB[micro_batch, layer], plan.quota_MLRB[micro_batch, layer]

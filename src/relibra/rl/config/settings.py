@@ -18,7 +18,7 @@ Estimator = Literal["k1", "k2", "k3", "k3+"]
 LONGEST = 1 << 24
 """Most steps of anything."""
 NO_EXPERTS = "a model without experts has nothing to balance, so plan.* has no effect"
-"""Ends the refusals of a dense model that is told to replay."""
+"""End of the messages that refuse replay for a model without experts."""
 LARGE = 1e9
 """Where a limit of the algorithm is as good as none."""
 
@@ -60,7 +60,7 @@ class TaskSettings(Section):
     add_special_tokens: bool = True
     """Begin a text that is fed as it is with the start tokens that the tokenizer adds, unless it begins with them."""
     template_variables: dict[str, bool | int | float | str | list[Any] | dict[str, Any]] = Field(default_factory=dict)
-    """Variables of the chat template, such as {enable_thinking = false}; `chat_template_kwargs` of a row go first."""
+    """Variables of the chat template, such as {enable_thinking = false}; `chat_template_kwargs` of a row win."""
     continue_final_message: bool = False
     """prompts: messages that end with one of the assistant are a beginning that responses continue; false: refused."""
     reward: str = "maths"
@@ -90,7 +90,7 @@ class ModelSettings(Section):
 
     @property
     def source(self) -> str:
-        """What transformers loads: `path` without what says that it may be downloaded."""
+        """What transformers loads: `path` without `hub:`, and with `~` expanded."""
         name = self.path.removeprefix("hub:")
         return str(Path(name).expanduser()) if name.startswith("~") else name
 
@@ -126,14 +126,14 @@ class AlgorithmSettings(Section):
     """Published algorithm whose values are the defaults of this section; table in docs/training.md. "ppo" and "tppo"
     have a value model, the others compare the responses to a prompt."""
     lambda_policy: Annotated[float, Field(ge=0, le=1)] | Literal["length_adaptive"] = 0.95
-    """gae: lambda of the policy's advantages; "length_adaptive": 1 - 1 / (0.05 x length), at least 0.95 (VAPO)."""
+    """ppo, tppo: lambda of policy advantages; "length_adaptive": 1 - 1 / (0.05 x length), at least 0.95 (VAPO)."""
     tail_drop: int = Field(8, ge=0, le=MAX_LENGTH)
-    """gae: last tokens of an unfinished response that do not train the policy. Preset tppo: a quarter of the window, at
-    most 8, unless given."""
+    """ppo, tppo: last tokens of an unfinished response that do not train the policy. Preset tppo: a quarter of the
+    window, at most 8, unless given."""
     whiten: bool = True
-    """gae: normalise the advantages of a step to mean 0 and standard deviation 1."""
+    """ppo, tppo: normalise the advantages of a step to mean 0 and standard deviation 1."""
     divide_by_std: bool = True
-    """group: divide by the standard deviation of the group's rewards; false is Dr. GRPO."""
+    """grpo, dapo, gspo: divide by the standard deviation of the group's rewards; false is Dr. GRPO."""
     group_filter: Literal["off", "mixed"] = "off"
     """"mixed": train only on groups whose finished responses differ in reward (DAPO)."""
     overlong_buffer: int = Field(0, ge=0, le=MAX_LENGTH)
@@ -142,14 +142,14 @@ class AlgorithmSettings(Section):
     """Policy loss: that of a preset (a probability ratio per token; gspo: one per response), or your own
     `module:function`, called as function(inputs) (docs/extending.md)."""
     aggregate: Aggregate = "token"
-    """Mean of token losses in a mini-batch: over its tokens; over the step's mean number of tokens per mini-batch; mean
-    over responses of their means; or over responses of their sums / max_response (Dr. GRPO)."""
+    """Mean of token losses in a mini-batch. "token": over its tokens; "token_over_step": over the step's mean number of
+    tokens per mini-batch; "response": over means of responses; "constant": over sums / max_response (Dr. GRPO)."""
     clip_low: float = Field(0.2, gt=0, lt=1)
     """The probability ratio is clipped below at 1 - clip_low."""
     clip_high: float = Field(0.28, gt=0, le=LARGE)
     """The probability ratio is clipped above at 1 + clip_high."""
     dual_clip: float = Field(0.0, ge=0, le=LARGE)
-    """Largest ratio of a token with negative advantage, above 1; 0: unlimited."""
+    """Cap of the ratio of tokens with negative advantage: a number above 1, or 0 for none."""
     kl_coefficient: float = Field(0.0, ge=0, le=1e3)
     """Weight of the KL divergence from the policy before the first RL step; 0: no reference policy in memory."""
     kl_estimator: Estimator = "k3"
@@ -159,12 +159,12 @@ class AlgorithmSettings(Section):
     replay: Literal["off", "R2", "R3"] = "R3"
     """Experts in training: the router's; of the recompute pass (R2); of the rollout (R3, arXiv 2510.11370)."""
     old_log_probs: Literal["recompute", "skip_first", "sampler"] = "skip_first"
-    """Log-probs before the update, to which the probability ratio compares: "skip_first" takes those of the update
-    itself for the first mini-batch, where the ratio is 1, and a forward pass computes the others; "recompute": the pass
-    computes all; "sampler": the others are the sampler's, where the first one passes the check (update.on_mismatch)."""
+    """Log-probs before the update, to which the ratio compares. "recompute": all by a forward pass; else the first
+    mini-batch takes the update's own (ratio 1), and later ones, "skip_first": those of the pass; "sampler": the
+    sampler's, if the first mini-batch passes the check (update.on_mismatch)."""
     correction: Literal["off", "tis", "sequence_tis", "icepop", "mis"] = "off"
-    """Token weights that correct the mismatch of sampler and trainer: importance sampling per token (tis) or per
-    response, truncated at 2; or 0 outside 0.5..5, the ratio inside (icepop); or 0 outside 0.5..2, 1 inside (mis)."""
+    """Token weights that correct the mismatch of sampler and trainer, from their ratio. It is truncated at 2 per token
+    (tis) or response (sequence_tis); icepop: the ratio inside 0.5..5, else 0; mis: 1 inside 0.5..2, else 0."""
 
     @property
     def advantage(self) -> Literal["gae", "group"]:
@@ -196,8 +196,8 @@ class UpdateSettings(Section):
     """AdamW with moments in float32, or in 8 bits (torchao), which take a quarter of the memory and round."""
     offload: Literal["off", "moments", "all", "plan"] = "off"
     """What is in host memory when it is not used: "moments" of AdamW between optimizer steps, and value model and
-    reference policy outside of their stages; "all": the policy too, while a server samples. "plan": off or moments,
-    whichever lets a step end first in the memory there is, by the estimate at the start. Changes no bit."""
+    reference policy outside of their stages; "all": the policy too, while a server samples. "plan": "off" or
+    "moments", whichever fits and is faster by the estimate at the start. Changes no bit."""
     max_grad_norm: float = Field(1.0, gt=0, le=LARGE)
     """Largest global gradient norm; larger gradients are scaled down to it."""
     max_mismatch: float | None = Field(None, gt=0, le=LARGE)
@@ -205,8 +205,8 @@ class UpdateSettings(Section):
     a larger one ends the run. None: 0.005 in float32; 0.05 in bfloat16, and with servers of your own; both divided by
     a rollout.temperature below 1."""
     on_mismatch: Literal["fall_back", "stop", "warn"] | None = None
-    """What follows where log-ratios of trainer and sampler in the first mini-batch are not those of steps before, by
-    age of the weights, position or expert: "fall_back" computes old log-probs in a pass (old_log_probs=sampler),
+    """What follows if log-ratios of trainer and sampler in the first mini-batch, by age of the weights, position or
+    expert, are unlike those of earlier steps: "fall_back" computes old log-probs in a pass (old_log_probs=sampler),
     "stop" ends the run, "warn" goes on. None: fall_back with old_log_probs=sampler, else warn."""
 
 
@@ -216,11 +216,11 @@ class CriticSettings(Section):
     learning_rate: float = Field(1e-5, gt=0, le=10)
     """Learning rate of AdamW for the value model."""
     pretrain_steps: int = Field(0, ge=0, le=LONGEST)
-    """First RL steps that train only the value model. Presets ppo and tppo: 10, or as many as a response has windows,
-    unless given."""
+    """First RL steps that train only the value model. Presets ppo and tppo: 10, or more if a response has more
+    windows, unless given."""
     min_finished: int = Field(1, ge=1, le=1 << 30)
-    """Fewest finished responses for a value update; fewer are kept for later steps. Presets ppo and tppo: 64, or all of
-    a step, unless given."""
+    """Fewest finished responses for a value update; fewer are kept for later steps. Presets ppo and tppo: 64, or all
+    of a step if it has fewer, unless given."""
     explained_variance_gate: float | None = Field(None, ge=-LARGE, le=1)
     """Unfinished responses train the policy only while the value model explains more than this share of the variance
     of returns; "off": no gate. Presets ppo and tppo: 0.0 unless given."""
@@ -247,7 +247,7 @@ class PlanSettings(Section):
     slots: int | None = Field(None, ge=0, le=MOST_SLOTS)
     """Most slots per rank for replicas, copies of busy experts; none: as many as pay. Peers and "live" take 2."""
     memory_gib: float | None = Field(None, ge=0, le=1 << 20)
-    """Most memory per rank for slots of layers, which keep replicas over micro-batches, with weights and float32
+    """Most memory per rank for resident slots, whose replicas stay over micro-batches, with weights and float32
     gradients; none: what the model leaves of the device memory of `cluster`, by its sizes. 0: one buffer for all
     layers."""
     move_homes: bool = True
@@ -259,8 +259,8 @@ class PlanSettings(Section):
     steps_served: int = Field(Budget.steps_served, ge=1, le=LONGEST)
     """Steps over which the time of moving an expert to a new home is spread: how long routes stay alike."""
     lasting: bool = False
-    """Choose replicas in slots of layers from the step before, while it trains: of a new step only the split of its
-    token-slots is planned. A step is planned whole where no plan before has such slots, or one would be 5 % faster."""
+    """Keep homes and resident replicas chosen from the step before, while it trains, and plan only the split of
+    token-slots; plan the whole step if no earlier plan has resident slots, or if that would be 5 % faster."""
     gradient_wire: GradientWire = "model"
     """Type in which the gradient of a replica travels home: "model", that of the weights, or "float32"; sums are in
     float32."""
@@ -353,6 +353,6 @@ class RunConfig(Section):
 
     @property
     def follows_plans(self) -> bool:
-        """Whether experts, if the model has any, are balanced (`relibra.parallel`): by plans, or live."""
+        """Whether experts run in the executor (`relibra.parallel`): by plans, live, or static with canonical sums."""
         wanted = self.plan.balancer != "static" or self.plan.sums == "canonical"
         return wanted and (self.algorithm.replay != "off" or self.plan.live) and self.parallel.ranks > 1

@@ -42,7 +42,7 @@ def own_server(config: RunConfig, run: Path, policy: Policy, tokenizer: Tokenize
 
     run         its folder `server` holds the log of the server, and the weights on their way there
     policy      which the server starts from
-    tokenizer   of the policy: the server stops at its tokens, not at those of a tokenizer that suits the architecture
+    tokenizer   of the policy: its end tokens stop a response, not those of the usual tokenizer of the architecture
     raises      ConfigError for wrong options; EngineError, with the end of what it printed, where it does not start
     """
     rollout = config.rollout
@@ -64,7 +64,7 @@ def own_server(config: RunConfig, run: Path, policy: Policy, tokenizer: Tokenize
             words = serve_command(config.model_copy(update={"rollout": rollout.model_copy(update=weights)}), str(start))
             server = ServerProcess(words, worker_environment(1), run / "server" / "log")
             outcome = {"url": server.wait_for_address(rollout.start_seconds)}
-        except EngineError as error:
+        except (EngineError, OSError) as error:  # else other ranks would wait
             outcome = {"error": str(error)}
     try:
         outcome = broadcast_json(outcome)
@@ -110,15 +110,14 @@ class ServerProcess:
     def wait_for_address(self, seconds: float) -> str:
         """Return the server's address once it takes requests.
 
-        raises   EngineError, with the end of what it printed, where it ended, or does not within so many seconds
+        raises   EngineError, with the end of what it printed, if it ended, or takes none within so many seconds
         """
         deadline = time.monotonic() + seconds
         while True:
-            over = self._process.poll() is not None
+            if self._process.poll() is not None:
+                raise EngineError(f"the rollout server ended; {self._end_of_log()}")
             if found := _ADDRESS.search(self._log_text()):
                 return found.group(1)
-            if over:
-                raise EngineError(f"the rollout server ended; {self._end_of_log()}")
             if time.monotonic() >= deadline:
                 late = f"the rollout server did not start within {seconds:g} s (rollout.start_seconds)"
                 raise EngineError(f"{late}; {self._end_of_log()}")
@@ -131,16 +130,16 @@ class ServerProcess:
         return None
 
     def _end_of_log(self) -> str:
-        """Return the last lines that the server printed, in one; of `relibra` itself the sentence of its error.
+        """Return why the server ended: its last sentence of an error, else its last lines joined in one.
 
-        Not the path: the folder of a run without a step is removed, and its log with it.
+        The path of the log is not named: the folder of a run without a step is removed, with the log.
         """
         printed = [line.strip() for line in self._log_text().splitlines() if line.strip()]
         sentence = next((line for line in reversed(printed) if line.startswith(ERROR)), None)
         return f"it printed last: {sentence.removeprefix(ERROR) if sentence else ' | '.join(printed[-LAST_LINES:])}"
 
     def stop(self) -> None:
-        """End the server: its standard input ends; it is killed where it stays."""
+        """End the server: its standard input ends; it is killed if it goes on after that."""
         assert self._process.stdin is not None, "it was started with a pipe"
         with suppress(BrokenPipeError):
             self._process.stdin.close()

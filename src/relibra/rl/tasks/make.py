@@ -28,7 +28,7 @@ def make_task(settings: TaskSettings, seed: int, evaluation_prompts: int) -> Tas
 def check_task(settings: TaskSettings, evaluation_prompts: int) -> None:
     """Raise ConfigError as `make_task` does, without importing the module of the user's reward.
 
-    Importing it may load a model, which the process that only waits for the others must not hold.
+    Importing it may load a model, and the process that starts ranks and waits for them needs none.
     """
     if settings.name == "prompts":
         check_reward(settings.reward)
@@ -36,7 +36,7 @@ def check_task(settings: TaskSettings, evaluation_prompts: int) -> None:
 
 
 def settings_without_effect(settings: TaskSettings) -> Iterator[str]:
-    """Yield a warning for each setting that another setting makes ineffective."""
+    """Yield a warning where tail_exponent, or continue_probability beside it, has no effect."""
     if not settings.tail_exponent:
         return
     if settings.name != "arithmetic":
