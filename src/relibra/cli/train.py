@@ -97,7 +97,7 @@ def _print_memory(config: RunConfig, *, as_json: bool) -> None:
         )
     else:
         print_text("no GPU here to compare with: plan.cluster=h100x8 names one")
-    for line in (str(found.choice or ""), found.offload_choice):
+    for line in (str(found.choice or ""), found.choice_line):
         if line:
             print_text(line)
     print_text(f"host memory of a node: {found.host_bytes / GIB:.1f} GiB")

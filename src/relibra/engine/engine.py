@@ -43,13 +43,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        forward: Forward,
-        config: PreTrainedConfig,
-        limits: EngineLimits,
-        *,
-        pad_id: int,
-        exact: bool = False,
+        self, forward: Forward, config: PreTrainedConfig, limits: EngineLimits, *, pad_id: int, exact: bool = False
     ) -> None:
         """Begin without sequences.
 

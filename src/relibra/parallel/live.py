@@ -113,11 +113,7 @@ class LiveBalancing:
         with live.recorder.record("wait solve", layer=place.layer_id, micro_batch=place.micro_batch):
             tables = self._solve(layer, tokens_RE, place)
             pushes = PushSchedule(
-                slots=live.slots,
-                tables_L=[tables],
-                homes_L=[layer.homes],
-                may_push_early=False,
-                recorder=live.recorder,
+                slots=live.slots, tables_L=[tables], homes_L=[layer.homes], may_push_early=False, recorder=live.recorder
             )
             replicas = LayerReplicas(pushes, 0) if pushes.has_replicas(0) else None
             if replicas is not None:

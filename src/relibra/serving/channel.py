@@ -69,11 +69,7 @@ class Channel:
                 rows = rows[os.write(self.fileno(), rows) :]
 
     def receive(
-        self,
-        decoder: msgpack.Decoder[Any] = ANYTHING,
-        *,
-        most_bytes: int = MOST_BYTES,
-        seconds: float | None = None,
+        self, decoder: msgpack.Decoder[Any] = ANYTHING, *, most_bytes: int = MOST_BYTES, seconds: float | None = None
     ) -> Any:
         """Wait for a message; a larger one is an OSError, and is not read.
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from relibra.rl.config.run_config import load_config
-from relibra.rl.memory.estimate import GIB, Estimate, Peak, choose_offload, extrapolate
+from relibra.rl.memory.estimate import GIB, Estimate, Peak, choose_estimate, extrapolate
 from relibra.rl.memory.estimator import DeviceMemory, Help, device_memory, refusal, with_estimate, with_setting
 from relibra.rl.memory.ledger import Ledger
+from relibra.rl.memory.worker import estimate_by_plan
 
 
 def estimate(gib, device=80.0):
@@ -116,14 +117,44 @@ def test_a_setting_that_has_the_value_is_no_lever():
 )
 def test_moments_are_where_a_step_ends_first(on_device, on_host, chosen, other_seconds):
     ways = zip(("off", "moments"), (on_device, on_host), strict=True)
-    found = choose_offload(
-        [replace(estimate(one["gib"]), offload=way, added_seconds=one["added_seconds"]) for way, one in ways]
+    found = choose_estimate(
+        [
+            replace(estimate(one["gib"]), chosen={"update.offload": way}, added_seconds=one["added_seconds"])
+            for way, one in ways
+        ]
     )
-    assert (found.offload, found.other_seconds) == (chosen, other_seconds)
-    assert found.offload_choice.startswith(f"update.offload={chosen} (" if found.fits else "")
+    assert (found.chosen, found.other_seconds) == ({"update.offload": chosen}, other_seconds)
+    assert found.choice_line.startswith(f"update.offload={chosen} (" if found.fits else "")
     assert with_estimate(load_config(None, ["update.offload=plan"]), found).update.offload == chosen
 
 
-def test_without_an_estimate_moments_stay_on_the_device(caplog):
-    assert with_estimate(load_config(None, ["update.offload=plan"]), None).update.offload == "off"
+def test_size_of_micro_batches_is_the_fastest_that_fits():
+    """Passes of the fewest micro-batches are fastest; the largest of them do not fit."""
+    settings = ["update.micro_batch_tokens=0", "update.offload=plan", "parallel.ranks=2", "rollout.prompts_per_step=16"]
+    config, seen = load_config(None, settings), []
+    longest = config.rollout.max_prompt + config.rollout.max_response - 1
+
+    def estimated(one):
+        seen.append((one.update.offload, one.update.micro_batch_tokens // longest))
+        moved = one.update.offload == "moments"
+        gib = 20.0 * one.update.micro_batch_tokens / longest - 40.0 * moved
+        return replace(estimate(gib), added_seconds=1e-3 * moved)
+
+    found, best = estimate_by_plan(config, estimated, DeviceMemory(nbytes=80.0 * GIB, name="h100x8"))
+    assert seen == [(way, number) for way in ("off", "moments") for number in (1, 2, 4, 8)]
+    chosen = found.update.offload, found.update.micro_batch_tokens // longest
+    priced = {("off", 2): 0.0, ("moments", 4): 1e-3}  # the largest that fit
+    assert chosen in priced
+    assert best.chosen == {"update.offload": chosen[0], "update.micro_batch_tokens": chosen[1] * longest}
+    assert best.added_seconds > priced[chosen], "with its passes"
+    assert best.other_seconds >= best.added_seconds
+
+
+def test_without_an_estimate_settings_are_the_usual_ones(caplog):
+    by_plan = load_config(None, ["update.offload=plan", "update.micro_batch_tokens=0"])
+    update = with_estimate(by_plan, None).update
+    assert (update.offload, update.micro_batch_tokens) == ("off", 2048)
     assert len(caplog.records) == 1
+    found = replace(estimate(60.0), chosen={"update.offload": "moments", "update.micro_batch_tokens": 8192})
+    update = with_estimate(by_plan, found).update
+    assert (update.offload, update.micro_batch_tokens) == ("moments", 8192)

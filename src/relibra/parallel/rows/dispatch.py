@@ -26,10 +26,7 @@ from relibra.parallel.rows.row_lists import Hop, RowLists, TokenRows
 
 
 def dispatch_tokens(
-    lists: RowLists,
-    choices: AllToAll,
-    hidden_TH: Float[Tensor, "T H"],
-    weights_TK: Float[Tensor, "T K"],
+    lists: RowLists, choices: AllToAll, hidden_TH: Float[Tensor, "T H"], weights_TK: Float[Tensor, "T K"]
 ) -> tuple[Float[Tensor, "Z H"], Float[Tensor, "Y 1"]]:
     """Return the rows that this rank computes, and the gate weights of the planned ones; collective.
 

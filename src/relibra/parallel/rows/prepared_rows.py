@@ -171,10 +171,7 @@ def _with_hops(
     """
     by_node_L, hops, sent = travel
     rows = replace(
-        rows,
-        live_travel_along=bool(sent.live_L),
-        hops=[hop.sizes_L for hop in hops],
-        by_node=by_node_L is not None,
+        rows, live_travel_along=bool(sent.live_L), hops=[hop.sizes_L for hop in hops], by_node=by_node_L is not None
     )
     if len(hops) == 1 and not rows.by_node and not rows.live_travel_along:
         return rows  # its lists are in `numbers` already
@@ -280,12 +277,7 @@ def _recorded_experts(routes: BatchRoutes | None, kinds: RowKinds | None, num_la
 
 
 def _exchange(
-    tables_L: Sequence[RankTables],
-    tables: _Stacked,
-    own: _OwnRows,
-    group: dist.ProcessGroup,
-    *,
-    send_once: bool,
+    tables_L: Sequence[RankTables], tables: _Stacked, own: _OwnRows, group: dist.ProcessGroup, *, send_once: bool
 ) -> tuple[Int32[ndarray, " X"], Int32[ndarray, "R Y"]]:
     """Exchange what each rank knows of its rows, and with `send_once` the row of each token-slot; collective.
 
@@ -301,10 +293,7 @@ def _exchange(
     else:
         message_X, send_R, receive_R = heads_RX.ravel(), np.full(R, head), np.full(R, head)
     sizes = AllToAll(
-        send_R=send_R.tolist(),
-        receive_R=receive_R.tolist(),
-        group=group,
-        place=tables_L[0].place._replace(layer_id=-1),
+        send_R=send_R.tolist(), receive_R=receive_R.tolist(), group=group, place=tables_L[0].place._replace(layer_id=-1)
     )
     received = sizes.move(torch.from_numpy(message_X)).numpy()
     return received, received[(np.cumsum(receive_R) - receive_R)[:, None] + np.arange(head)]

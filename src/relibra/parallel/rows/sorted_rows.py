@@ -49,8 +49,7 @@ class SortedRows(NamedTuple):
         ends_P = torch.searchsorted(slot_X, homes_P, right=True, out_int32=True)
         rest_X = torch.arange(len(slot_X), len(slot_V) + len(self.slot_Y), device=order_X.device)
         rows = SortedRows(
-            torch.cat([slot_X, self.slot_Y[num_home_rows:]]),
-            torch.cat([ends_P, self.ends_P[num_homes:] + len(slot_V)]),
+            torch.cat([slot_X, self.slot_Y[num_home_rows:]]), torch.cat([ends_P, self.ends_P[num_homes:] + len(slot_V)])
         )
         return rows, torch.cat([order_X, rest_X])
 

@@ -187,11 +187,7 @@ def _replicas(
 
 
 def cheapest_layers(
-    plans: Mapping[LayerChoice, LayerPlans],
-    demand: ScheduledDemand,
-    slots: SlotChoice,
-    *,
-    worth_moving: float,
+    plans: Mapping[LayerChoice, LayerPlans], demand: ScheduledDemand, slots: SlotChoice, *, worth_moving: float
 ) -> LayerPlans:
     """Return the cheapest plan of each layer and, where homes are the same, of each group of micro-batches.
 

@@ -27,11 +27,7 @@ def decide(request: PlacementRequest) -> Placement:
     replica_MLRB, quota_MLRB = request.empty_slots()
     if request.slots:
         _move_all(
-            request.demand.load_MLE,
-            home_LE.astype(np.int64),
-            request.cluster.ranks_per_node,
-            replica_MLRB,
-            quota_MLRB,
+            request.demand.load_MLE, home_LE.astype(np.int64), request.cluster.ranks_per_node, replica_MLRB, quota_MLRB
         )
     return request.placement(home_LE, replica_MLRB, quota_MLRB)
 

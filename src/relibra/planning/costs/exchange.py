@@ -27,15 +27,7 @@ from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.placement import Placement
 from relibra.planning.traffic.distinct_rows import DistinctRows
 from relibra.planning.traffic.relays import rows_to_nodes, stage_rows
-from relibra.planning.traffic.traffic import (
-    BETWEEN,
-    IN,
-    INSIDE,
-    OUT,
-    iterate_traffic,
-    link_rows,
-    send_once_share,
-)
+from relibra.planning.traffic.traffic import BETWEEN, IN, INSIDE, OUT, iterate_traffic, link_rows, send_once_share
 from relibra.routing.demand import ScheduledDemand
 
 Links = Literal["all links", "between nodes", "inside nodes"]

@@ -9,12 +9,7 @@ from typing import Literal
 from relibra.errors import PlanError
 from relibra.planning.deployment.accelerator import Accelerator
 from relibra.planning.deployment.performance import Efficiency, Node, stage_seconds
-from relibra.planning.deployment.pipeline_time import (
-    StageSeconds,
-    drained_seconds,
-    iteration_seconds,
-    layer_period,
-)
+from relibra.planning.deployment.pipeline_time import StageSeconds, drained_seconds, iteration_seconds, layer_period
 from relibra.planning.deployment.served_model import BYTES, ServedModel
 from relibra.planning.deployment.service_level import ServiceLevel
 

@@ -17,13 +17,7 @@ from numpy import ndarray
 
 from relibra.errors import ConfigError
 from relibra.planning.deployment.accelerator import NODE_SIZES, Accelerator
-from relibra.planning.deployment.deployment_plan import (
-    DeploymentPlan,
-    Objective,
-    Pool,
-    cache_rows,
-    experts_fit,
-)
+from relibra.planning.deployment.deployment_plan import DeploymentPlan, Objective, Pool, cache_rows, experts_fit
 from relibra.planning.deployment.performance import Efficiency, Node, stage_seconds
 from relibra.planning.deployment.pipeline_time import StageSeconds, drained_seconds, iteration_seconds
 from relibra.planning.deployment.served_model import ServedModel

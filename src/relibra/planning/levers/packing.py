@@ -36,11 +36,7 @@ _ALL_TOKENS = 2
 """Limits, axis Z: tokens and squared lengths of a rank, tokens of a micro-batch."""
 
 
-def pack_groups(
-    request: PlacementRequest,
-    demand: ScheduledDemand,
-    home_LE: Int[ndarray, "L E"],
-) -> ScheduledDemand:
+def pack_groups(request: PlacementRequest, demand: ScheduledDemand, home_LE: Int[ndarray, "L E"]) -> ScheduledDemand:
     """Pack the micro-batches of each group (mini-batch, expert-data-parallel group); a sample stays in its group.
 
     The number of proposals is divided among the groups by their samples.

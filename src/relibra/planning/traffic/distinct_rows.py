@@ -82,10 +82,7 @@ def _count_distinct(experts_TK, source_T, starts_E1, rank_I, left_RI, ranks_per_
 
 
 def distinct_rows_of_step(
-    plan: Placement,
-    demand: ScheduledDemand,
-    experts_TLK: Shaped[ndarray, "T L K"],
-    sample_T: Int[ndarray, " T"],
+    plan: Placement, demand: ScheduledDemand, experts_TLK: Shaped[ndarray, "T L K"], sample_T: Int[ndarray, " T"]
 ) -> DistinctRows:
     """Return the distinct rows of every micro-batch and layer of a plan.
 

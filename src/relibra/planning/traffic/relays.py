@@ -17,9 +17,7 @@ from relibra.routing.compiled import compiled
 
 
 def rows_to_nodes(
-    traffic_LRR: Int64[ndarray, "L R R2"],
-    rows_LRR: Float64[ndarray, "L R R2"],
-    share_LN: Float64[ndarray, "L N"],
+    traffic_LRR: Int64[ndarray, "L R R2"], rows_LRR: Float64[ndarray, "L R R2"], share_LN: Float64[ndarray, "L N"]
 ) -> Float64[ndarray, "L R N"]:
     """Return the distinct tokens that each rank sends to each node, estimated from a share of its token-slots there.
 

@@ -119,10 +119,7 @@ def make_schedule(
         rank_S[chosen] = bin_X % num_ranks
         mini_batch_M += [number] * (int(bin_X.max()) // num_ranks + 1)
     return Schedule(
-        mini_batch_M=np.array(mini_batch_M, dtype=np.int32),
-        micro_batch_S=micro_batch_S,
-        rank_S=rank_S,
-        piece_S=piece_S,
+        mini_batch_M=np.array(mini_batch_M, dtype=np.int32), micro_batch_S=micro_batch_S, rank_S=rank_S, piece_S=piece_S
     )
 
 

@@ -22,13 +22,7 @@ from relibra.planning.plan import StepPlan
 from relibra.replay import BatchRoutes, RoutingReplay, replay_routing
 from relibra.rl.batch.plan_budget import slot_memory
 from relibra.rl.batch.schedule import Schedule
-from relibra.rl.batch.step_plan import (
-    PlannedStep,
-    count_demand,
-    gather_table,
-    make_step_schedule,
-    plan_together,
-)
+from relibra.rl.batch.step_plan import PlannedStep, count_demand, gather_table, make_step_schedule, plan_together
 from relibra.rl.batch.token_batch import TokenBatch, compare_prompts, make_token_batch, with_routes
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.config.settings import PlanSettings
@@ -132,12 +126,7 @@ def build_batch(
         for m in range(schedule.num_micro_batches)
     ]
     batch = TrainingBatch(
-        responses=own,
-        micro_batches=micro_batches,
-        schedule=schedule,
-        demand=demand,
-        plan=None,
-        sent_bytes=sent_bytes,
+        responses=own, micro_batches=micro_batches, schedule=schedule, demand=demand, plan=None, sent_bytes=sent_bytes
     ).following(planned)
     return batch if demand is None else _replaying_routes(batch, routes, policy)
 
@@ -246,11 +235,7 @@ class BatchExecution:
 
 @contextmanager
 def executing(
-    policy: Policy,
-    batch: TrainingBatch,
-    settings: PlanSettings,
-    cluster: Cluster,
-    numbers: Sequence[int] | None = None,
+    policy: Policy, batch: TrainingBatch, settings: PlanSettings, cluster: Cluster, numbers: Sequence[int] | None = None
 ) -> Iterator[BatchExecution]:
     """Yield the contexts of the micro-batches: the plan, the replay of their routes, or neither; collective.
 

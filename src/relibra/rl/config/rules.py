@@ -83,9 +83,12 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
 
     # What leaves the device comes back before it is used.
     follows = config.follows_plans and not config.plan.live
-    if update.activations == "plan" and (algorithm.replay == "off" or (ranks > 1 and not follows)):
+    if algorithm.replay == "off" or (ranks > 1 and not follows):
         why = "counts the rows of each rank from replayed routes and the plan of a step, and this run has none"
-        yield "update.activations", why, "set update.activations=recompute, or algorithm.replay and plan.balancer"
+        if update.activations == "plan":
+            yield "update.activations", why, "set update.activations=recompute, or algorithm.replay and plan.balancer"
+        if not update.micro_batch_tokens:
+            yield "update.micro_batch_tokens", why, "name a size, or set algorithm.replay and plan.balancer"
     if update.optimizer == "adamw8bit" and update.offload != "off":
         why = "keeps its moments on the device, and update.offload moves those of 'adamw'"
         yield "update.optimizer", why, "set update.offload=off, or update.optimizer=adamw"

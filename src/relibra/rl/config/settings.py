@@ -183,8 +183,9 @@ class UpdateSettings(Section):
     """Mini-batches, and so optimizer steps, per RL step and epoch."""
     epochs: int = Field(1, ge=1, le=1 << 10)
     """Passes over the responses of a step."""
-    micro_batch_tokens: int = Field(2048, ge=1, le=1 << 30)
-    """Most tokens of a rank's micro-batch; a longer response is one by itself. Limits activation memory."""
+    micro_batch_tokens: int = Field(2048, ge=0, le=1 << 30)
+    """Most tokens of a rank's micro-batch; a longer response is one by itself. 0: one to eight of the longest
+    responses, as many as fit and are fastest by the estimate at the start."""
     activations: Literal["recompute", "host", "keep", "plan"] = "recompute"
     """Of the forward pass, for the backward pass: "recompute" saves only the input of each layer, "host" keeps these
     inputs in host memory, "keep" saves all: more memory, less time. "plan" saves what the device memory holds, layer by

@@ -18,17 +18,8 @@ RESERVE = 0.1
 LAYERS = "update of layers"
 """Apart from the rest of the update, which is the loss, where a plan decides what layers keep."""
 PHASES = (
-    "load",
-    "rollout",
-    "recompute",
-    "reference",
-    "values",
-    "update values",
-    "update",
-    LAYERS,
-    "optimizer",
-    "relocate",
-    "sync",
+    *("load", "rollout", "recompute", "reference", "values", "update values"),
+    *("update", LAYERS, "optimizer", "relocate", "sync"),
 )
 PARTS = (
     *("weights", "gradients", "moments", "activations", "logits", "slots", "buffers"),
@@ -90,9 +81,10 @@ class Estimate:
                     `plan.cluster`
     host_available  of the machine, for the ranks of a node; None: not known
     activations, choice   where layers keep them by plan: the figures of `ActivationMemory`, and what they keep here
-    added_seconds   of a step: copies of offloading, less what `update.activations` "plan" saves (label `model`)
-    offload         value of `update.offload` that this estimate is of
-    other_offload   not chosen, where a plan chooses; other_seconds: its `added_seconds`, None: it does not fit
+    added_seconds   of a step: copies of offloading, less what `update.activations` "plan" saves; and the passes where
+                    the size of micro-batches is chosen (label `model`)
+    chosen          settings that this estimate is of, where a plan chooses them
+    other           the next best of them; other_seconds: its `added_seconds`, None: it does not fit
     """
 
     model: str
@@ -108,8 +100,8 @@ class Estimate:
     activations: Mapping[str, Any] | None = None
     choice: ActivationChoice | None = None
     added_seconds: float = 0.0
-    offload: str = "off"
-    other_offload: str = ""
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+    other: Mapping[str, Any] = field(default_factory=dict)
     other_seconds: float | None = None
 
     @property
@@ -134,14 +126,14 @@ class Estimate:
         return max(0.0, self.usable_bytes - self.peak.total) if self.device_bytes else 0.0
 
     @property
-    def offload_choice(self) -> str:
-        """Return where a plan puts the moments, in a line; "": it does not choose, or nothing fits."""
-        if not self.other_offload or not self.fits:
+    def choice_line(self) -> str:
+        """Return the settings that a plan chose, in a line; "": it does not choose, or nothing fits."""
+        if not self.chosen or not self.fits:
             return ""
+        chosen, other = (" ".join(f"{name}={way[name]}" for name in way) for way in (self.chosen, self.other))
         if self.other_seconds is None:
-            return f"update.offload={self.offload} ({self.other_offload} does not fit)"
-        saved = self.other_seconds - self.added_seconds
-        return f"update.offload={self.offload} (-{saved:.3g} s a step against {self.other_offload})"
+            return f"{chosen} ({other} does not fit)" if other else chosen
+        return f"{chosen} (-{self.other_seconds - self.added_seconds:.3g} s a step against {other})"
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures as JSON."""
@@ -153,11 +145,12 @@ class Estimate:
         return msgspec.convert(body, cls)
 
 
-def choose_offload(found: Sequence[Estimate]) -> Estimate:
-    """Return the estimate that fits with the fewest seconds (`update.offload` "plan"); the first, if none fits."""
-    best, other = sorted(found, key=lambda one: (not one.fits, one.added_seconds if one.fits else 0.0))
-    seconds = other.added_seconds if other.fits else None
-    return replace(best, other_offload=other.offload, other_seconds=seconds)
+def choose_estimate(found: Sequence[Estimate]) -> Estimate:
+    """Return the estimate that fits with the fewest seconds, and the next best; the first, if none fits."""
+    best, *others = sorted(found, key=lambda one: (not one.fits, one.added_seconds if one.fits else 0.0))
+    if not others:
+        return best
+    return replace(best, other=others[0].chosen, other_seconds=others[0].added_seconds if others[0].fits else None)
 
 
 def extrapolate(first: Peaks, second: Peaks, layers: tuple[int, int], whole: int) -> tuple[Peak, ...]:

@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import which
@@ -112,13 +113,14 @@ def estimate_memory(
 def check_memory(config: RunConfig, local_ranks: int | None = None) -> Estimate | None:
     """Return the estimate of a run of a model of the user on the GPUs here; None: there are none, or it cannot be made.
 
-    Without GPUs too where activations or moments are placed by plan, which needs its figures.
+    Without GPUs too where settings are chosen by plan, which needs its figures.
 
     local_ranks   on this machine; None: all. Of several machines the host memory is not checked
     raises        ConfigError where it does not fit
     """
     gpu = first_gpu() if config.model.path else None
-    if gpu is None and "plan" not in (config.update.activations, config.update.offload):
+    by_plan = "plan" in (config.update.activations, config.update.offload) or not config.update.micro_batch_tokens
+    if gpu is None and not by_plan:
         return None
     if gpu is not None and local_ranks not in (None, config.parallel.ranks):
         gpu = replace(gpu, host=None)
@@ -135,21 +137,31 @@ def check_memory(config: RunConfig, local_ranks: int | None = None) -> Estimate 
 
 
 def with_estimate(config: RunConfig, found: Estimate | None, *, warns: bool = True) -> RunConfig:
-    """Return the configuration with moments where an estimate puts them, and at most its room for slots of layers.
+    """Return the configuration with the settings that an estimate chooses, and at most its room for resident slots.
 
-    found   None, with a warning: there is none, and moments stay on the device
+    found   None, with a warning: there is none, so moments stay on the device and micro-batches have the usual size
     """
-    if config.update.offload == "plan":
-        if found is None and warns:
-            _log.warning(
-                "update.offload 'plan': the run has no estimate of its memory (none can be made, or --force, Ray or "
-                "torchrun), so moments stay on the device"
-            )
-        config = with_setting(config, "update.offload", found.offload if found else "off") or config
+    by_plan = {"update.offload": "off"} if config.update.offload == "plan" else dict[str, Any]()
+    if not config.update.micro_batch_tokens:
+        by_plan["update.micro_batch_tokens"] = type(config.update).model_fields["micro_batch_tokens"].default
+    if by_plan and found is None and warns:
+        usual = " ".join(f"{name}={value}" for name, value in by_plan.items())
+        why = "the run has no estimate of its memory (none can be made, or --force, Ray or torchrun)"
+        _log.warning("settings are chosen by plan, and %s: %s", why, usual)
+    if found is not None and found.choice_line:
+        print(found.choice_line, file=sys.stderr, flush=True)
+    config = with_settings(config, by_plan | dict(found.chosen if found else {}))
     if not config.follows_plans or found is None or found.device_bytes is None:
         return config
     free, given = round(found.free_bytes / GIB, 2), config.plan.memory_gib
     return with_setting(config, "plan.memory_gib", free if given is None else min(given, free)) or config
+
+
+def with_settings(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration with other values."""
+    for name, value in values.items():
+        config = with_setting(config, name, value) or config
+    return config
 
 
 def with_setting(config: RunConfig, name: str, value: Any) -> RunConfig | None:

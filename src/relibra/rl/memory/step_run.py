@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 from unittest.mock import patch
 
 import numpy as np
@@ -33,13 +33,7 @@ from relibra.rl.model.host_weights import idle_while_sampling, move_to_host, on_
 from relibra.rl.model.optimizer import StepCount, make_optimizer
 from relibra.rl.model.packed_sequences import use_explicit_masks, use_packed_attention
 from relibra.rl.model.policy import ModelStructure, Policy
-from relibra.rl.model.sharding import (
-    decoder_layers,
-    full_parameters,
-    keep_activations,
-    load_sharded,
-    save_activations,
-)
+from relibra.rl.model.sharding import decoder_layers, full_parameters, keep_activations, load_sharded, save_activations
 from relibra.rl.model.token_scores import learn_logits
 from relibra.rl.update import policy_update, value_update
 from relibra.rl.update.credit import compute_values
@@ -49,6 +43,7 @@ from relibra.rl.update.value_update import update_values
 from relibra.simulation.kept_activations import ALL
 
 
+@runtime_checkable
 class Meter(Protocol):
     """Counts memory by phase, and by part as far as it can."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,14 +19,15 @@ from relibra.calibration.machine import find_cluster, preset_of_gpu
 from relibra.cluster import Cluster
 from relibra.errors import RelibraError
 from relibra.planning.plan import StepPlan
+from relibra.planning.planner import plan_step
 from relibra.printable import plural
 from relibra.rl.batch.training_batch import TrainingBatch
 from relibra.rl.config.rules import broken_rules
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.memory.activation_memory import ActivationMemory
 from relibra.rl.memory.dry_run import cut_layers, dry_run, layers_to_run
-from relibra.rl.memory.estimate import GIB, LAYERS, RESERVE, DryRun, Estimate, Peak, choose_offload, extrapolate
-from relibra.rl.memory.estimator import DeviceMemory, Help, with_setting
+from relibra.rl.memory.estimate import GIB, LAYERS, RESERVE, DryRun, Estimate, Peak, choose_estimate, extrapolate
+from relibra.rl.memory.estimator import DeviceMemory, Help, with_setting, with_settings
 from relibra.rl.memory.made_up_step import MICRO_BATCHES, MINI_BATCHES, make_up_step, response_lengths
 from relibra.rl.memory.stand_ins import StandIns
 from relibra.rl.model.policy import ModelStructure, read_model_config, read_structure
@@ -53,13 +56,7 @@ def estimate_run(config: RunConfig, stand_ins: StandIns, memory: DeviceMemory, *
 
     whole   run all layers, instead of a few that are extrapolated
     """
-    ranks = config.parallel.ranks
-    per_node = RANKS_OF_A_NODE if ranks > RANKS_OF_A_NODE and ranks % RANKS_OF_A_NODE == 0 else ranks
-    name = config.plan.cluster
-    if name in ("auto", "measure") and memory.nbytes is not None:  # no GPU is visible here
-        name = preset_of_gpu(memory.name)
-    cluster = replace(find_cluster(name, torch.device("cpu"), ranks, per_node), dispatch="flat")
-    model_config = model_config_of(config)
+    ranks, cluster, model_config = config.parallel.ranks, _cluster_of(config, memory), model_config_of(config)
     structure = read_structure(model_config, config.model, ranks, config.algorithm.replay)
     text = model_config.get_text_config()
     layers = text.num_hidden_layers
@@ -89,7 +86,7 @@ def estimate_run(config: RunConfig, stand_ins: StandIns, memory: DeviceMemory, *
         ranks=ranks,
         tokens=sum(prompt + response - 1 for prompt, response in lengths),
         peaks=peaks,
-        host_bytes=min(per_node, ranks) * max((one.total for one in host), default=0.0),
+        host_bytes=cluster.ranks_per_node * max((one.total for one in host), default=0.0),
         device_bytes=memory.nbytes,
         device_name=memory.name,
         offload_bytes=sum(offload.values()),
@@ -98,17 +95,55 @@ def estimate_run(config: RunConfig, stand_ins: StandIns, memory: DeviceMemory, *
         activations=None if activations is None else asdict(activations),
         choice=choice,
         added_seconds=config.update.epochs * (config.update.mini_batches * offload_seconds - saved),
-        offload=config.update.offload,
     )
 
 
-def estimate_by_plan(config: RunConfig, estimate: Callable[[RunConfig], Estimate]) -> tuple[RunConfig, Estimate]:
-    """Return the configuration of a run with moments where the plan puts them, and the estimate of that run."""
-    if config.update.offload != "plan":
-        return config, estimate(config)
-    ways = [with_setting(config, "update.offload", way) or config for way in ("off", "moments")]
-    found = choose_offload([estimate(one) for one in ways])
-    return next(one for one in ways if one.update.offload == found.offload), found
+def estimate_by_plan(
+    config: RunConfig, estimate: Callable[[RunConfig], Estimate], memory: DeviceMemory
+) -> tuple[RunConfig, Estimate]:
+    """Return the configuration of a run with the settings that a plan chooses, and the estimate of that run."""
+    searched: dict[str, Sequence[Any]] = (
+        {"update.offload": ("off", "moments")} if config.update.offload == "plan" else {}
+    )
+    if not config.update.micro_batch_tokens:
+        searched["update.micro_batch_tokens"] = _micro_batch_sizes(config)
+    found = list[Estimate]()
+    for values in product(*searched.values()):
+        changed = with_settings(config, chosen := dict(zip(searched, values, strict=True)))
+        one = estimate(changed)
+        seconds = one.added_seconds + (0.0 if config.update.micro_batch_tokens else _seconds_of_passes(changed, memory))
+        found.append(replace(one, chosen=chosen, added_seconds=seconds))
+    best = choose_estimate(found)
+    return with_settings(config, best.chosen), best
+
+
+def _micro_batch_sizes(config: RunConfig) -> list[int]:
+    """Return sizes to choose from: one, two, four and eight of the longest responses, if a mini-batch has as many."""
+    longest = config.rollout.max_prompt + config.rollout.max_response - 1
+    responses = config.rollout.responses_per_step / config.update.mini_batches / config.parallel.ranks
+    return [longest * number for number in (1, 2, 4, 8) if number == 1 or number <= responses]
+
+
+def _seconds_of_passes(config: RunConfig, memory: DeviceMemory) -> float:
+    """Return the seconds that a step updates the policy where all responses are as long as can be (label `model`)."""
+    cluster, model_config = _cluster_of(config, memory), model_config_of(config)
+    structure = read_structure(model_config, config.model, config.parallel.ranks, config.algorithm.replay)
+    batch, _ = make_up_step(config, structure, cluster, vocabulary=model_config.get_text_config().vocab_size)
+    assert batch.demand is not None, "routes are replayed"
+    assert structure.shape is not None, "a model with experts has sizes"
+    plan = batch.plan or plan_step(batch.demand, cluster, balancer="static", expert=structure.shape.expert)
+    responses = config.rollout.responses_per_step / config.update.mini_batches / config.parallel.ranks
+    micro_batches = config.update.mini_batches * math.ceil(responses / len(response_lengths(config)))
+    return float(config.update.epochs * micro_batches * plan.predicted["total"] / MICRO_BATCHES)
+
+
+def _cluster_of(config: RunConfig, memory: DeviceMemory) -> Cluster:
+    """Return the machine of a run, with flat dispatch."""
+    ranks, name = config.parallel.ranks, config.plan.cluster
+    per_node = RANKS_OF_A_NODE if ranks > RANKS_OF_A_NODE and ranks % RANKS_OF_A_NODE == 0 else ranks
+    if name in ("auto", "measure") and memory.nbytes is not None:  # no GPU is visible here
+        name = preset_of_gpu(memory.name)
+    return replace(find_cluster(name, torch.device("cpu"), ranks, per_node), dispatch="flat")
 
 
 def _activation_memory(
@@ -222,7 +257,7 @@ def main() -> None:
         config = RunConfig.model_validate(request["config"])
         stand_ins, memory = StandIns(config.parallel.ranks), DeviceMemory(**request["memory"])
         estimate = partial(estimate_run, stand_ins=stand_ins, memory=memory)
-        config, found = estimate_by_plan(config, partial(estimate, whole=request["whole"]))
+        config, found = estimate_by_plan(config, partial(estimate, whole=request["whole"]), memory)
         helps = [] if found.fits else [asdict(one) for one in _helping(config, found, estimate)]
         answer: dict[str, Any] = {"estimate": found.as_json(), "helps": helps}
     except RelibraError as error:

@@ -94,11 +94,7 @@ def _value_loss(critic: nn.Module, batch: TokenBatch, responses: int) -> Float[T
     assert batch.old_values_X is not None, "targets are filled before the loss"
     assert batch.returns_X is not None, "targets are filled before the loss"
     loss_X = clipped_value_loss(
-        values_T[batch.row_X],
-        batch.old_values_X,
-        batch.returns_X,
-        clip_low=CLIP_LOW,
-        clip_high=CLIP_HIGH,
+        values_T[batch.row_X], batch.old_values_X, batch.returns_X, clip_low=CLIP_LOW, clip_high=CLIP_HIGH
     )
     tokens_X = response_sizes(batch.response_X, batch.num_responses)
     return (1 / (tokens_X.float() * max(1, responses)) * loss_X).sum()  # means of responses

@@ -135,8 +135,7 @@ class ServerPool:
         up = [one for one in up if not one.on_trial or one.under_way == 0] or up
         number, most = len(self.servers), TOGETHER + 2 * min(one.under_way for one in up)
         return min(
-            up,
-            key=lambda one: (one in lost_by, one.under_way >= most, (self.servers.index(one) - preferred) % number),
+            up, key=lambda one: (one in lost_by, one.under_way >= most, (self.servers.index(one) - preferred) % number)
         )
 
     def _lose(self, server: PooledServer, losses: int, lost: ServerLost) -> None:

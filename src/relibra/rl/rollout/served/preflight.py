@@ -201,8 +201,7 @@ def read_model(dialect: Dialect, config: dict[str, Any]) -> ServedModel:
     """Return what the configuration of a server says about its model."""
     context = _find(config, "max_req_input_len" if dialect == "sglang" else "max_model_len")
     return ServedModel(
-        context=context if type(context) is int else 0,
-        dtype=str(_find(config, "dtype") or "").removeprefix("torch."),
+        context=context if type(context) is int else 0, dtype=str(_find(config, "dtype") or "").removeprefix("torch.")
     )
 
 

@@ -286,12 +286,7 @@ class Sampler:
             part.asked = True
             try:
                 return await server.client.window(
-                    server.connection,
-                    begun,
-                    limit=limit,
-                    seed=seed,
-                    may_be_cut=lambda: self._held,
-                    rescored=rescored,
+                    server.connection, begun, limit=limit, seed=seed, may_be_cut=lambda: self._held, rescored=rescored
                 )
             finally:
                 part.asked = False
