@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from relibra.calibration.machine import find_cluster, preset_of_gpu
 from relibra.cluster import Cluster
-from relibra.errors import RelibraError
+from relibra.errors import ConfigError, RelibraError
 from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step
 from relibra.printable import plural
@@ -129,8 +129,8 @@ def _seconds_of_passes(config: RunConfig, memory: DeviceMemory) -> float:
     cluster, model_config = _cluster_of(config, memory), model_config_of(config)
     structure = read_structure(model_config, config.model, config.parallel.ranks, config.algorithm.replay)
     batch, _ = make_up_step(config, structure, cluster, vocabulary=model_config.get_text_config().vocab_size)
-    assert batch.demand is not None, "routes are replayed"
-    assert structure.shape is not None, "a model with experts has sizes"
+    if batch.demand is None or structure.shape is None:
+        raise ConfigError("update.micro_batch_tokens 0 counts rows of experts, which this model has not: name a size")
     plan = batch.plan or plan_step(batch.demand, cluster, balancer="static", expert=structure.shape.expert)
     responses = config.rollout.responses_per_step / config.update.mini_batches / config.parallel.ranks
     micro_batches = config.update.mini_batches * math.ceil(responses / len(response_lengths(config)))
