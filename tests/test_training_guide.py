@@ -44,11 +44,11 @@ def preset_table() -> list[str]:
     for name, field in AlgorithmSettings.model_fields.items():
         if not any(name in of_preset for of_preset in PRESETS.values()):
             continue
-        only = (field.description or "").partition(": ")[0]
+        only = {*(field.description or "").partition(": ")[0].split(", ")}  # "ppo, tppo: ..." is of these presets
         cells = []
-        for preset in settings.values():
-            has_effect = only not in ("gae", "group") or only == preset.advantage
-            cells.append(json.dumps(getattr(preset, name)).strip('"') if has_effect else "-")
+        for preset, algorithm in settings.items():
+            has_effect = preset in only or not only <= PRESETS.keys()
+            cells.append(json.dumps(getattr(algorithm, name)).strip('"') if has_effect else "-")
         rows.append(f"| `{name}` | {' | '.join(cells)} |")
     return rows
 
