@@ -19,7 +19,7 @@ def test_a_rank_with_a_longer_single_sample_raises_no_limit(attention, exchanged
     load_SLN = np.zeros((4, 1, 2), dtype=np.float32)
     load_SLN[[0, 1], 0, 0], load_SLN[2, 0, 1], load_SLN[3, 0, 0] = 1.0, 5.0, 5.0
     limits = ScheduleLimits(rank_tokens=30, rank_attention=attention, micro_batch_tokens=60.0)
-    placed_S = place_samples(load_SLN, np.zeros(4, np.int32), rank_S, length_S, 4, 2, limits=limits)
+    placed_S = place_samples(load_SLN, np.zeros(4, np.int32), rank_S, length_S, length_S**2, 4, 2, limits=limits)
     assert placed_S.tolist() == ([0, 1, 2, 1] if exchanged else [0, 1, 1, 2])
 
 
@@ -33,7 +33,7 @@ def test_locality_keeps_the_limits_of_every_rank(examples):
         M, _, R, _ = demand.tokens_MLRE.shape
         limits = ScheduleLimits.of_demand(demand, rank_tokens=limit if stated else None)
         load_SLN = node_loads(demand, per_node)
-        placed_S = place_samples(load_SLN, micro_batch_S, rank_S, length_S, R, per_node, limits=limits)
+        placed_S = place_samples(load_SLN, micro_batch_S, rank_S, length_S, length_S**2, R, per_node, limits=limits)
         before, after = (bins_of(micro_batch_S, ranks, length_S) for ranks in (rank_S, placed_S))
         most = limit if stated else max((sum(lengths) for lengths in before.values()), default=0)
         assert_within_limits(after, most)
@@ -52,10 +52,24 @@ def test_locality_keeps_the_limits_of_every_rank(examples):
     check()
 
 
+def test_attention_counts_what_shared_prompts_leave():
+    """Samples that share a prompt attend for less than their squared length, and no rank gets beyond the limit."""
+    rng, moved = np.random.default_rng(0), 0
+    for _ in range(50):
+        length_S, rank_S = rng.integers(20, 24, 24), np.repeat(np.arange(4, dtype=np.int32), 6)
+        attention_S = (length_S**2 * rng.choice([1.0, 0.4], 24)).astype(np.int64)
+        load_SLN = rng.random((24, 1, 2), dtype=np.float32)
+        most = int(np.bincount(rank_S, attention_S).max())
+        limits = ScheduleLimits(rank_tokens=1000, rank_attention=most, micro_batch_tokens=1e6)
+        placed_S = place_samples(load_SLN, np.zeros(24, np.int32), rank_S, length_S, attention_S, 4, 2, limits=limits)
+        assert np.bincount(placed_S, attention_S).max() <= most
+        moved += int((placed_S != rank_S).sum())
+    assert moved > 0
+
+
 def test_locality_feeds_samples_where_their_experts_live():
     load_SLN = np.zeros((4, 1, 2), dtype=np.float32)
     load_SLN[[0, 1], 0, 1] = load_SLN[[2, 3], 0, 0] = 10
-    placed_S = place_samples(
-        load_SLN, np.zeros(4, dtype=np.int32), np.arange(4), np.full(4, 7), 4, 2, limits=no_limits()
-    )
+    length_S, micro_batch_S = np.full(4, 7), np.zeros(4, dtype=np.int32)
+    placed_S = place_samples(load_SLN, micro_batch_S, np.arange(4), length_S, length_S**2, 4, 2, limits=no_limits())
     assert (placed_S // 2).tolist() == [1, 1, 0, 0]

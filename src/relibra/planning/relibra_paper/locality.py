@@ -40,6 +40,7 @@ def place_near_experts(
         demand.micro_batch_S,
         demand.rank_S,
         demand.length_S,
+        demand.attention_S,
         cluster.num_ranks,
         cluster.ranks_per_node,
         limits=ScheduleLimits.of_demand(demand, rank_tokens=request.budget.rank_tokens),
@@ -63,6 +64,7 @@ def place_samples(
     micro_batch_S: Int[ndarray, " S"],
     rank_S: Int[ndarray, " S"],
     length_S: Int64[ndarray, " S"],
+    attention_S: Int64[ndarray, " S"],
     num_ranks: int,
     ranks_per_node: int,
     *,
@@ -83,13 +85,13 @@ def place_samples(
     bounds = np.append(np.flatnonzero(np.diff(micro_batch_S[order], prepend=-1)), len(order))
     for start, stop in pairwise(bounds):
         members = order[start:stop]
-        tokens_R, squares_R = (np.bincount(rank_S[members], length_S[members] ** k, num_ranks) for k in (1, 2))
+        costs = length_S[members], attention_S[members]
+        tokens_R, squares_R = (np.bincount(rank_S[members], of_sample, num_ranks) for of_sample in costs)
         most_2 = np.array([limits.rank_tokens, min(limits.rank_attention, squares_R.max())], dtype=np.float64)
         rank_X, count_R = rank_S[members], np.bincount(rank_S[members], minlength=num_ranks)
-        length_X = length_S[members].astype(np.float64)
         _exchange(
             gain_SN[members],
-            length_X,
+            *(of_sample.astype(np.float64) for of_sample in costs),
             rank_X,
             np.stack([tokens_R, squares_R]),
             count_R,
@@ -103,11 +105,12 @@ def place_samples(
 
 @compiled
 @no_type_check
-def _exchange(gain_XN, length_X, rank_X, cost_2R, count_R, most_2, longest, ranks_per_node) -> None:
+def _exchange(gain_XN, length_X, attention_X, rank_X, cost_2R, count_R, most_2, longest, ranks_per_node) -> None:
     """Exchange ranks of pairs, in order of length, wherever token-slots stay on more nodes and limits hold.
 
-    most_2    tokens and squared lengths of a rank with more than one sample
-    longest   squared lengths of any rank
+    attention_X   squared lengths, or less where a prompt is shared
+    most_2        tokens and attention of a rank with more than one sample
+    longest       attention of any rank
     """
     for _ in range(_SWEEPS):
         exchanged = False
@@ -120,8 +123,8 @@ def _exchange(gain_XN, length_X, rank_X, cost_2R, count_R, most_2, longest, rank
                 gain = gain_XN[i, node_c] + gain_XN[j, node_a] - gain_XN[i, node_a] - gain_XN[j, node_c]
                 if gain <= 0:
                     continue
-                more, squares = length_X[j] - length_X[i], length_X[j] ** 2 - length_X[i] ** 2  # a gets them, c loses
-                if cost_2R[1, a] + squares > longest:
+                more, squares = length_X[j] - length_X[i], attention_X[j] - attention_X[i]  # a gets them, c loses
+                if squares < 0 or cost_2R[1, a] + squares > longest:
                     continue
                 if count_R[a] > 1 and (cost_2R[0, a] + more > most_2[0] or cost_2R[1, a] + squares > most_2[1]):
                     continue
