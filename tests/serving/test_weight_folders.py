@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import pytest
 from fastapi import HTTPException
 
 from relibra.errors import ConfigError
-from relibra.serving.roles.checkpoint import open_checkpoint
+from relibra.serving.roles.checkpoint import open_checkpoint, read_config
 from relibra.serving.server.admission import Admission
 from relibra.serving.server.weights import ReloadArguments, ServedWeights, WorkerCall
 
@@ -66,3 +67,10 @@ def test_an_index_names_files_of_its_own_folder_only(name, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="no file of its folder"):
         open_checkpoint(tmp_path)
+
+
+def test_the_folder_of_a_run_names_that_of_its_policy(tmp_path):
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "policy"))):
+        read_config(tmp_path)

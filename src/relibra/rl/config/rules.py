@@ -40,7 +40,11 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
     if config.task.name == "prompts" and config.task.file is None:
         yield "task.name", "needs task.file: a .jsonl or .parquet file with one prompt per row", ""
     if config.task.name == "prompts" and not model.path:
-        yield "task.name", "needs model.path: the built-in model knows only the built-in tasks", ""
+        yield (
+            "task.name",
+            "needs model.path: the built-in model knows only the built-in tasks",
+            "name a folder, such as RUN/policy",
+        )
 
     # The loss.
     if 0 < algorithm.dual_clip <= 1:

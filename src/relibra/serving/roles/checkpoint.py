@@ -93,6 +93,8 @@ class ModelStructure:
 
 def read_config(folder: Path) -> Any:
     """Return the configuration of a model; raises ConfigError for a folder without one."""
+    if (folder / "policy").is_dir():
+        raise ConfigError(f"{folder} is the folder of a run: pass {folder / 'policy'}")
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json: pass a folder written by save_pretrained")
     with loading(f"the model {str(folder)!r}"), quiet_loading():
