@@ -107,11 +107,13 @@ def estimate_by_plan(
     )
     if not config.update.micro_batch_tokens:
         searched["update.micro_batch_tokens"] = _micro_batch_sizes(config)
+    sizes = searched.get("update.micro_batch_tokens", ())
+    passes = {n: _seconds_of_passes(with_settings(config, {"update.micro_batch_tokens": n}), memory) for n in sizes}
     found = list[Estimate]()
     for values in product(*searched.values()):
         changed = with_settings(config, chosen := dict(zip(searched, values, strict=True)))
         one = estimate(changed)
-        seconds = one.added_seconds + (0.0 if config.update.micro_batch_tokens else _seconds_of_passes(changed, memory))
+        seconds = one.added_seconds + passes.get(changed.update.micro_batch_tokens, 0.0)
         found.append(replace(one, chosen=chosen, added_seconds=seconds))
     best = choose_estimate(found)
     return with_settings(config, best.chosen), best
@@ -120,7 +122,7 @@ def estimate_by_plan(
 def _micro_batch_sizes(config: RunConfig) -> list[int]:
     """Return sizes to choose from: one, two, four and eight of the longest responses, if a mini-batch has as many."""
     longest = config.rollout.max_prompt + config.rollout.max_response - 1
-    responses = config.rollout.responses_per_step / config.update.mini_batches / config.parallel.ranks
+    responses = _responses_of_mini_batch(config)
     return [longest * number for number in (1, 2, 4, 8) if number == 1 or number <= responses]
 
 
@@ -132,9 +134,14 @@ def _seconds_of_passes(config: RunConfig, memory: DeviceMemory) -> float:
     if batch.demand is None or structure.shape is None:
         raise ConfigError("update.micro_batch_tokens 0 counts rows of experts, which this model has not: name a size")
     plan = batch.plan or plan_step(batch.demand, cluster, balancer="static", expert=structure.shape.expert)
-    responses = config.rollout.responses_per_step / config.update.mini_batches / config.parallel.ranks
-    micro_batches = config.update.mini_batches * math.ceil(responses / len(response_lengths(config)))
+    micro_batches = config.update.mini_batches * math.ceil(
+        _responses_of_mini_batch(config) / len(response_lengths(config))
+    )
     return float(config.update.epochs * micro_batches * plan.predicted["total"] / MICRO_BATCHES)
+
+
+def _responses_of_mini_batch(config: RunConfig) -> float:
+    return config.rollout.responses_per_step / config.update.mini_batches / config.parallel.ranks
 
 
 def _cluster_of(config: RunConfig, memory: DeviceMemory) -> Cluster:
@@ -217,9 +224,7 @@ def _with_cache(peaks: tuple[Peak, ...], cache: float) -> tuple[Peak, ...]:
 def _offloaded(runs: Sequence[DryRun], whole: int, way: str, config: RunConfig) -> float:
     """Return the bytes that an optimizer step of a model of `whole` layers copies to the host, or to the device."""
     first, last = runs[0], runs[-1]
-    lengths, ranks = response_lengths(config), config.parallel.ranks
-    responses = config.rollout.responses_per_step / config.update.mini_batches / ranks
-    micro_batches = max(1.0, responses / len(lengths))
+    micro_batches = max(1.0, _responses_of_mini_batch(config) / len(response_lengths(config)))
     total, of_step = 0.0, 1 / config.update.mini_batches
     phases = {"optimizer": 1 / MINI_BATCHES, "update": micro_batches / MICRO_BATCHES}
     phases |= {"values": of_step, "update values": 1 / MINI_BATCHES, "reference": of_step}
