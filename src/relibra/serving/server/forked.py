@@ -24,10 +24,14 @@ SMALL_BYTES = 16 << 10
 """Bodies up to this size are worked on at once, which takes milliseconds."""
 LARGE_BYTES = 1 << 20
 """Bodies above it wait for one another; neither they, nor shorter ones, nor answers hold the others up."""
+SECONDS_BETWEEN_FORKS = 0.05
+"""In which short requests of others pass: a fork holds them for 30 ms, and they take several turns of the loop."""
 MOST_SECONDS = 60.0
 MOST_MEMORY = 384 << 20
 """Bytes that work may take beyond what the server has."""
-_places = {"body": asyncio.Semaphore(4), "large body": asyncio.Semaphore(2), "answer": asyncio.Semaphore(4)}
+_AT_ONCE = {"body": min(4, max(1, (os.cpu_count() or 1) // 2)), "large body": 2, "answer": 4}
+"""Processes of each kind; the server needs a core beside those of bodies."""
+_places = {kind: asyncio.Semaphore(most) for kind, most in _AT_ONCE.items()}
 _one_fork = asyncio.Lock()
 
 
@@ -45,11 +49,11 @@ async def run_forked(work: Callable[[], Iterable[Any]], size: int | None = None)
                 reader, writer = await asyncio.open_connection(sock=ours)
                 ended.callback(writer.transport.abort)
                 async with _one_fork:
-                    await asyncio.sleep(0)  # others have their turn between two forks
                     if (process := os.fork()) == 0:
                         _work(work, theirs)
-                ended.callback(asyncio.get_running_loop().run_in_executor, None, os.waitpid, process, 0)
-                ended.callback(os.kill, process, signal.SIGKILL)  # and waited for while its memory is freed
+                    ended.callback(asyncio.get_running_loop().run_in_executor, None, os.waitpid, process, 0)
+                    ended.callback(os.kill, process, signal.SIGKILL)  # and waited for while its memory is freed
+                    await asyncio.sleep(SECONDS_BETWEEN_FORKS)
                 theirs.close()
                 async with asyncio.timeout(MOST_SECONDS):
                     while (frame := await read_frame(reader)) is not None and "yielded" in frame:
