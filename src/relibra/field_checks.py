@@ -30,9 +30,8 @@ def check_fields(kind: Any, values: Any, where: str, error: type[RelibraError]) 
         _model(kind).model_validate(values)
     except ValidationError as failure:
         problems = failure.errors(include_url=False)
-        first = next(
-            (problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0]
-        )  # a misspelt name
+        # A misspelt name first: it also leaves the right name missing.
+        first = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
         location, names = first["loc"], list(_model(kind).model_fields)
         name = str(location[0]) if location else "it"
         name += "".join(f"[{part}]" for part in location[1:] if isinstance(part, int))

@@ -19,7 +19,7 @@ from relibra.printable import excerpt
 def check_function(setting: str, name: str, *, known: str = "") -> None:
     """Raise ConfigError where there is no such module, or one that does not compile, without running it.
 
-    known   other values for the message
+    known   other allowed values, for the message
     """
     module_name, _ = _module_and_function(setting, name, known)
     where = f"{setting} is {name!r}"
@@ -38,8 +38,8 @@ def check_function(setting: str, name: str, *, known: str = "") -> None:
 def import_function(setting: str, name: str, *, known: str = "", arguments: Sequence[str] = ()) -> Callable[..., Any]:
     """Import a function; installed modules come before those in the current folder.
 
-    known       other values for the message
-    arguments   names of what it is called with; (): not checked here
+    known       other allowed values, for the message
+    arguments   names of the positional arguments of a call; (): not checked here
     raises      ConfigError if there is no such module or function, or if it is asynchronous or takes other arguments
     """
     module_name, function_name = _module_and_function(setting, name, known)

@@ -74,7 +74,7 @@ def calibrate(
 
 
 def _tables(found: Calibration) -> dict[str, object]:
-    """Return what is measured as rows of median and quartiles; the links as the lines that are fitted to them."""
+    """Return measurements as rows of median and quartiles, and the fitted line of each link, for a terminal."""
     links = {name: fit for name, fit in (("host", found.host), ("exchange", found.exchange)) if fit is not None}
     lines = [
         {"what": name, "latency_us": 1e6 * fit.link.latency_seconds, "gb_per_second": fit.link.bytes_per_second / 1e9,

@@ -41,12 +41,12 @@ def room_for(rows: int, columns: int, most_tokens: int) -> Room:
 
 
 def order_without_gaps(kept: Sequence[int]) -> list[int]:
-    """Return the rows that are kept, ascending, in the order in which they fill the first slots: the last go to gaps.
+    """Return the row that each of the first slots gets; of ascending `kept` rows, the last ones fill the gaps.
 
     >>> order_without_gaps([0, 2, 3, 5])
     [0, 5, 2, 3]
     """
-    stay, moved = set(kept[: len(kept)]), [row for row in kept if row >= len(kept)]
+    stay, moved = set(kept), [row for row in kept if row >= len(kept)]
     return [slot if slot in stay else moved.pop() for slot in range(len(kept))]
 
 
@@ -108,15 +108,15 @@ class SlottedLayer(DynamicLayer):  # type: ignore[misc]
         if self._buffers:
             self._move(self.kept, self.kept)
 
-    def keep(self, slots_M: Tensor, rows_M: Tensor, rows: int, width: int) -> None:
-        """Move rows to slots; then so many rows, and of them only the last columns, up to a width, are in use."""
+    def keep(self, slots_X: Tensor, rows_X: Tensor, rows: int, width: int) -> None:
+        """Copy rows `rows_X` to slots `slots_X`; then the first `rows` slots and last `width` columns are in use."""
         self.width, self.rows = width, rows
         columns = slice(self._end - self.kept, self._end)
-        for buffer in self._buffers if len(slots_M) else ():
-            buffer[slots_M, ..., columns, :] = buffer[rows_M, ..., columns, :]
+        for buffer in self._buffers if len(slots_X) else ():
+            buffer[slots_X, ..., columns, :] = buffer[rows_X, ..., columns, :]
 
     def take_in(self, other: SlottedLayer, rows_Y: Tensor, width: int) -> None:
-        """Copy rows of another layer behind the rows that are here; all get a width. The other one is empty then."""
+        """Copy rows of another layer, which is empty then, behind those here; the longest then has `width` columns."""
         if not self._buffers:
             self._begin_like(other._buffers, self.kept_of(width))
         self._widen(width)
@@ -146,7 +146,7 @@ class SlottedLayer(DynamicLayer):  # type: ignore[misc]
         self._buffers = [self._empty(one, columns) for one in states]
 
     def _empty(self, states: Tensor, columns: int) -> Tensor:
-        """Return a buffer for states of this shape, for so many columns at least; what is in use is written first."""
+        """Return an uninitialised buffer for states of this shape, with at least so many columns."""
         if self.window:
             columns = max(columns, min(self.room.columns, 2 * self.window))
         else:
@@ -201,27 +201,27 @@ class SlottedCache(DynamicCache):  # type: ignore[misc]
 
         Buffers that are large enough stay, unless they hold more tokens than allowed.
         """
-        slots_fit = rows <= self.room.slots and columns <= self.room.columns
-        if not slots_fit or self.room.tokens > most_tokens:
+        fits = rows <= self.room.slots and columns <= self.room.columns
+        if not fits or self.room.tokens > most_tokens:
             self.room = room_for(rows, columns, most_tokens)
             for layer in self.slotted_layers():
                 layer.resize(self.room)
 
     def keep(self, kept: Sequence[int], width: int, *, in_order: bool) -> list[int]:
-        """Keep rows, ascending, and the last columns, up to a width; return the row that each slot has now.
+        """Keep rows, given ascending, and the last `width` columns; return which row each slot now holds.
 
         in_order   rows keep their order; else the last ones go to gaps, and no others are copied
         """
         order = list(kept) if in_order else order_without_gaps(kept)
-        slots_M, rows_M = torch.tensor([(slot, row) for slot, row in enumerate(order) if slot != row]).view(-1, 2).T
+        slots_X, rows_X = torch.tensor([(slot, row) for slot, row in enumerate(order) if slot != row]).view(-1, 2).T
         for layer in self.slotted_layers():
-            layer.keep(slots_M, rows_M, len(order), width)
+            layer.keep(slots_X, rows_X, len(order), width)
         if self.made_by_model is not None:
             _reorder(self.made_by_model, torch.tensor(order))
         return order
 
     def take_in(self, other: SlottedCache, rows: Sequence[int], width: int) -> None:
-        """Copy rows of another cache, which is empty then, behind those that are here; the longest has a width.
+        """Copy rows of another cache, which is empty then, behind those here; the longest then has `width` columns.
 
         Latest tokens come to lie in one column. A row may be named several times. `make_room` comes first.
         """

@@ -13,7 +13,7 @@ from numpy import ndarray
 from relibra.engine.philox import sampling_key
 
 FinishReason = Literal["stop", "length", "abort", "cancelled", "error", "lost"]
-"""Why it ends; "abort": paused, "cancelled": not wanted, "error": bad log-probs, "lost": experts do not answer."""
+"""Why it ends; "abort": paused, "cancelled": not wanted, "error": bad log-probs, "lost": a worker failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +95,11 @@ class Sequence:
 
     @property
     def routes(self) -> ndarray | None:
-        """Experts `[m, L, K]` of every token fed; None: not asked for."""
+        """Experts `[m, L, K]` of every token fed; None: not asked for, or nothing is fed yet."""
         return np.concatenate(self.experts) if self.experts else None
 
     def add(self, token: int, log_prob: float) -> None:
-        """Append a token; the sequence ends where it is a stop token, the last allowed, or not finite."""
+        """Append a token; the sequence ends where it is a stop token, the last allowed, or its log-prob not finite."""
         self.tokens.append(token)
         self.log_probs.append(log_prob)
         if not math.isfinite(log_prob):

@@ -66,13 +66,13 @@ class ExpertLayout:
             )
         width = int(getattr(config, "moe_ffn_hidden_size", None) or config.ffn_hidden_size)
         slot_flops = 6.0 * config.hidden_size * width / expert_tensor
-        layers = config.num_layers / own_ranks / slot_flops
+        slots_per_flop = config.num_layers / own_ranks / slot_flops
         return cls(
             num_experts=experts,
             expert_ranks=expert_ranks,
             group_ranks=group_ranks,
-            token_price=layers * 8.0 * config.hidden_size**2,
-            pair_price=layers * 4.0 * _score_width(config),
+            token_price=slots_per_flop * 8.0 * config.hidden_size**2,
+            pair_price=slots_per_flop * 4.0 * _score_width(config),
         )
 
     def attention_prices(self, length_S: Int[ndarray, " S"]) -> Float64[ndarray, " S"]:
@@ -89,7 +89,7 @@ def _size(config: Any, name: str, default: int = 1) -> int:
 
 
 def _score_width(config: Any) -> float:
-    """Return the values of queries and of values over all heads, their mean."""
+    """Return the mean of two widths, each summed over all heads: that of queries and that of values."""
     if getattr(config, "multi_latent_attention", False):
         per_head = (config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim) / 2
         return float(config.num_attention_heads * per_head)

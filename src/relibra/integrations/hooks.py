@@ -1,4 +1,4 @@
-"""Hooks into another trainer: its functions, checked and wrapped, and reasons why they are used as they are."""
+"""Hooks into another trainer: check and wrap its functions, and warn once per reason that leaves one unchanged."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def noting_calls(note: Callable[[Mapping[str, Any]], T], during: ContextVar[T | 
 
 
 def wrap_function(owner: ModuleType | type, name: str, wrap: Wrapper, *, also: str = "") -> bool:
-    """Replace a function by what `wrap` returns for it, and return whether that was still to be done.
+    """Replace a function by what `wrap` returns for it; return False where that was done before.
 
     also   module that has imported it by name: replaced there too, where the module is loaded already
     """

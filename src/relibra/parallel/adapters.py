@@ -74,7 +74,7 @@ def add_adapters(model: nn.Module, rank: int, alpha: float) -> None:
     sharded.
 
     rank     r, a multiple of 8: the grouped product needs rows of 16 bytes
-    raises   ConfigError for experts that are not stacked, or have a product of their own; and without such layers
+    raises   ConfigError for experts that are not stacked or have a product of their own, or if no layer gets adapters
     """
     model.requires_grad_(False)
     experts = _find_experts(model)
@@ -170,7 +170,7 @@ def _find_experts(model: nn.Module) -> dict[str, Any]:
 
 
 def _find_linear_layers(model: nn.Module, experts: Mapping[str, Any]) -> Iterator[nn.Linear]:
-    """Yield the linear layers of decoder layers: what chooses experts, or scales all of them, is left frozen."""
+    """Yield the linear layers of decoder layers but routers and those directly in an MoE block: they stay frozen."""
     blocks, routers = {name.rpartition(".")[0] for name in experts}, tuple[str, ...]()
     with suppress(EngineError):  # a dense model, or routers that only `blocks` tells
         routers = tuple(f"{site.name}." for site in find_routers(model))

@@ -43,9 +43,8 @@ class GroupState:
         self._push: Transfer | None = None
 
     def shapes(self, homes: Callable[[], dict[str, Tensor]] | None = None) -> dict[str, Tensor] | None:
-        """Return empty tensors with shapes and types of the expert weights, the same in all layers.
+        """Return empty tensors with shapes and types of the expert weights; None before a layer with replicas has run.
 
-        None before a layer with replicas has run.
         homes   returns the local parameters of a layer that is running: they have the type of the forward pass
         """
         if self._like is None and homes is not None:
@@ -53,7 +52,7 @@ class GroupState:
         return self._like
 
     def shared_buffer(self, num_slots: int) -> SlotBuffer:
-        """Return the slots of all layers, allocated anew where they were of another number."""
+        """Return the slots of all layers, allocated anew if there were none or another number of them."""
         assert self._like is not None, "a layer with replicas has run"
         if self.buffer is None or self.buffer.num_slots != num_slots:
             self.wait_for_push()

@@ -79,7 +79,7 @@ class ExecutedPlan:
         return self.slots.state
 
     def micro_batch_after(self, number: int) -> int | None:
-        """Return the micro-batch that is prepared after this one; None: the routes of no other are known."""
+        """Return the micro-batch that is prepared after this one; None: the routes of no later one are known."""
         order = list(self.routes)
         here = order.index(number) if number in self.routes else len(order)
         return order[here + 1] if here + 1 < len(order) else None

@@ -23,7 +23,7 @@ class StepPlan(Placement):
     """Placement of one step, with its bound and predicted seconds.
 
     balancer        name of the balancer
-    previous_map    the map before the step; experts whose slot differs in `physical_to_logical_map` move
+    previous_map    the map before the step, from which experts move to their slots in `physical_to_logical_map`
     bound_ML        lowest load of the busiest rank that any plan with this schedule, these homes, these slots and this
                     scope can reach, in token-slots
     predicted       seconds per term of the objective (label `model`), and "total"

@@ -156,9 +156,8 @@ def awaits_recompute(logits_TE: Tensor, *, with_grad: bool) -> bool:
     """Return, inside a forward pass, whether the backward pass will recompute the layer of this router.
 
     A reentrant checkpoint runs its layer without gradients inside a decoder that has them (`with_grad`). A
-    non-reentrant one hooks the tensors saved for backward. Offloading of saved tensors uses
-    the same hooks and looks like a checkpoint: its backward pass must run inside a replay too, though nothing is
-    recomputed.
+    non-reentrant one hooks the tensors saved for backward. Offloading of saved tensors uses the same hooks and looks
+    like a checkpoint: its backward pass must run inside a replay too, though nothing is recomputed.
     """
     if not torch.is_grad_enabled():
         return with_grad

@@ -99,7 +99,7 @@ class Demand:
         rank_S          source rank of each sample, in 0..num_ranks-1
         num_micro_batches   number of micro-batches, empty last ones included; None: the highest in the schedule + 1.
                         Where it does not change, `group_M` stays
-        raises          TraceError when the schedule does not fit the samples, or a rank gets 2^31 token-slots or more
+        raises          TraceError when the schedule does not fit, or a micro-batch has 2^31 token-slots for one expert
         """
         S, L, E = self.counts_SLE.shape
         if micro_batch_S.shape != (S,) or rank_S.shape != (S,):
@@ -158,10 +158,10 @@ class Demand:
 class ScheduledDemand(Demand):
     """A `Demand` whose samples have a micro-batch and a source rank (`Demand.with_schedule`).
 
-    tokens_MLRE     token-slots that source rank R sends to expert E in micro-batch M of layer L
+    tokens_MLRE     token-slots that source rank R sends to expert E of layer L in micro-batch M
     micro_batch_S   micro-batch of each sample; -1: left out
     rank_S          source rank of each sample
-    group_M         expert-data-parallel group of each micro-batch (`of_groups`); None: all belong to one
+    group_M         mini-batch or expert-data-parallel group (`of_groups`) of each micro-batch; None: all are in one
     """
 
     tokens_MLRE: Int32[ndarray, "M L R E"]
@@ -231,22 +231,22 @@ class ScheduledDemand(Demand):
         return load_MLE
 
     def merged(self, first_S: Int[ndarray, " S"]) -> tuple[ScheduledDemand, Int64[ndarray, " S"]]:
-        """Return the demand whose samples are those of this one that stay together, and the one of each sample.
+        """Return the demand with samples that stay together as one, and for each sample the position of that one in it.
 
-        first_S   first of those that a sample stays with, all in one micro-batch on one rank
+        first_S   position of the first sample that each stays with, in the same micro-batch on the same rank
         """
         leads, merged_S = np.unique(first_S, return_inverse=True)
-        counts_PLE = np.zeros((len(leads), *self.counts_SLE.shape[1:]), dtype=np.int32)
-        attended_P = np.zeros(len(leads), dtype=np.int64)
-        np.add.at(counts_PLE, merged_S, self.counts_SLE)
-        np.add.at(attended_P, merged_S, self.attention_S)
+        counts_XLE = np.zeros((len(leads), *self.counts_SLE.shape[1:]), dtype=np.int32)
+        attended_X = np.zeros(len(leads), dtype=np.int64)
+        np.add.at(counts_XLE, merged_S, self.counts_SLE)
+        np.add.at(attended_X, merged_S, self.attention_S)
         merged = replace(
             self,
-            counts_SLE=counts_PLE,
+            counts_SLE=counts_XLE,
             sample_ids=self.sample_ids[leads],
             micro_batch_S=self.micro_batch_S[leads],
             rank_S=self.rank_S[leads],
-            attended_S=attended_P,
+            attended_S=attended_X,
         )
         return merged, merged_S
 
@@ -276,7 +276,7 @@ _LOAD_BYTES = 64 << 20
 def iterate_micro_batch_load(pieces: Iterable[RoutingTrace], tokens: int) -> Iterator[Int64[ndarray, "M L E"]]:
     """Yield the load of micro-batches of `tokens` consecutive rows of a trace in pieces, as they fill up.
 
-    Runs go on over the ends of samples and pieces; the last run may be shorter. Raises TraceError when `tokens` < 1.
+    A micro-batch may span samples and pieces; the last one may be shorter. Raises TraceError when `tokens` < 1.
     """
     if tokens < 1:
         raise TraceError(f"micro-batches of {tokens} tokens: at least 1 token each")

@@ -41,7 +41,7 @@ def rows_and_scores(
 ) -> tuple[Float64[ndarray, "M R"], Float64[ndarray, "M R"]]:
     """Return tokens per micro-batch and source rank, and the flops of their attention scores per layer, forward.
 
-    Tokens of a sample = its token-slots / top_k. Samples do not see each other, also when they share a batch.
+    Tokens of a sample = its token-slots / top_k. Samples do not see each other, but for shared prompts (`attended_S`).
     """
     M, R = plan.replica_MLRB.shape[0], plan.num_ranks
     rows_S = demand.counts_SLE[:, 0].sum(axis=1, dtype=np.int64) // model.top_k

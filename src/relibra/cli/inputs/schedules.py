@@ -23,7 +23,7 @@ Cut = dict[str, Any]
 
 
 def mini_batches_for(recording: RecordedStep, request: WorkloadRequest) -> int | None:
-    """Return the mini-batches of a step that is scheduled as a run does; None: a trace of no run, in one mini-batch."""
+    """Return the number of mini-batches, filled as a run does; None: one, scheduled as for a trace of no run."""
     if recording.mini_batches is not None:
         return request.mini_batches or recording.mini_batches
     return None if request.mini_batches == 1 else request.mini_batches
@@ -55,7 +55,7 @@ def schedule_step(
     given: GivenSchedule | None,
     tokens: int | None,
 ) -> tuple[ScheduledDemand, Cut]:
-    """Return the demand of a step under its schedule, and what that is.
+    """Return the demand of a step under its schedule, and the figures of that schedule.
 
     given     schedule of a trainer; None: samples are scheduled here
     tokens    most tokens of a rank in a micro-batch; None: as many as the given schedule has
@@ -126,7 +126,7 @@ def _schedule_mini_batches(
     if not routes.num_samples:
         raise TraceError("the trace has no samples: there is no step to plan")
     demand = replace(Demand.from_trace(routes), pairs_LEE=co_activation(routes))
-    by_id = np.argsort(routes.sample_ids, kind="stable")  # the trainer's order, by which equal lengths are taken
+    by_id = np.argsort(routes.sample_ids, kind="stable")  # the trainer's order, which breaks ties of length
     shares = recording.shares_prompts and request.micro_batches is None
     prompts = prompts_of(routes.group_ids, routes.weight_versions, routes.prompt_lengths) if shares else None
     made = make_schedule(
@@ -137,7 +137,7 @@ def _schedule_mini_batches(
         num_ranks=request.ranks,
         prompts=prompts and prompts.of(by_id),
     )
-    if prompts is not None:  # counted with the first response behind it
+    if prompts is not None:  # each is counted with the first response behind it
         shared_S, position_T = np.zeros(routes.num_samples, dtype=np.int64), np.arange(routes.num_rows)
         shared_S[by_id] = np.where(made.leads_S, 0, prompts.tokens_S[by_id])
         position_T -= np.repeat(routes.offsets[:-1], routes.rows_per_sample)

@@ -130,7 +130,7 @@ class PushReplicas(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Return the gradients of the pushed parameters, with those of their replicas."""
+        """Return the gradients of the inputs; those of pushed parameters include the gradients of their replicas."""
         exchange, width = ctx.exchange, len(ctx.exchange.like)
         d_hidden, d_probs, *rest = gradients
         slots = exchange.pushed_slots

@@ -2,8 +2,7 @@
 
 Megatron takes the ids, gathers the router's live scores at them, and normalises those: gradients reach the router. What
 it leaves to the caller is done here: routers are found in the model and matched by layer number (the global list of
-`RouterReplay` mixes models and includes draft layers), recomputation is recognised, and nothing is left
-over in a queue.
+`RouterReplay` mixes models and includes draft layers), recomputation is recognised, and no queue keeps leftovers.
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ def refuse_deepep(config: Any) -> None:
 class RouteReplay:
     """Routers of one model that follow recorded routes.
 
-    While it is attached, routers follow the routes of the micro-batch begun last, and choose by themselves before the
-    first and after `clear`. Leave `RouterReplay`'s global action alone meanwhile.
+    While it is attached, routers follow the routes of the micro-batch begun last. Before the first and after `clear`
+    they choose by themselves, in passes without recomputation. Leave `RouterReplay`'s global action alone meanwhile.
 
         replay = RouteReplay([model])
         with replay:
@@ -85,7 +84,7 @@ class RouteReplay:
     def __init__(self, chunks: Sequence[nn.Module], layer_ids: Sequence[int] | None = None) -> None:
         """Find the routers; raises EngineError as `find_routers`, and for layers that the routes lack.
 
-        layer_ids   absolute decoder layer of each entry of the routes' layer axis; None: entry i is layer i
+        layer_ids   absolute decoder layer of each entry of the routes' layer axis; None: entry i is decoder layer i
         """
         self._routers = find_routers(chunks)
         self._position = {layer: layer for layer in self._routers}
@@ -116,7 +115,7 @@ class RouteReplay:
         """Let the next forward pass take these experts; called before it, with gradients enabled as there.
 
         ids_TLK   of each row that this rank's routers see, in their order (`PackedRows.routes`); None: routers choose
-        raises    EngineError where a row names an expert twice, or routes lack a layer or another number of choices
+        raises    EngineError where a row names an expert twice or out of range, or routes lack a layer or differ in K
         """
         for layer, router in self._routers.items():
             self._passes[layer].begin(None if ids_TLK is None else self._checked(layer, router, ids_TLK))

@@ -16,11 +16,11 @@ from relibra.routing.statistics import contiguous_homes
 
 
 def lever_gaps(plan: StepPlan, demand: ScheduledDemand) -> list[tuple[str, float]]:
-    """Return the token objective after each lever, from the static layout down to the bound.
+    """Return the skew of the step after each lever, from the static layout down to the bound.
 
     Cumulative: "static" homes under the given schedule without replicas; the plan's "schedule"; its "homes"; "replicas"
     inside the nodes; "cross-node copies" (the plan itself); the plan's "bound". An unused lever leaves the figure
-    unchanged. If a plan has copies across nodes, replicas inside the nodes alone are solved with the plan's slots.
+    unchanged. If a plan has copies across nodes, replicas inside the nodes alone are solved anew per micro-batch.
 
     demand    with the schedule that the balancer was given
     """
@@ -39,7 +39,7 @@ def lever_gaps(plan: StepPlan, demand: ScheduledDemand) -> list[tuple[str, float
 
 
 def static_skew(demand: ScheduledDemand, num_ranks: int) -> float:
-    """Return the token objective without a plan: experts at their static homes, the schedule as it is."""
+    """Return the skew of the step without a plan: experts at their static homes, the schedule as it is."""
     _, L, E = demand.load_MLE.shape
     return _homes_skew(demand, _static_homes(L, E, num_ranks), num_ranks)
 

@@ -19,7 +19,7 @@ from relibra.routing.compiled import compiled
 
 MAX_TIMES = 16
 EXCHANGES = 400
-"""Exchanges tried x times: the cost of one grows with the times."""
+"""Most exchanges, multiplied by the number of times T: the cost of one grows with T."""
 
 
 def even_placement(load_TE: Shaped[ndarray, "T E"], num_ranks: int, per_rank: int) -> Int64[ndarray, "R P"]:
@@ -93,7 +93,7 @@ def _longest_first(load_E, count_E, num_ranks, per_rank) -> ndarray:
 @compiled
 @no_type_check
 def _separate_copies(share_TE, placement_RP, load_TR) -> None:
-    """Exchange each duplicate of an expert on a rank for a copy elsewhere: the pair with the lowest higher load."""
+    """Exchange each duplicate of an expert on a rank for a copy elsewhere, such that the fuller rank gets lowest."""
     R, P = placement_RP.shape
     share_E, load_R = share_TE.sum(axis=0), load_TR.sum(axis=0)
     for a in range(R):

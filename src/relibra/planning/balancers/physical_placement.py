@@ -111,7 +111,7 @@ def _fill_ranks(copies_RE, home_E, homes_R, needed_R) -> None:
     taken_R, origin_R, queue_R = np.empty(R, np.int64), np.empty(R, np.int64), np.empty(R, np.int64)
     for start in range(R):
         while homes_R[start] < needed_R[start]:
-            origin_R[:] = -2
+            origin_R[:] = -2  # not reached; -1: the start
             origin_R[start], queue_R[0], head, tail = -1, start, 0, 1
             last, expert = -1, -1
             while head < tail and last < 0:

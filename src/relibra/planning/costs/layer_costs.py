@@ -66,7 +66,7 @@ class LayerCosts:
         """Return the seconds that ranks wait for copies, forward and backward, as the executor runs them.
 
         attention_M     forward seconds before the experts of each layer; backward takes twice as long
-        without_queue   where copies hide, leave out waits for pushes before forward: all layers share a queue
+        without_queue   if copies are hidden, leave out waits for pushes before forward, whose queue spans all layers
         """
         if not self.hides_copies:
             return self.push.seconds_ML + self.push_again.seconds_ML + self.gradients.seconds_ML
@@ -76,7 +76,7 @@ class LayerCosts:
     def _exposed_forward_ML(self, attention_M: Float64[ndarray, " M"]) -> Float64[ndarray, "M L"]:
         """Return the waits for pushes, which run one after another beside everything before the replicas.
 
-        Resident slots are free from the start of the pass, the slots of all layers when results of the layer before are
+        Resident slots are free from the start of the pass, shared slots when results of the layer that used them are
         back, and a live balancer pushes after its decision. Of two clocks `t` runs always, and `v` stops while rows
         cross between nodes, as pushes between nodes pause. free: a push may start; here: it has arrived.
         """

@@ -7,8 +7,7 @@ Ranks wait for each other in every layer of every micro-batch, so each term take
 summed (ReLibra, arXiv 2605.08639; ForeMoE, arXiv 2606.11867). All figures are a model of the machine, not a
 measurement, and carry the label `model`. Router and optimizer are not in the total: no plan changes them. Attention is,
 because a schedule that gathers long samples on some ranks lets the others wait; host work is, because a live balancer
-decides while everybody waits. The total has moves in full; plans are compared with their part of them
-(`Budget.steps_served`).
+decides while everybody waits. The total counts moves in full; plans are compared with moves / `Budget.steps_served`.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def predict(
     attention_M = busiest_attention_M(demand, cluster, expert)
     hiding_M = attention_M if attention_seconds is None else np.full(len(attention_M), attention_seconds)
     costs = layer_costs(plan, demand, cluster, expert, live=live)
-    executed = replace(costs, push_again=costs.push_again.without_last())  # these weights are still in the slots
+    executed = replace(costs, push_again=costs.push_again.without_last())  # the last layer's are still in the slots
     return Prediction(
         compute=float(costs.compute_ML.sum()),
         attention=3.0 * len(demand.layer_ids) * float(attention_M.sum()),

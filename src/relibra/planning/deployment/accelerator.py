@@ -17,7 +17,7 @@ from relibra.files import read_toml
 _LONGEST_NAME = 64
 """Characters of an unknown name that are compared with known ones."""
 NODE_SIZES = (1, 2, 4, 8)
-"""Accelerators of a node that share a layer by tensor parallelism."""
+"""Allowed numbers of accelerators in a node, and of those in it that share a layer by tensor parallelism."""
 Amount = Annotated[int | float, Field(gt=0, lt=1e24)]
 
 

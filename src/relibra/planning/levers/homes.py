@@ -23,7 +23,7 @@ over nodes      they are swapped between nodes, then dealt in their node
 """
 
 _SWEEPS = 4
-"""Most passes over all pairs of experts; a pass without a swap ends the search."""
+"""Largest number of passes over all pairs of experts; a pass without a swap ends the search."""
 UNASSIGNED = -1
 """No bin yet: such as an expert that comes from another node."""
 
@@ -74,7 +74,7 @@ def deal_inside_nodes(
 
     load_E   token-slots of each expert in the step
     node_E   node of each expert
-    home_E   home ranks before; ranks are numbered so that most experts stay on theirs
+    home_E   home ranks before; ranks are numbered so that as many experts as possible stay on theirs
     """
     G = ranks_per_node
     dealt_E = np.empty(len(home_E), dtype=np.int64)
@@ -227,7 +227,7 @@ def heaviest_first(load_E: Shaped[ndarray, " E"], num_bins: int) -> Int64[ndarra
 
 
 def renumber_bins(bin_E: Int[ndarray, " E"], before_E: Int[ndarray, " E"], num_bins: int) -> Int64[ndarray, " E"]:
-    """Return the bins numbered so that most experts stay in the bin they were in (`UNASSIGNED`: in none)."""
+    """Return the bins, numbered so that as many experts as possible stay in theirs (`UNASSIGNED`: in none)."""
     stays = np.zeros((num_bins, num_bins), dtype=np.int64)
     here = before_E != UNASSIGNED
     np.add.at(stays, (bin_E[here], before_E[here]), 1)

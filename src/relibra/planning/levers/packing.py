@@ -123,7 +123,7 @@ def pack_samples(
 ) -> tuple[Int32[ndarray, " S"], Int32[ndarray, " S"]]:
     """Return micro-batch and rank of each sample, improved from a given schedule; micro-batch -1 stays -1.
 
-    load_SLN     token-slots of each sample at the experts of each node, per layer
+    load_SLN      token-slots of each sample at the experts of each node, per layer
     open_M        micro-batches that samples may move to
     limits        the given schedule is within them, and so is the result: a rank with more than one sample never
                   exceeds its tokens or its attention

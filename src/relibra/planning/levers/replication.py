@@ -44,8 +44,8 @@ def replicate(
     """Return the replicas of one layer for each micro-batch.
 
     home_E      home rank of each expert
-    tolerance   load above the lowest reachable that is accepted for fewer copies, as a share of it
-    cross_node  also allow replicas on other nodes, where those inside do not reach the mean of all ranks
+    tolerance   excess over the lowest reachable load, as a share of it, that is accepted for fewer copies
+    cross_node  also allow replicas on other nodes, if those inside leave a rank above the mean and tolerance
     returns     expert per slot (-1: empty) and its token-slots; never a higher maximum than without replicas
     """
     M = len(load_ME)
@@ -87,7 +87,7 @@ def _replicate_layer(
             inside_2R[:], inside_held_RB[:], inside_quota_RB[:] = state_2R, held_RB, quota_RB
             _reset(load_E, order_E, starts, 0, R, state_2R, held_RB, quota_RB)
             _solve(
-                load_E, order_E, starts, np.int64(0), R, ranks_per_node, mean, relaxed,  # a literal compiles apart
+                load_E, order_E, starts, np.int64(0), R, ranks_per_node, mean, relaxed,  # 0 would compile it twice
                 state_2R, held_RB, quota_RB, left_E, best_2R, best_held_RB, best_quota_RB,
             )  # fmt: skip
             if state_2R[LOAD].max() >= inside:
@@ -107,7 +107,7 @@ def _solve_inside_nodes(
 ) -> None:  # fmt: skip
     """Lower every node towards its mean, the fullest first: the others need not get below it.
 
-    most   ceiling of all nodes where copies may cross nodes, which can then reach the cluster's mean; else -1
+    most   where copies may cross nodes: the ceiling of all nodes, from the mean of all ranks; else -1
     """
     R, G = state_2R.shape[1], ranks_per_node
     node_N = np.empty(R // G, np.int64)

@@ -76,9 +76,9 @@ def _pushes(tokens_LRB: ndarray, replica_LRB: ndarray, position_LE: ndarray, num
 @compiled
 @no_type_check
 def _fill(tokens_LRE, position_LE, replica_LRB, quota_LRB, ranks_per_node, rank, chunk, tables) -> None:
-    """Write send, first and receive `[L, R, P]`, tokens of replicas `[L, R, B]`, and where any row goes `[L]`.
+    """Write send, first and receive `[L, R, P]`, tokens of replicas `[L, R, B]`, and two flags `[L]`.
 
-    Two of them: whether any leaves its node, and whether any goes to a rank with another number in its node.
+    Flags: whether any row of any rank leaves its node, and whether any goes to a rank with another number in its node.
     """
     send_LRP, first_LRP, receive_LRP, tokens_LRB, leaves_L, changes_L = tables
     G = ranks_per_node
@@ -89,7 +89,7 @@ def _fill(tokens_LRE, position_LE, replica_LRB, quota_LRB, ranks_per_node, rank,
     left_I, column_I = np.empty(R * B + 1, np.int64), np.arange(R * B + 1)
     remainder_I, open_I = np.empty(R * B + 1, np.int64), np.empty(R * B + 1, np.int64)
     supply_R, split_RI = np.empty(R, np.int64), np.zeros((R, R * B + 1), np.int64)
-    first_E, next_X = np.empty(E, np.int64), np.empty(R * B, np.int64)  # slots of each expert, by rank
+    first_E, next_X = np.empty(E, np.int64), np.empty(R * B, np.int64)  # linked list of each expert's slots, by rank
     for layer in range(L):
         replica_RB, quota_RB, tokens_RE = replica_LRB[layer], quota_LRB[layer], tokens_LRE[layer]
         first_E[:] = -1

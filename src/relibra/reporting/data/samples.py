@@ -1,7 +1,7 @@
 """`Samples`: responses that a run saved for people to read.
 
 A row is a JSON object on a line of its own. Its texts are untrusted: they are cut to a length that a page can hold, and
-control characters are shown as their Unicode pictures.
+control characters other than newline and tab are shown as their Unicode pictures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from relibra.reporting.data.summary import evenly_chosen
 MAX_STEPS = 40
 """Steps that a page shows samples of: first, last, and some evenly chosen between them."""
 
-MAX_OF_A_STEP = 24
+MAX_OF_A_STEP = 24  # the last ones of the step
 MAX_CHARACTERS = 6_000
 """Longest text; of a longer one the middle is left out."""
 

@@ -140,7 +140,7 @@ def key_figures(step: ComparedStep, found: Simulated | None) -> list[list[str]]:
 
 
 def duration_rows(name: str, seconds: Sequence[float], relocation: Sequence[float]) -> list[list[str]]:
-    """Return the row of a duration, and without relocation where that takes long: experts move once for many steps."""
+    """Return the row of a duration, and one without relocation where that is long: experts move once for many steps."""
     durations = {name: seconds}
     if any(moved > MIN_RELOCATION_SHARE * total for total, moved in zip(seconds, relocation, strict=True)):
         durations[f"{name}, without relocation"] = (seconds[0] - relocation[0], seconds[1] - relocation[1])
@@ -151,7 +151,7 @@ def duration_rows(name: str, seconds: Sequence[float], relocation: Sequence[floa
 
 
 def _cover(step: ComparedStep) -> dict[str, Any] | None:
-    """Return the covered share of the load for the failure of each single rank; None on one rank."""
+    """Return the covered share of the load for the failure of each single rank; None: one rank, or no load."""
     before, after = step.plans
     plan = after.plan
     if plan.num_ranks < 2 or not after.demand.load_MLE.any():
@@ -174,7 +174,7 @@ def _cover(step: ComparedStep) -> dict[str, Any] | None:
 
 
 def _ledgers(step: ComparedStep, found: Simulated | None) -> dict[str, Any] | None:
-    """Return bytes by kind, then the ledger of dispatches, in total and per layer; None on one rank."""
+    """Return bytes by kind, then the ledger of dispatches, in total and per layer; None: no row travels."""
     ledgers = named_ledgers(step)
     totals = [item.total() for _, item in ledgers]
     if not any(total.useful_L.any() for total in totals):

@@ -16,7 +16,7 @@ from relibra.rl.config.settings import RunConfig
 MAX_SHOWN = 8
 """Refusals in one message."""
 SAME_NAME = 0.75
-"""How alike two names are of which one is the other misspelt, as difflib counts: grop and grpo, not r4 and r3."""
+"""Least similarity (difflib) at which a name counts as another one misspelt: grop and grpo, not r4 and r3."""
 CALLED_HERE: Mapping[str, str] = {
     "lr": "update.learning_rate", "epsilon": "algorithm.clip_low", "epsilon_high": "algorithm.clip_high",
     "beta": "algorithm.kl_coefficient", "kl_coef": "algorithm.kl_coefficient",
@@ -40,7 +40,7 @@ ABSENT: Mapping[str, str] = {
     "evaluation.responses_per_prompt": "an evaluation samples one response per prompt",
     "evaluation.max_response": "evaluations have rollout.max_response",
 }
-"""What stands here for settings of other trainers that are not there yet; by key, or section.key."""
+"""Settings of other trainers that relibra lacks, and what it has in their place; by key, or section.key."""
 
 
 def raise_all(refusals: Sequence[ConfigError]) -> None:
@@ -76,7 +76,7 @@ class Sources:
 def refusals_of_types(error: ValidationError, sources: Sources) -> list[ConfigError]:
     """Return what pydantic refuses: unknown settings, values of another type or out of range."""
     found = [_refusal(dict(one), sources) for one in error.errors()]
-    return list({one.what: one for one in reversed(found)}.values())[::-1]  # a union has one for each of its types
+    return list({one.what: one for one in reversed(found)}.values())[::-1]  # a union has one per type: keep the first
 
 
 def _refusal(mistake: Mapping[str, Any], sources: Sources) -> ConfigError:
@@ -116,7 +116,7 @@ def _likely_settings(key: tuple[str, ...], known: Mapping[str, Sequence[str]]) -
 
 
 def _nearest(given: object, allowed: Sequence[str]) -> str:
-    """Return the allowed name that a given one is, but for case and a slip or two of the hand; "": none is."""
+    """Return the allowed name that a given one misspells, whatever its case; "": there is none."""
     names, text = {name.lower(): name for name in allowed}, given.lower() if isinstance(given, str) else ""
     near = get_close_matches(text[:LONGEST_VALUE], names, n=1, cutoff=SAME_NAME)
     return names[near[0]] if near else ""

@@ -127,7 +127,7 @@ def _let_all_ranks_agree() -> None:
 
 
 def _take_kernels_of_gpus() -> None:
-    """Let attention take the kernel that a GPU takes; for an unknown device torch would make all scores."""
+    """Let attention take the kernel that a GPU takes; for an unknown device torch would store the matrix of scores."""
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def attention(

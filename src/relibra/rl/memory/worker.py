@@ -48,7 +48,7 @@ _LEVERS: tuple[tuple[str, Any], ...] = (
 USUAL_BYTES = 79 * GIB
 """Memory of a GPU where none is named."""
 RANKS_OF_A_NODE = 8
-"""Where a preset of another size says nothing about this run."""
+"""Of a run with more ranks that fill such nodes, whatever `plan.cluster` says; other runs are one node."""
 
 
 def estimate_run(config: RunConfig, stand_ins: StandIns, memory: DeviceMemory, *, whole: bool = False) -> Estimate:
@@ -127,7 +127,7 @@ def _micro_batch_sizes(config: RunConfig) -> list[int]:
 
 
 def _seconds_of_passes(config: RunConfig, memory: DeviceMemory) -> float:
-    """Return the seconds that a step updates the policy where all responses are as long as can be (label `model`)."""
+    """Return the seconds of the policy update of a step whose responses are all as long as allowed (label `model`)."""
     cluster, model_config = _cluster_of(config, memory), model_config_of(config)
     structure = read_structure(model_config, config.model, config.parallel.ranks, config.algorithm.replay)
     batch, _ = make_up_step(config, structure, cluster, vocabulary=model_config.get_text_config().vocab_size)
@@ -157,8 +157,8 @@ def _activation_memory(
     runs: Sequence[DryRun], peaks: Sequence[Peak], layers: int, memory: DeviceMemory
 ) -> ActivationMemory:
     """Return what layers may keep; those that no dry run has are as those of their kind in the last one."""
-    last, kinds = runs[-1], runs[-1].layers - runs[0].layers
-    saved = [last.saved[n if n < last.layers else runs[0].layers + (n - last.layers) % kinds] for n in range(layers)]
+    last, period = runs[-1], runs[-1].layers - runs[0].layers
+    saved = [last.saved[n if n < last.layers else runs[0].layers + (n - last.layers) % period] for n in range(layers)]
     totals = {one.phase: one.total for one in peaks}
     room = None if memory.nbytes is None else (1 - RESERVE) * memory.nbytes
     return ActivationMemory(
@@ -184,7 +184,7 @@ def _with_activations(
     plan = batch.plan or StepPlan.static(batch.demand, cluster.topology)
     choice = activations.choose(plan, batch.demand, cluster, structure.shape)
     kept_LMR = activations.kept_LMR(choice.option_L, plan, batch.demand, structure.shape)
-    kept = {"update": kept_LMR, LAYERS: kept_LMR[:-1]}  # what the last one keeps it has where it is recomputed, too
+    kept = {"update": kept_LMR, LAYERS: kept_LMR[:-1]}  # the peak of layers has all of the last one
     of_update = []
     for one in peaks:
         if one.phase in kept:

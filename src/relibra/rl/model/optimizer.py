@@ -55,7 +55,7 @@ def make_optimizer(
 
 
 def new_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> Tensor:
-    """Return a tensor of the state of a parameter as it is before the first step: zeros, where the optimizer has it."""
+    """Return a moment of a parameter before the first step: zeros, on the device where the optimizer keeps it."""
     zeros = getattr(optimizer, "zeros", None)
     return zeros(parameter, key) if zeros else torch.zeros_like(parameter.detach())
 

@@ -113,8 +113,8 @@ def check_no_response_lost(
 def check_versions(responses: Sequence[Response], weight_version: int, ahead: int = 0) -> None:
     """Check that every token of the last windows was sampled by the weights that the step starts from.
 
-    ahead     steps by which weights may be older (`rollout.ahead`)
-    raises    TraceError naming the first other token: its probability ratio would be wrong
+    ahead     versions by which those weights may be older (`rollout.ahead`)
+    raises    TraceError naming the first token of another version: its probability ratio would be wrong
     """
     for response in responses:
         own_w = response.versions_r[response.length - response.window_length :]

@@ -43,7 +43,7 @@ def own_server(config: RunConfig, run: Path, policy: Policy, tokenizer: Tokenize
     run         its folder `server` holds the log of the server, and the weights on their way there
     policy      which the server starts from
     tokenizer   of the policy: its end tokens stop a response, not those of the usual tokenizer of the architecture
-    raises      ConfigError for wrong options; EngineError, with the end of what it printed, where it does not start
+    raises      ConfigError on several machines, or where weights cannot be written; EngineError with the end of its log
     """
     rollout = config.rollout
     weights = {"server_weights": rollout.server_weights or run / "server" / "weights"}

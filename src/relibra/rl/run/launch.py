@@ -45,7 +45,7 @@ MAX_RESTARTS = 3
 
 @dataclass(frozen=True)
 class Finished:
-    """Result of a run: its folder, and whether it is complete (False: stopped by Ctrl-C)."""
+    """Result of a run: its folder, and whether it is complete (False: stopped by Ctrl-C or SIGTERM)."""
 
     run: Path
     complete: bool
@@ -76,7 +76,7 @@ def launch(
     if on_ray:
         check_ray()
     if launched is not None:
-        config = with_estimate(config, None, warns=launched.rank == 0)  # before the check: it decides nothing here
+        config = with_estimate(config, None, warns=launched.rank == 0)  # before the check, which only refuses here
         if launched.rank == 0:
             _print_settings(config)
             if not launched.restarts:
@@ -156,7 +156,7 @@ def _print_settings(config: RunConfig) -> None:
 
 
 def _prepare_cluster(config: RunConfig) -> None:
-    """Measure the machine of `plan.cluster` if it asks for that; raise ClusterError, before processes start, if bad."""
+    """Measure this machine if `plan.cluster` is 'measure', else check the cluster; raises ConfigError, ClusterError."""
     from relibra.calibration.machine import check_cluster, measure_cluster
 
     if config.plan.cluster == "measure" and config.parallel.launcher == "ray":
@@ -208,7 +208,7 @@ def _run_processes(config: RunConfig, run: Path) -> bool:
 
 @contextmanager
 def _stop_on_signals(running: Path) -> Iterator[list[int]]:
-    """Remove a file at the first Ctrl-C or SIGTERM inside, and raise KeyboardInterrupt at the second; yield them."""
+    """Remove a file at the first Ctrl-C or SIGTERM inside, raise KeyboardInterrupt at the second; yield the signals."""
     signals: list[int] = []
 
     def stop(number: int, _frame: FrameType | None) -> None:

@@ -179,7 +179,7 @@ def broadcast_bytes(payload: bytes) -> bytes:
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the values of all ranks, in rank order; collective.
 
-    group     of all ranks; None: the default group
+    group     of all ranks; None: that of this thread
     raises    EngineError as `gather_several`
     """
     text = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
@@ -199,7 +199,7 @@ def gather_several(arrays: Sequence[ndarray], group: dist.ProcessGroup | None = 
     """Return several arrays of all ranks, in rank order, in one exchange; collective.
 
     arrays    each of the same dtype and number of axes on all ranks; sizes may differ
-    group     of all ranks; None: the default group
+    group     of all ranks; None: that of this thread
     raises    EngineError if the arrays of a rank take more than MAX_ARRAY_BYTES
     """
     group = group or thread_group()

@@ -111,8 +111,8 @@ def update_metrics(update: PolicyUpdate, names: Sequence[str]) -> dict[str, Any]
     """
     norms = update.grad_norms
     own = [update.sums.get(name, 0.0) for name in ("loss", "tokens", "at_ratio_1", *names)]
-    loss, tokens, unclipped, *sums = sum_over_ranks(torch.tensor(own, dtype=torch.float64)).tolist()
-    counts = [tokens - unclipped if name == "clip_fraction" else tokens for name in names]
+    loss, tokens, at_ratio_1, *sums = sum_over_ranks(torch.tensor(own, dtype=torch.float64)).tolist()
+    counts = [tokens - at_ratio_1 if name == "clip_fraction" else tokens for name in names]
     means = {name: total / count if count else None for name, total, count in zip(names, sums, counts, strict=True)}
     return {
         "loss": loss / len(norms) if norms else None,

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 class SamplerWatch:
     """Compares a step's tokens with those of accepted steps, and does what `update.on_mismatch` says.
 
-    verdict   of the step; None: no log-probs of the update were the old ones of tokens that its weights sampled
+    verdict   of the step; None: nothing checked (a pass made the old log-probs, or older weights sampled all tokens)
     state     history as JSON data, with this step once it is accepted; None: no step yet
     """
 
@@ -88,7 +88,7 @@ class SamplerWatch:
                     "log_ratio_X": scores.log_probs_X[now_X] - tokens.sampled_log_probs_X,
                     "response_X": tokens.response_X + responses,
                     "position_X": tokens.position_1T[0, tokens.row_X],
-                    "age_X": self._step - tokens.versions_X,
+                    "age_X": self._step - tokens.versions_X,  # all 0
                     "experts_XLK": none_XLK if routes is None else routes.experts_TLK[tokens.row_X],
                 }
             )

@@ -98,11 +98,11 @@ class SlotExchange:
             raise
 
     def rows(self, count: int) -> Float[Tensor, "Y H"]:
-        """Return the place of the next exchange's rows, ordered by place: write them there before `dispatch`."""
+        """Return the buffer of the next exchange's rows, ordered by place: write them there before `dispatch`."""
         return self._rows_XH[:count]
 
     def dispatch(self, layer: int, counts_P: Int64[ndarray, " P"]) -> None:
-        """Send each worker the rows of its places, of which there are `counts_P`; return before anyone has computed."""
+        """Send each worker the rows of its places, `counts_P` of each; return before anyone has computed."""
         self.counters.calls += 1
         first, place = 0, 0
         counts = np.ascontiguousarray(counts_P, dtype="<u4")

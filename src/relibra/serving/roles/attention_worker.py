@@ -193,7 +193,7 @@ class AttentionWorker:
         self.micro_batches: list[MicroBatch] = []
 
     def connect(self, experts: Several[Several[Any]], secret: bytes, listener: Listener) -> None:
-        """Open channels to experts, by address and what each holds, and start the threads; raises EngineError."""
+        """Open channels to expert workers, each as (address, experts), and start the threads; raises EngineError."""
         layout, addresses = self.layout, [address for address, _ in experts]
         self.shape = replace(self.shape, experts_of=tuple(tuple(held) for _, held in experts))
         exchanges = [
@@ -230,7 +230,7 @@ class AttentionWorker:
             one.rejoin(expert_worker, address, experts)
 
     def load(self) -> list[int]:
-        """Return the rows of each expert since the start; loads nothing."""
+        """Return the load of each expert: its rows since the start."""
         return sum(one.experts.load_E for one in self.micro_batches).tolist()  # type: ignore[union-attr]
 
     def counters(self) -> dict[str, int | float]:

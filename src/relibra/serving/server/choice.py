@@ -17,7 +17,7 @@ from relibra.serving.server.text import AnswerText, TextCodec
 MOST_CHOICES = 256
 """Choices of one request: prompts times `n`."""
 READ_AT_ONCE = 32
-"""Tokens whose text is looked for at once: a client that reads slowly finds many."""
+"""Most `Progress` that one `read` takes in; many may wait for a client that reads slowly."""
 LEAST_LOG_PROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 
@@ -56,7 +56,7 @@ class Choice:
 
     @property
     def entries(self) -> int:
-        """Numbers and names that writing what is new of it takes; plain tokens of the prompt and routes take less."""
+        """Numbers and names to write for what is new; plain tokens of the prompt and bytes of routes count less."""
         prompt = len(self.prompt) >> (0 if self.sampling.prompt_log_probs else 4) if self.first else 0
         return prompt + len(self.new) * (1 + self.sampling.top_log_probs) + (len(self.routes or b"") >> 11)
 
@@ -66,7 +66,7 @@ class Choice:
         return Sequence(number=number, prompt=self.prompt, sampling=self.sampling)
 
     def put(self, progress: Progress) -> None:
-        """Note progress; what is not read delays nobody else, and is no more than the answer may become."""
+        """Add progress to read later: no one else waits for this client, and the length of the answer bounds it."""
         self._unread.append(progress)
         self.arrived.set()
 
@@ -75,7 +75,7 @@ class Choice:
         self.put(Progress(number=-1, finish=finish, error=error))
 
     def read(self) -> bool:
-        """Take in progress, of much a part; return whether there was some; raises HTTPException for an error."""
+        """Take in up to `READ_AT_ONCE` progress; return whether there was some; raises HTTPException for an error."""
         unread, self._unread = self._unread[:READ_AT_ONCE], self._unread[READ_AT_ONCE:]
         if not unread or self.finish is not None:
             return False

@@ -136,7 +136,7 @@ async def connection_to(worker: Worker) -> Connection:
 
 
 WORTH_A_CHANGE = 1.05
-"""Imbalance of workers over that after a change, from which on the change is made."""
+"""Imbalance of workers / that after a change, above which the change is made."""
 LEAST_ROWS = 100
 """Rows per expert in a period below which nothing is changed."""
 RESTARTS = 3
@@ -148,9 +148,9 @@ class WorkerClients:
     """Choices at the attention workers, and commands to all workers.
 
     rebalanced     times that copies of experts were placed anew
-    changing       the right to change what workers hold
+    changing       lock of whoever changes what workers hold
     on_free        is called when a choice has ended
-    lost_records   workers whose processes have ended, and took what they had recorded with them; Unix times
+    lost_records   workers whose records are lost, because they ended or did not answer, with the Unix times
     """
 
     def __init__(self, model: RunningWorkers, attention: list[Connection], experts: list[Connection]) -> None:
@@ -200,7 +200,7 @@ class WorkerClients:
         return sum(len(worker.running) for worker in self._attention)
 
     def has_room(self, most: int) -> bool:
-        """Return whether to call `begin`: a worker runs fewer than `most`, or all are gone for good, which ends it."""
+        """Return whether to call `begin`: a worker runs fewer than `most`, or none comes back and choices end."""
         alive = [worker for worker in self._attention if not worker.lost]
         if not alive:
             return all(worker.for_good for worker in self._attention)
@@ -241,7 +241,7 @@ class WorkerClients:
     async def change_weights(self, folder: Path) -> list[str]:
         """Let all workers read weights, and use them if all could; return the sentences of those that could not.
 
-        Whoever calls holds `changing`. Raises HTTPException (503) where a worker is gone before.
+        Whoever calls holds `changing`. Raises HTTPException (503) where a worker is gone before they are used.
         """
         everyone, stamp = [*self._experts, *self._attention], weights_stamp(folder)
 
@@ -261,7 +261,7 @@ class WorkerClients:
         return []
 
     async def rebalance(self, load_E: ndarray) -> bool:
-        """Give the copies of spare experts to those with the most rows, worker after worker, without a pause.
+        """Let workers hold copies of the experts with the most rows, one worker after another, without a pause.
 
         load_E    rows of each expert in the period that decides
         returns   whether anything has changed: a placement that is hardly better is left alone

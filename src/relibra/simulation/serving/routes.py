@@ -35,7 +35,7 @@ class EvenRoutes:
 class RoutePool:
     """Routes of T tokens; a micro-batch of a node takes consecutive ones from a random token on, around the end.
 
-    before_TLE    rows of each expert in the tokens before one; T + 1 entries
+    before_TLE    rows of each expert in the first 0, 1, ..., T tokens: T + 1 entries
     """
 
     before_TLE: Int64[ndarray, "T L E"]

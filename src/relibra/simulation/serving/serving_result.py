@@ -23,13 +23,13 @@ class ServingResult:
 
     iteration_seconds, p99_seconds               mean time between two tokens of a request, and its 99th percentile
     tokens_per_second                            of the instance
-    attention_busy, experts_busy, network_busy   share of the time that the mean node computes, that the busiest NIC
-                                                 sends or receives
+    attention_busy, experts_busy                 share of the time that the mean node computes
+    network_busy                                 share of the time that the busiest NIC sends or receives
     network_bytes                                that the NIC of an attention GPU sends in a step
     queue_seconds, queue_p99_seconds             of requests before they got a place; 0 without a stream
     finished                                     requests that ended
     limit                                        "attention", "experts", "computing" (both on the same GPUs), "network"
-                                                 or "round trip": nothing of these is full
+                                                 or "round trip": none of these is full
     """
 
     plan: Plan
@@ -120,7 +120,7 @@ class Tally:
         *,
         counts: bool,
     ) -> None:
-        """Add a step; one that does not count moves the beginning of the time that does."""
+        """Add a step; the counted time begins at the end of the last step that does not count."""
         seconds_M, self._end_M = end_M - self._end_M, end_M.copy()
         self._last = work, events
         if not counts:

@@ -50,7 +50,7 @@ class StageCosts(LayerCosts):
     gate_bytes: int
 
     def gather(self, layer: int, *, root: bool) -> float:
-        """Return the all-gather seconds of a layer; 0 adds the dense layers, `root` the embedding and output matrix."""
+        """Return a layer's all-gather seconds; layer 0 has the dense layers, with `root` also embedding and head."""
         seconds = self.gather_seconds
         return seconds.each if layer else seconds.first + (seconds.root if root else 0.0)
 

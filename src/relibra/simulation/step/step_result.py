@@ -21,9 +21,9 @@ class SimulatedStep:
     terms              parts of `seconds`, which they add up to. Of the slowest expert-parallel group and its busiest
                        pipeline stage: attention (router, shared experts, dense layers and output matrix with it), host
                        (launches, host work, decisions of a live balancer), gathers (of weights outside of experts, not
-                       hidden), exchange (rows), gates (their gate weights),
-                       compute (experts), copies (not hidden), pipeline (waiting for other stages), gradients (their sum
-                       over ranks, not hidden), optimizer, relocation
+                       hidden), exchange (rows), gates (their gate weights), compute (experts), copies (not hidden),
+                       pipeline (waiting for other stages), gradients (their sum over ranks, not hidden), optimizer,
+                       relocation
     stage_seconds      by stage of the timeline, of each rank: stages overlap, and dispatch and combine include waiting
                        for the last rank
     waited_R           seconds that each rank waited before exchanges until the last rank was there
@@ -33,7 +33,7 @@ class SimulatedStep:
     expert_skew, attention_skew   seconds of the busiest rank / of the mean rank, each summed over micro-batches and
                        layers; 1 without work
     copy_seconds       of copies between experts, hidden or not, in the slowest group and its busiest stage
-    useful_flops       of all ranks: forward and backward once, without recomputation
+    useful_flops       of all ranks: forward and backward once, or forward alone if that is the step; no recomputation
     peak_flops_per_second   of one rank
     notes              what the figures leave out, as sentences
     """

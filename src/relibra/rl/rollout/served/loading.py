@@ -91,7 +91,7 @@ async def _load_adapter(call: Call, dialect: Dialect, url: str, folder: Path) ->
 
 
 async def _load_into_sglang(call: Call, url: str, folder: Path, version: int) -> None:
-    """Let an SGLang server load a folder and drop its caches; raises EngineError, also while a request runs."""
+    """Let an SGLang server load a folder and drop its caches, aborting requests that hold them; raises EngineError."""
     body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
     try:
         answer = await call("/update_weights_from_disk", body)

@@ -53,7 +53,7 @@ class _Link(NamedTuple):
 def send_weights(named: Iterable[tuple[str, Tensor]], engine: ServerEngine, weight_version: int) -> None:
     """Let all servers receive weights, load them, drop their caches, and know the version; collective.
 
-    A server that does not answer before the first bucket is left out, while there is another.
+    A server that does not answer the first request is left out, while there is another.
 
     named     every parameter in full, layer by layer, experts in logical order; on the device that sends
     raises    EngineError naming who waited for whom, or what a server refused

@@ -28,7 +28,7 @@ Homes = list[list[int]] | None
 def tensors(models: Mapping[str, tuple[nn.Module, Optimizer | None]]) -> dict[str, Tensor]:
     """Return all tensors of models and optimizer states by name, without shards that are empty on this rank.
 
-    Tied weights are there once; of a model with adapters these alone, as the others never change.
+    Tied weights are there once; of the weights of a model with adapters only the adapters, as the others never change.
 
     They share memory with models and optimizers, so that loading into them changes these.
     """
@@ -89,7 +89,7 @@ def in_logical_order(models: Mapping[str, tuple[nn.Module, Optimizer | None]]) -
 def at_saved_homes(
     models: Mapping[str, tuple[nn.Module, Optimizer | None]], homes: Mapping[str, Homes]
 ) -> Iterator[None]:
-    """Move all experts to logical order inside, and to these homes afterwards; None: they stay. Collective."""
+    """Move all experts to logical order inside, and to these homes afterwards; None: they stay so. Collective."""
     balanced = {name: both for name, both in models.items() if is_balanced(both[0])}
     for model, optimizer in balanced.values():
         relocate(model, np.sort(np.array(_homes(model)), axis=1), optimizer)

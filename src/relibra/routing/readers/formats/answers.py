@@ -92,7 +92,7 @@ def _samples(where: str, answer: _Answer, rules: ImportRules) -> Iterator[Routed
 
 
 def _choice(where: str, answer: _Answer, choice: _Choice, choices: int, rules: ImportRules) -> RoutedSample:
-    """Return the sample of one choice of several."""
+    """Return the sample of one choice of an answer that has `choices` of them."""
     message = choice.message or _Message()
     prompt, tokens = _token_counts(where, answer, choice, message, choices)
     beside = answer.sglext or answer.sgl_ext or _Message()
