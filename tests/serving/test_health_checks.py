@@ -7,15 +7,17 @@ import signal
 import socket
 import subprocess
 
+import numpy as np
 import pytest
 
 from relibra.errors import EngineError
-from relibra.serving.channel import read_frame, write_frame
+from relibra.serving.channel import MOST_BYTES, progress_frames, read_frame, write_frame
 from relibra.serving.launch import RunningWorkers
 from relibra.serving.layout import WorkerLayout
 from relibra.serving.server import workers
 from relibra.serving.server.workers import HEALTH_SECONDS
 from tests.serving.in_process import StoppedWorker
+from tests.serving.models import greedy_request
 
 
 @contextlib.asynccontextmanager
@@ -97,6 +99,35 @@ def test_silent_workers_are_shown_and_then_given_up(quick):
     assert "attention worker 0" in said[1]
     assert failure == said[1]
     assert {worker for worker, _ in lost} == {"experts worker 0", "attention worker 0"}
+
+
+def test_attention_ends_where_experts_are_gone_for_good(quick):
+    async def watch(server):
+        while not server.has_room(1):  # for choices, which then end at once
+            await asyncio.sleep(0.001)
+        return [worker["state"] for worker in server.states]
+
+    assert asyncio.run(asyncio.wait_for(with_clients(watch), 20)) == ["lost", "lost"]
+
+
+def test_routes_travel_one_answer_in_a_frame():
+    def ended(number, routes):
+        sequence = greedy_request(number, 4, 2)
+        sequence.finish, sequence.tokens, sequence.log_probs = "length", [1], [0.0]
+        sequence.experts = [] if routes is None else [routes]
+        return sequence
+
+    frames = progress_frames([ended(1, None), ended(2, np.zeros((3, 1, 2), np.uint8)), ended(3, None)])
+    assert [[one.number for one in frame] for frame in frames] == [[1, 3], [2]]
+
+
+def test_a_frame_above_the_limit_ends_a_worker():
+    async def read():
+        async with connected("attention", 12) as (connection, _, writer):
+            writer.write((MOST_BYTES + 1).to_bytes(4, "big"))
+            return await connection.read()
+
+    assert asyncio.run(read()) is None
 
 
 def test_stopped_process_is_told_from_a_busy_one():

@@ -14,7 +14,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
@@ -217,6 +217,13 @@ def progress_of(sequence: Sequence) -> Progress:
     )
 
 
+def progress_frames(sequences: Iterable[Sequence]) -> list[list[Progress]]:
+    """Return the progress of sequences in frames; one with routes has its own, for all of them may pass MOST_BYTES."""
+    everyone = [progress_of(sequence) for sequence in sequences]
+    short = [one for one in everyone if one.routes is None]
+    return [*([short] if short else []), *([one] for one in everyone if one.routes is not None)]
+
+
 def _npy_file(array: ndarray) -> bytes:
     file = io.BytesIO()
     np.save(file, array, allow_pickle=False)
@@ -224,11 +231,11 @@ def _npy_file(array: ndarray) -> bytes:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """Wait for a frame; None: the worker is gone. Raises EngineError for one above MOST_BYTES."""
+    """Wait for a frame; None: the worker is gone, or announces one above MOST_BYTES."""
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         if not 0 <= length <= MOST_BYTES:
-            raise EngineError(f"a control frame of {length} bytes is larger than {MOST_BYTES}")
+            return None
         return msgpack.decode(await reader.readexactly(length), type=dict[str, Any])
     except (asyncio.IncompleteReadError, ConnectionError):
         return None

@@ -24,7 +24,7 @@ from torch import nn
 from relibra.engine.sequence import Sequence
 from relibra.environment import keep_hub_offline
 from relibra.errors import ConfigError, EngineError, RelibraError, in_a_line
-from relibra.serving.channel import Channel, listen, progress_of
+from relibra.serving.channel import Channel, listen, progress_frames
 from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
 from relibra.serving.layout import WorkerLayout
 from relibra.serving.roles.attention_worker import AttentionWorker
@@ -149,7 +149,8 @@ def run_attention_worker(control: Channel, spec: dict[str, Any]) -> None:
 
     def report(sequences: list[Sequence]) -> None:
         with suppress(ConnectionError):  # the API server has gone, and with it this process in a moment
-            control.send({"progress": [progress_of(sequence) for sequence in sequences]})
+            for progress in progress_frames(sequences):
+                control.send({"progress": progress})
 
     def connect(experts: Several[Any]) -> dict[str, Any]:
         worker.connect(experts, bytes.fromhex(spec["secret"]), report)

@@ -67,7 +67,7 @@ class ServedWeights:
             raise HTTPException(400, f"method {call.method[:80]!r} is not offered: it is reload_weights")
         folder = self._folder(call.arguments.weights_path)
         clients = self._admission.clients
-        async with self._one_at_a_time, clients.changing, self._no_answers():
+        async with self._one_at_a_time, self._no_answers(), clients.changing:
             if failed := await clients.change_weights(folder):
                 raise HTTPException(400, f"the weights stay as they were: {failed[0]}")
             self.version = FIRST_VERSION

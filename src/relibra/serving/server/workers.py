@@ -271,17 +271,19 @@ class WorkerClients:
         better = place_experts(len(load_E), len(current), model.layout.spare_experts, load_E)
         if worker_imbalance(current, load_E) <= WORTH_A_CHANGE * worker_imbalance(better, load_E):
             return False
+        changed = False
         for number, experts in enumerate(better):
             worker = self._experts[number]
             if experts == current[number] or worker.lost:
                 continue
             address = await worker.command("hold", [experts, model.new_address(number)])
             if address is None:
-                return False  # it has failed, and is started again with what it held
+                break  # it has failed, and is started again with what it held
             model.experts[number] = address, experts
             self._announce(number)
-        self.rebalanced += 1
-        return True
+            changed = True
+        self.rebalanced += changed
+        return changed
 
     async def _rebalance_forever(self, seconds: float) -> None:
         """Place copies anew every so many seconds, by the rows of each expert since the last time."""
@@ -365,9 +367,10 @@ class WorkerClients:
                 break
             try:
                 await (self._restart_experts if connection in self._experts else self._restart_attention)(number)
-            except EngineError as error:
+            except (EngineError, OSError) as error:
                 why = f"ended, and does not start again: {error}"
-                break
+                if connection in self._experts or not any(worker.lost for worker in self._experts):
+                    break  # else an expert worker may have ended while this one connected to it
             self.on_free()
         connection.give_up(why)
         self.on_free()
@@ -380,7 +383,9 @@ class WorkerClients:
 
     async def _restart_attention(self, number: int) -> None:
         """Start an attention worker again, once all experts are there; raises EngineError."""
-        while any(worker.lost for worker in self._experts):
+        while lost := [worker for worker in self._experts if worker.lost]:
+            if gone := next((worker.lost for worker in lost if worker.for_good), ""):
+                raise EngineError(gone)
             await asyncio.sleep(_POLL_SECONDS)
         known = await asyncio.to_thread(self._model.restart_attention, number)
         self._attention[number] = await connection_to(self._model.attention_workers[number])
