@@ -47,6 +47,8 @@ def test_colocated_plans_run_in_the_same_simulator(kind):
     result = simulate_serving(plan, Scenario(steps=6, warm_up=2))
     assert result.iteration_seconds == pytest.approx(plan.iteration_seconds, rel=0.03)
     assert result.tokens_per_second == pytest.approx(plan.steady_tokens_per_second, rel=0.03)
+    assert result.bubble == pytest.approx(max(0.0, 1 - result.attention_busy - result.experts_busy))
+    assert (result.network_bytes > 0) == (kind == "expert")
 
 
 def test_the_busiest_expert_sets_the_pace(plan):
@@ -83,7 +85,6 @@ def test_slow_messages_cost_more_than_their_mean(plan):
     tails = Transport(name="tails", tail=0.01, tail_factor=10)
     even = simulate_serving(plan, Scenario())
     late = simulate_serving(plan, Scenario(transport=tails))
-    assert late.hop_p99_seconds > 1.5 * late.hop_median_seconds
     assert late.tokens_per_second < even.tokens_per_second
     assert simulate_serving(plan, Scenario(transport=NCCL_LIKE)).tokens_per_second < even.tokens_per_second
 

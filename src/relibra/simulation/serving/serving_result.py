@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Float64, Shaped
 from numpy import ndarray
 
+from relibra.planning.deployment.colocated import ColocatedPlan
 from relibra.simulation.serving.ping_pong import Events, Work
 from relibra.simulation.serving.requests import Places
 from relibra.simulation.serving.site import Plan, Site
@@ -40,8 +41,6 @@ class ServingResult:
     experts_busy: float
     network_busy: float
     network_bytes: float
-    hop_median_seconds: float
-    hop_p99_seconds: float
     queue_seconds: float
     queue_p99_seconds: float
     finished: int
@@ -65,8 +64,9 @@ class ServingResult:
 
     @property
     def bubble(self) -> float:
-        """Return the share of the time in which the busier pool waits."""
-        return max(0.0, 1 - max(self.attention_busy, self.experts_busy))  # busy seconds round
+        """Return the share of the time in which the busier pool waits; the one pool of a colocated plan does both."""
+        busy = self.attention_busy, self.experts_busy
+        return max(0.0, 1 - (sum(busy) if isinstance(self.plan, ColocatedPlan) else max(busy)))  # busy seconds round
 
     def timeline(self, layers: int = 4) -> Timeline:
         """Return the first layers of the last step: attention nodes are the first ranks, expert nodes the others."""
@@ -75,13 +75,14 @@ class ServingResult:
         Y = work.send_LMXY.shape[3]
         found = []
         experts_LMY = work.experts_LMXY.sum(axis=2)
+        ended_LMY = events.experts_LMY + experts_LMY
         origin = float(events.attention_LMX[0].min())
         for layer in range(min(layers, len(work.attention_LMX))):
             for m in range(M):
                 for x in range(X):
                     start, seconds = events.attention_LMX[layer, m, x] - origin, work.attention_LMX[layer, m, x]
                     found.append(_event("attention", layer, m, x, start, seconds))
-                    done = max(start + seconds, float(events.experts_LMY[layer, m].max()) - origin)
+                    done = max(start + seconds, float(ended_LMY[layer, m].max()) - origin)
                     back = max(0.0, float(events.returned_LMX[layer, m, x]) - origin - done)
                     found.append(_event("combine", layer, m, x, done, back))
                 for y in range(Y):
@@ -107,7 +108,6 @@ class Tally:
         self._tokens, self._steps = 0.0, 0
         self._busy, self._bytes = {"attention": 0.0, "experts": 0.0, "network": 0.0}, 0.0
         self._iterations: list[float] = []
-        self._hops: list[Float64[ndarray, "L M"]] = []
         self._last: tuple[Work, Events] | None = None
 
     def add(
@@ -128,7 +128,7 @@ class Tally:
             return
         self._steps += 1
         self._tokens += float(rows_MX.sum())
-        self._iterations += seconds_M[rows_MX.any(axis=1)].tolist()
+        self._iterations += np.repeat(seconds_M, rows_MX.sum(axis=1)).tolist()
         self._busy["attention"] += float(work.attention_LMX.sum(axis=(0, 1)).mean())
         self._busy["experts"] += float(work.experts_LMXY.sum(axis=(0, 1, 2)).mean())
         directions = [work.send_LMXY.sum(axis=(0, 1, 3)), work.take_LMXY.sum(axis=(0, 1, 3))]
@@ -136,15 +136,13 @@ class Tally:
         if self._site.shared:  # one NIC sends rows to experts and results back
             directions = [directions[0] + others[1], directions[1] + others[0]]
         self._busy["network"] += float(max(item.max() for item in (*directions, *others)))
-        self._bytes += float(bytes_LMXY.sum(axis=(0, 1, 3)).mean()) / self._site.attention_node.ways
-        done_LM = (events.attention_LMX + work.attention_LMX).max(axis=2)
-        self._hops.append(events.arrived_LMY.max(axis=2) - done_LM)
+        sent_XY = bytes_LMXY.sum(axis=(0, 1)) * self._site.by_network_XY * (1 + self._site.shared)  # results go back
+        self._bytes += float(sent_XY.sum(axis=1).mean()) / self._site.attention_node.ways
 
     def result(self) -> ServingResult:
         """Return the figures."""
         elapsed = max(float(self._end_M.mean()) - self._began, 1e-12)
         iterations = np.array(self._iterations or [0.0])
-        hops = np.concatenate([hop.ravel() for hop in self._hops]) if self._hops else np.zeros(1)
         rounds = self._plan.micro_batches // len(self._end_M)  # more than 1 where micro-batches are pipeline stages
         busy = {name: seconds / elapsed for name, seconds in self._busy.items()}
         assert self._last is not None, "at least one step was run"
@@ -158,8 +156,6 @@ class Tally:
             experts_busy=busy["experts"],
             network_busy=busy["network"],
             network_bytes=self._bytes / max(1, self._steps),
-            hop_median_seconds=float(np.median(hops)),
-            hop_p99_seconds=float(np.quantile(hops, 0.99)),
             queue_seconds=float(waits.mean()),
             queue_p99_seconds=float(np.quantile(waits, 0.99)),
             finished=0 if self._places is None else int(np.isfinite(self._places.finished_S).sum()),

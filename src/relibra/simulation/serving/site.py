@@ -57,6 +57,11 @@ class Site:
         return sending_order(self.receivers, self.senders, self.server)
 
     @property
+    def by_network_XY(self) -> Bool[ndarray, "X Y"]:
+        """Return the pairs whose rows pass NICs."""
+        return ~(self.near_XY | self.same_XY)
+
+    @property
     def receivers(self) -> int:
         """Return the expert nodes."""
         return self.expert_LYP.shape[1]
@@ -116,8 +121,7 @@ class Site:
 
         That share depends on the bytes that a GPU of an attention node sends, both ways, as in the search.
         """
-        passes_XY = ~(self.near_XY | self.same_XY)
-        pair = np.where((bytes_LMXY > 0) & passes_XY, bytes_LMXY, 0.0)
+        pair = bytes_LMXY * self.by_network_XY
         used = sender.used
         slower = 1 + used.half_rate_bytes * self.attention_node.ways / np.maximum(pair, 1e-9)
         seconds = pair * slower * transport.factor * used.hop_factor

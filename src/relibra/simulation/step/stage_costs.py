@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -11,6 +10,7 @@ from numpy import ndarray
 
 from relibra.cluster import Cluster
 from relibra.planning.costs.compute import dense_seconds
+from relibra.planning.costs.exchange import combine_arrays
 from relibra.planning.costs.layer_costs import LayerCosts, layer_costs
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.distinct_rows import DistinctRows
@@ -96,7 +96,10 @@ def stage_costs(
         flops = 3 * float(around_MR.sum()) * cluster.flops_per_second
         flops += 3.0 * expert.flops_per_token_slot * float(load_MLR[:, layers].sum())
         gathered = gathered_bytes(model, first=first, last=last) if shard_dense else Gathers(0.0, 0.0, 0.0)
-        parts = {field.name: _cut(getattr(costs, field.name), layers) for field in fields(costs)}
+        parts = {
+            field.name: combine_arrays(lambda one, layers=layers: one[:, layers], getattr(costs, field.name))
+            for field in fields(costs)
+        }
         if last and overlap:
             parts["push_again"] = parts["push_again"].without_last()
         found.append(
@@ -117,14 +120,3 @@ def stage_costs(
             )
         )
     return found
-
-
-def _cut(costs: Any, layers: slice) -> Any:
-    """Slice the layer axis (axis 1) of every array in `costs`; other values are unchanged."""
-    if isinstance(costs, ndarray):
-        return costs[:, layers]
-    if isinstance(costs, tuple):
-        return tuple(_cut(cost, layers) for cost in costs)
-    if not is_dataclass(costs) or isinstance(costs, type):
-        return costs
-    return replace(costs, **{field.name: _cut(getattr(costs, field.name), layers) for field in fields(costs)})
