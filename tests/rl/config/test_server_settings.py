@@ -34,6 +34,13 @@ def test_a_key_among_the_settings_is_refused_and_not_shown():
     assert "secret" not in str(refusal.value)
 
 
+def test_a_key_beside_one_of_a_file_is_not_shown(tmp_path):
+    (tmp_path / "run.toml").write_text('[rollout]\napi_key_from = "env:KEY"\n')
+    with pytest.raises(ConfigError) as refusal:
+        load_config(tmp_path / "run.toml", [*SERVED, 'rollout={api_key_from="sk-secret"}'])
+    assert "secret" not in str(refusal.value)
+
+
 def test_keys_come_from_the_environment_or_a_file(tmp_path, monkeypatch):
     monkeypatch.setenv("SERVER_KEY", " sk-1 \n")
     (tmp_path / "key").write_text("sk-2\n")

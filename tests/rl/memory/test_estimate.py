@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import DeepseekV3Config
 
 from relibra.rl.config.run_config import load_config
 from relibra.rl.memory.estimate import GIB, Estimate, Peak, choose_estimate, extrapolate
 from relibra.rl.memory.estimator import DeviceMemory, Help, device_memory, refusal, with_estimate, with_setting
 from relibra.rl.memory.ledger import Ledger
-from relibra.rl.memory.worker import estimate_by_plan
+from relibra.rl.memory.worker import cache_of_rollout, estimate_by_plan
 
 
 def estimate(gib, device=80.0):
@@ -34,6 +35,21 @@ def test_a_ledger_counts_storages_once_and_owners_afterwards():
     assert peaks["first"]["c"] == {"weights": 4096, "activations": 8192}
     assert peaks["second"][""]["weights"] == 4096
     assert "b" not in peaks["first"]
+
+
+def test_the_cache_of_latent_attention_has_whole_keys_and_values():
+    config = load_config(
+        None,
+        [
+            "update.mini_batches=1",
+            "rollout.prompts_per_step=1",
+            "rollout.responses_per_prompt=2",
+            "rollout.max_batch=2",
+        ],
+    )
+    text = DeepseekV3Config(num_hidden_layers=3)
+    tokens = 2 * (config.rollout.max_prompt + config.rollout.max_response)
+    assert cache_of_rollout(config, text, ranks=1) == tokens * 3 * 128 * (128 + 64 + 128) * 4
 
 
 def test_peaks_in_a_place_are_told_apart():

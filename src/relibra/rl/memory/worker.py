@@ -79,7 +79,7 @@ def estimate_run(config: RunConfig, stand_ins: StandIns, memory: DeviceMemory, *
     offload = {way: _offloaded(runs, layers, way, config) for way in ("host", "device")}
     offload_seconds = max(offload.values()) / cluster.host.bytes_per_second  # both ways run at once
     if config.rollout.engine == "embedded":
-        peaks = _with_cache(peaks, _cache_bytes(config, text, ranks))
+        peaks = _with_cache(peaks, cache_of_rollout(config, text, ranks))
     kind = f"{text.model_type} of {plural(layers, 'layer')}"
     return Estimate(
         model=f"{config.model.path}, {kind}" if config.model.path else f"the built-in model, {kind}",
@@ -203,13 +203,15 @@ def model_config_of(config: RunConfig) -> Any:
     return read_model_config(config.model, vocabulary, config.rollout.least_head_dim)
 
 
-def _cache_bytes(config: RunConfig, text: Any, ranks: int) -> float:
+def cache_of_rollout(config: RunConfig, text: Any, ranks: int) -> float:
     """Return bytes of keys and values of all responses that a rank decodes at once, at their longest."""
     responses = min(config.rollout.max_batch, -(-config.rollout.responses_per_step // ranks))
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    width = 2 * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    if getattr(text, "kv_lora_rank", None):  # keys and values are kept per head, as attention reads them
+        width = text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim
     dtype = "float32" if config.lora.rank else config.model.dtype  # of merged weights
-    of_token = 2 * text.num_hidden_layers * heads * width * getattr(torch, dtype).itemsize
+    of_token = text.num_hidden_layers * heads * width * getattr(torch, dtype).itemsize
     return float(responses * (config.rollout.max_prompt + config.rollout.max_response) * of_token)
 
 
@@ -236,15 +238,15 @@ def _offloaded(runs: Sequence[DryRun], whole: int, way: str, config: RunConfig) 
 
 
 def _helping(config: RunConfig, before: Estimate, estimate: Callable[[RunConfig], Estimate]) -> Iterator[Help]:
-    """Yield settings that save memory, each with all before it, up to one with which the run fits."""
-    for name, value in _LEVERS:
+    """Yield settings that save device memory, where it lacks, each with all before it, up to one with which it fits."""
+    for name, value in _LEVERS if before.peak.total > before.usable_bytes else ():
         changed = with_setting(config, name, value)
         broken, broken_now = (len([*broken_rules(one)]) for one in (changed or config, config))
         if name != "rollout.engine" and broken > broken_now:
             continue  # it does not go with what is set; a server needs its address, which nobody knows here
         after = before if changed is None else estimate(changed)
         saves = before.peak.total - after.peak.total
-        if changed is not None and saves >= GIB / 10:
+        if changed is not None and (saves >= GIB / 10 or after.fits):
             yield Help(setting=f"{name}={str(value).lower()}", saves=saves, fits=after.fits)
             config, before = changed, after
         if after.fits:

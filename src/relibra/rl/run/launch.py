@@ -113,7 +113,8 @@ def _run_as_rank(config: RunConfig, launched: LaunchedRank, resume: Path | None,
         from relibra.rl.run.rank import run_launched
 
     if resume is not None and launched.rank == 0:
-        (resume / ESTIMATE_FILE).unlink(missing_ok=True)  # it is of other settings
+        with locked_run_folder(resume):
+            (resume / ESTIMATE_FILE).unlink(missing_ok=True)  # it is of other settings
     run, complete = run_launched(config, launched, resume)
     if launched.rank != 0:
         return None
@@ -128,12 +129,12 @@ def _start_ranks(config: RunConfig, resume: Path | None, found: Estimate | None,
     found   estimate of its memory, which is kept in the run folder
     """
     run = create_run_folder(config) if resume is None else resume.absolute()
-    (run / ESTIMATE_FILE).unlink(missing_ok=True)  # that of an earlier start is of other settings
-    if found is not None:
-        write_text(run / ESTIMATE_FILE, json.dumps(found.as_json(), indent=1) + "\n")
     if resume is not None:
         with locked_run_folder(run):  # fail before processes start if the run is in use; rank 0 locks it later
             pass
+    (run / ESTIMATE_FILE).unlink(missing_ok=True)  # that of an earlier start is of other settings
+    if found is not None:
+        write_text(run / ESTIMATE_FILE, json.dumps(found.as_json(), indent=1) + "\n")
     print(f"starting {config.parallel.ranks} processes; run folder {printable(str(run))}", file=sys.stderr, flush=True)
     _print_settings(config)
     try:

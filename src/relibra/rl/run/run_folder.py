@@ -2,6 +2,7 @@
 
 config.json            resolved configuration, sizes of the model and package versions
 settings.txt           where each value that is not a default came from
+memory.json            estimate of the memory that its ranks need, if one was made
 metrics.jsonl          one line per finished RL step
 samples.jsonl          some responses of each step, with their rewards
 checkpoints/           from which a stopped run resumes

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from relibra.parallel import LiveSkew
 from relibra.planning.analysis.explanation import slot_memory
-from relibra.planning.analysis.levers import lever_gaps, static_skew
+from relibra.planning.analysis.levers import static_skew
 from relibra.planning.costs.copies import pushed_copies
 from relibra.replay.replay import RouterComparison
 from relibra.rl.algorithms.mismatch import MismatchSums, mismatch_metrics, router_metrics
@@ -181,12 +181,12 @@ def balance_metrics(
             found["rank_skew"] = before
         found |= {"planned_skew": after, "replicas": live.num_copies, "pushes": live.num_copies}
     if batch.plan is not None and batch.demand is not None and shape is not None:
-        gaps = dict(lever_gaps(batch.plan, batch.demand))
+        scheduled = batch.plan.scheduled(batch.demand)
         total = batch.plan.predicted.get("total")
         found |= {
-            "rank_skew": gaps["static"],
-            "planned_skew": batch.plan.skew(batch.plan.scheduled(batch.demand)),
-            "plan_bound": gaps["bound"],
+            "rank_skew": static_skew(batch.demand, batch.plan.num_ranks),
+            "planned_skew": batch.plan.skew(scheduled),
+            "plan_bound": batch.plan.bound(scheduled),
             "replicas": batch.plan.num_copies,
             "pushes": int(pushed_copies(batch.plan)[0].sum()),
             "moved_experts": batch.plan.num_moved,
