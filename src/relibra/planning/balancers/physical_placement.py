@@ -148,7 +148,11 @@ def _trade_copies(copies_RE, home_E, homes_R, needed_R, share_E) -> None:
     for e in range(E):
         if home_E[e] >= 0:
             continue
-        _find_path(e, copies_RE, home_E, homes_R, mover_R, origin_R, queue_R)
+        found = _find_path(e, copies_RE, home_E, homes_R, mover_R, origin_R, queue_R)
+        if found >= 0:  # an earlier trade has made room
+            homes_R[found] += 1
+            _apply_path(found, home_E, mover_R, origin_R)
+            continue
         best, best_s, best_r, leaves, comes = np.inf, -1, -1, -1, -1
         for r in range(R):
             if homes_R[r] >= needed_R[r]:

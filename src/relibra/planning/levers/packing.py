@@ -139,7 +139,7 @@ def pack_samples(
     micro_batch_S, rank_S = micro_batch_S.astype(np.int32), rank_S.astype(np.int32)
     movable = np.flatnonzero((micro_batch_S >= 0) & np.append(open_M, False)[micro_batch_S])
     num_micro_batches = len(open_M)
-    if num_micro_batches < 2 or load_SLN.shape[2] < 2 or len(movable) < 2:
+    if num_micro_batches < 2 or load_SLN.shape[2] < 2 or len(movable) < 2 or not load_SLN.any():
         return micro_batch_S, rank_S
     squares_S = length_S**2 if squares_S is None else squares_S
     cost_SY = np.stack([length_S, squares_S, attention_S], axis=1).astype(np.float64)

@@ -87,7 +87,7 @@ def _replicate_layer(
             inside_2R[:], inside_held_RB[:], inside_quota_RB[:] = state_2R, held_RB, quota_RB
             _reset(load_E, order_E, starts, 0, R, state_2R, held_RB, quota_RB)
             _solve(
-                load_E, order_E, starts, np.int64(0), R, ranks_per_node, mean, relaxed,  # 0 would compile it twice
+                load_E, order_E, starts, np.int64(0), R, ranks_per_node, relaxed,  # 0 would compile it twice
                 state_2R, held_RB, quota_RB, left_E, best_2R, best_held_RB, best_quota_RB,
             )  # fmt: skip
             if state_2R[LOAD].max() >= inside:
@@ -120,7 +120,7 @@ def _solve_inside_nodes(
         lowest = -(-node_N[node] // G)
         ceiling = max(top, lowest, most if most >= 0 else int(node_N[node] / G * (1 + tolerance)))
         _solve(
-            load_E, order_E, starts, node * G, (node + 1) * G, G, max(top, lowest), ceiling,
+            load_E, order_E, starts, node * G, (node + 1) * G, G, ceiling,
             state_2R, held_RB, quota_RB, left_E, best_2R, best_held_RB, best_quota_RB,
         )  # fmt: skip
         top = max(top, state_2R[LOAD, node * G : (node + 1) * G].max())
@@ -142,7 +142,7 @@ def _reset(load_E, order_E, starts, low, high, state_2R, held_RB, quota_RB) -> N
 @compiled
 @no_type_check
 def _solve(
-    load_E, order_E, starts, low, high, ranks_per_node, lowest, ceiling,
+    load_E, order_E, starts, low, high, ranks_per_node, ceiling,
     state_2R, held_RB, quota_RB, left_E, best_2R, best_held_RB, best_quota_RB,
 ) -> None:  # fmt: skip
     """Lower the maximum of ranks low..high to `ceiling` or as near as found; `state_2R` is updated.
@@ -153,10 +153,10 @@ def _solve(
     if best <= ceiling:
         return
     best_2R[:, low:high], best_held_RB[low:high], best_quota_RB[low:high] = state_2R[:, low:high], -1, 0
-    failed, step, tau = lowest - 1, 1, ceiling
+    failed, step, tau = ceiling - 1, 1, ceiling
     while failed < tau < best:
         reached = False
-        for scoring in range(_NUM_SCORINGS):
+        for scoring in range(_NUM_SCORINGS - (high - low > ranks_per_node)):  # over nodes the last is as the first
             _reset(load_E, order_E, starts, low, high, state_2R, held_RB, quota_RB)
             for i in range(starts[low], starts[high]):
                 left_E[order_E[i]] = load_E[order_E[i]]
