@@ -127,6 +127,7 @@ class SlottedLayer(DynamicLayer):  # type: ignore[misc]
             taken[..., self._end - self.kept : self._end - count, :] = 0
         self.rows += len(rows_Y)
         other._buffers, other.rows = [], 0
+        other.keys = other.values = torch.empty(0)  # they were views of the buffers
 
     def copy_beginning(self, row: int, left_out: int) -> None:
         """Add a row: a copy of another without its latest columns."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from relibra.planning.analysis.levers import lever_bounds, lever_gaps
 from relibra.planning.costs.prediction import predict
+from relibra.planning.plan import StepPlan
 from relibra.reporting.data.byte_ledger import ByteLedger, byte_ledger
 from relibra.reporting.data.compared_plans import ComparedStep
 from relibra.reporting.data.fault_coverage import replica_cover, step_cover
@@ -121,14 +122,13 @@ def step_headline(step: ComparedStep) -> str:
 def key_figures(step: ComparedStep, found: Simulated | None) -> list[list[str]]:
     """Return rows of name, figure of both plans, and how many times as fast the second is."""
     plans = [compared.plan for compared in step.plans]
-    places = max(1, plans[1].replica_MLRB.shape[0] * plans[1].replica_MLRB.shape[1])
     rows = [
         ["skew", *(f"{compared.skew:.3f}" for compared in step.plans)],
         ["bound of the skew", *(f"{compared.bound:.3f}" for compared in step.plans)],
         ["gap", *(exact_percent(compared.skew / compared.bound - 1) for compared in step.plans)],
         ["share of the expert time spent waiting", *(exact_percent(1 - 1 / compared.skew) for compared in step.plans)],
         ["replicas", *(count(plan.num_copies) for plan in plans)],
-        ["replicas per micro-batch and layer", *(f"{plan.num_copies / places:.1f}" for plan in plans)],
+        ["replicas per micro-batch and layer", *map(_copies_per_cell, plans)],
         ["replicas across nodes", *(count(plan.num_cross_node_copies) for plan in plans)],
         [f"experts moved before the step, of {count(plans[1].home_LE.size)}", *(count(p.num_moved) for p in plans)],
     ]
@@ -169,8 +169,13 @@ def _cover(step: ComparedStep) -> dict[str, Any] | None:
     return {
         "means": [[name, *(percent(float(share)) for share in shares)] for name, shares in means.items()],
         "bars": [Bar(f"rank {rank}", 0.0, new, (percent(old), percent(new)), mark=old) for rank, old, new in shown],
-        "replicas": f"{plan.num_copies / max(1, plan.replica_MLRB.shape[0] * plan.replica_MLRB.shape[1]):.1f}",
+        "replicas": _copies_per_cell(plan),
     }
+
+
+def _copies_per_cell(plan: StepPlan) -> str:
+    """Return the replicas per micro-batch and layer."""
+    return f"{plan.num_copies / max(1, plan.bound_ML.size):.1f}"
 
 
 def _ledgers(step: ComparedStep, found: Simulated | None) -> dict[str, Any] | None:
