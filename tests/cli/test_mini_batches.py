@@ -96,6 +96,15 @@ def test_shared_prompts_are_scheduled_as_in_training(run, folder, routes, tmp_pa
     assert set(left_S.tolist()) <= {0, 2, 3, 4}
     assert left_S.any()
     assert (demand.attention_S == routes.rows_per_sample**2 - left_S**2).all()
+    assert ((left_S > 0) == (demand.piece_S != np.arange(routes.num_samples))).all()
+    assert (routes.group_ids[demand.piece_S] == routes.group_ids).all()
+    assert (demand.micro_batch_S[demand.piece_S] == demand.micro_batch_S).all()
+    run("plan", folder / "traces" / "step-00004", *MACHINE, "-o", tmp_path / "packed.safetensors")
+    packed = read_plan(tmp_path / "packed.safetensors")
+    assert (packed.micro_batch_S[demand.piece_S] == packed.micro_batch_S).all(), (
+        "whoever lacks a prompt stays behind it"
+    )
+    assert (packed.rank_S[demand.piece_S] == packed.rank_S).all()
 
 
 def test_groups_that_the_run_may_not_have_trained_are_named(run, folder, tmp_path):

@@ -119,6 +119,16 @@ def test_selecting_keeps_later_micro_batches():
     attended_S = np.arange(len(demand.rank_S), dtype=np.int64)
     shared = select_micro_batches(replace(demand, attended_S=attended_S), 4)
     assert shared.attention_S.tolist() == attended_S[demand.micro_batch_S >= 4].tolist()
+    place_X = np.arange(len(demand.rank_S))
+    together_XS = (demand.micro_batch_S == demand.micro_batch_S[:, None]) & (demand.rank_S == demand.rank_S[:, None])
+    piece_S = together_XS.argmax(axis=1)
+    pieces = select_micro_batches(replace(demand, piece_S=piece_S), 4)
+    kept_X = place_X[demand.micro_batch_S >= 4]
+    assert kept_X[pieces.piece_S].tolist() == piece_S[kept_X].tolist()
+    assert ScheduledDemand.of_groups([later, pieces]).piece_S.tolist() == [
+        *range(len(kept_X)),
+        *(len(kept_X) + pieces.piece_S).tolist(),
+    ]
     both = ScheduledDemand.of_groups([shared, later])
     assert both.attention_S.tolist() == [*shared.attention_S.tolist(), *(later.length_S**2).tolist()]
 

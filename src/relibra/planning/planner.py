@@ -29,13 +29,13 @@ from relibra.routing.demand import ScheduledDemand
 from relibra.user_function import user_errors
 
 _STATE_BYTES = 18
-"""Per parameter of an expert at home: weights and gradient for computing, fp32 master, moments and gradient sum."""
+"""Bytes per parameter of an expert at home: bf16 weight 2, fp32 master 4, two moments 8, gradient sum 4."""
 LASTING = "lasting residents"
-"""Balancer of a plan over residents."""
+"""Name of the balancer in a plan over lasting residents."""
 _WORTH_PLANNING = 0.05
-"""Share of the seconds that a step planned whole must save, beside one over residents."""
+"""Share of the seconds of a plan over residents that planning the whole step must save."""
 _FOR_SLOTS = 0.5
-"""Share of the memory beside experts at home that slots may take where nothing is known of the rest of the model."""
+"""Share of the memory left by experts at home that slots may take where the rest of the model is not known."""
 
 
 def plan_step(
@@ -56,7 +56,8 @@ def plan_step(
     without replicas; where experts may move, also never more than those of the static layout. `StepPlan.balancer` names
     what was returned.
 
-    demand        token-slots under a schedule (`Demand.with_schedule`) over as many ranks as the cluster has
+    demand        token-slots under a schedule (`Demand.with_schedule`) over as many ranks as the cluster has; samples
+                  of a piece (`Demand.piece_S`) keep together
     balancer      a name of `BALANCERS`, or a function of the user as `module:function`
     expert        sizes of one expert; None: those of Qwen3-30B-A3B, and `StepPlan.assumed_model` names it
     previous      current homes, for example the plan of the last step; None: the static layout
@@ -67,9 +68,10 @@ def plan_step(
                   so does a balancer that evens token-slots out (`Balancer.for_tokens`)
     raises        PlanError when sizes of demand, cluster and budget disagree
     """
-    budget, previous = budget or Budget(), residents or previous
+    budget, previous, whole = budget or Budget(), residents or previous, demand
     _check(demand, cluster, budget, previous, history_MLE)
     entry, start = find_balancer(balancer), time.perf_counter()
+    demand, place_S = (demand, slice(None)) if demand.piece_S is None else demand.merged(demand.piece_S)
     request = _request(demand, cluster, budget, expert or EXPERT_SHAPES[DEFAULT_MODEL], previous, history_MLE, entry)
     with user_errors(f"balancer {balancer!r} (request -> Placement)", PlanError) if ":" in balancer else nullcontext():
         if residents is None or balancer != "relibra" or not lasting.fits(request, residents):
@@ -78,7 +80,9 @@ def plan_step(
             plan = _finished_plan(LASTING, split_over(request, residents), request)
     if never_worse and balancer != "static" and not entry.for_tokens:
         plan = _plan_or_bare_homes(plan, request)
-    return replace(plan, plan_seconds=time.perf_counter() - start, assumed_model="" if expert else DEFAULT_MODEL)
+    plan = replace(plan, micro_batch_S=plan.micro_batch_S[place_S], rank_S=plan.rank_S[place_S])
+    seconds, assumed = time.perf_counter() - start, "" if expert else DEFAULT_MODEL
+    return replace(plan, demand_digest=whole.digest(), plan_seconds=seconds, assumed_model=assumed)
 
 
 def choose_residents(
@@ -125,7 +129,10 @@ def _plan_or_bare_homes(plan: StepPlan, request: PlacementRequest) -> StepPlan:
         if _seconds(found, request) < least:
             finished = _finished_plan(f"{name} (instead of {plan.balancer})", placement, request)
             considered = tuple(replace(row, chosen=False) for row in plan.considered)
-            finished = replace(finished, considered=considered, considered_layers=plan.considered_layers)
+            layers = tuple(
+                replace(row, micro_batches_L=(0,) * len(row.micro_batches_L)) for row in plan.considered_layers
+            )
+            finished = replace(finished, considered=considered, considered_layers=layers)
             best, least = finished, _seconds(found, request)
     return best
 

@@ -33,6 +33,7 @@ class Demand:
     top_k        K, choices per token; None: not known
     attended_S   attention of each sample in squared tokens, for samples that also see tokens of others (a prompt that
                  several responses share); None: the square of its own tokens
+    piece_S      position of the first sample that each has to stay with, as they share a prompt; None: all are free
     """
 
     counts_SLE: Int32[ndarray, "S L E"]
@@ -41,6 +42,7 @@ class Demand:
     pairs_LEE: Int64[ndarray, "L E E"] | None = None
     top_k: int | None = None
     attended_S: Int64[ndarray, " S"] | None = None
+    piece_S: Int64[ndarray, " S"] | None = None
 
     @staticmethod
     def from_trace(trace: RoutingTrace) -> Demand:
@@ -152,6 +154,8 @@ class Demand:
             )
         if (self.counts_SLE < 0).any():
             raise TraceError("demand holds negative token counts")
+        if self.piece_S is not None and ((self.piece_S < 0) | (self.piece_S >= S)).any():
+            raise TraceError("demand holds samples that stay with others which are not there")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -188,6 +192,11 @@ class ScheduledDemand(Demand):
         ]
         pairs = [demand.pairs_LEE for demand in demands if demand.pairs_LEE is not None]
         shared = any(demand.attended_S is not None for demand in demands)
+        before = np.cumsum([0, *(len(demand.rank_S) for demand in demands)])
+        pieces = [
+            first + (np.arange(len(demand.rank_S)) if demand.piece_S is None else demand.piece_S)
+            for first, demand in zip(before, demands, strict=False)
+        ]
         return ScheduledDemand(
             counts_SLE=np.concatenate([demand.counts_SLE for demand in demands]),
             layer_ids=demands[0].layer_ids,
@@ -198,6 +207,7 @@ class ScheduledDemand(Demand):
             group_M=np.repeat(np.arange(len(demands), dtype=np.int32), sizes),
             pairs_LEE=np.sum(pairs, axis=0) if len(pairs) == len(demands) else None,
             attended_S=np.concatenate([demand.attention_S for demand in demands]) if shared else None,
+            piece_S=np.concatenate(pieces) if any(demand.piece_S is not None for demand in demands) else None,
             top_k=demands[0].top_k,
         )
 
@@ -247,6 +257,7 @@ class ScheduledDemand(Demand):
             micro_batch_S=self.micro_batch_S[leads],
             rank_S=self.rank_S[leads],
             attended_S=attended_X,
+            piece_S=None,
         )
         return merged, merged_S
 
@@ -267,6 +278,9 @@ class ScheduledDemand(Demand):
             )
         if (self.tokens_MLRE.sum(axis=(0, 2), dtype=np.int64) > self.counts_SLE.sum(axis=0, dtype=np.int64)).any():
             raise TraceError("the schedule sends more token-slots to an expert than its samples hold")
+        place_2S, piece_S = np.stack([self.micro_batch_S, self.rank_S]), self.piece_S
+        if piece_S is not None and (place_2S[:, piece_S] != place_2S).any():
+            raise TraceError("the schedule parts samples that share a prompt")
 
 
 _LOAD_BYTES = 64 << 20

@@ -48,7 +48,7 @@ def demand_of_slices(
     the parallelism of the trainer puts them.
 
     layer_ids   absolute decoder layer of each entry of the layer axis
-    raises      TraceError when there is no slice, slices have other layers or choices, or ids are out of range
+    raises      TraceError when there is no slice, slices differ in layers or choices, or ids are illegal
     """
     if not slices:
         raise TraceError("no rows to count: pass the slices of all ranks and micro-batches")
@@ -70,8 +70,8 @@ def sample_of_rows(trace: RoutingTrace, demand: Demand) -> Int64[ndarray, " T"]:
     """Return, for each row of a trace, the position of its sample in the demand; -1: in none, or not valid.
 
     A sample of the demand is a whole sample of the trace or consecutive rows of one; pieces of one sample follow each
-    other without gaps. If several start rows are possible, the first one with the counts of the demand is taken. Raises
-    TraceError when the demand was not counted from this trace.
+    other without gaps. If several start rows have the counts of the demand, the sample's first row is preferred, then
+    the last possible one. Raises TraceError when the demand was not counted from this trace.
     """
     result_T = np.full(trace.num_rows, -1, dtype=np.int64)
     place_of_id = {sample: s for s, sample in enumerate(np.asarray(trace.sample_ids).tolist())}
@@ -94,7 +94,7 @@ def sample_of_rows(trace: RoutingTrace, demand: Demand) -> Int64[ndarray, " T"]:
 
 
 def _find_start(trace: RoutingTrace, demand: Demand, rows: ndarray, parts: list[int], lengths: ndarray) -> int:
-    """Return the first start among `rows` from which the parts have their counts; -1: none."""
+    """Return a place in `rows` from which the parts have their counts: 0, the last, or the first other; -1: none."""
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     last = len(rows) - int(bounds[-1])
     for where in dict.fromkeys([0, last, *range(last)]) if last >= 0 else ():

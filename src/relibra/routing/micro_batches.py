@@ -111,6 +111,7 @@ def select_micro_batches(demand: ScheduledDemand, first: int) -> ScheduledDemand
         counts_SLE=later.counts_SLE[kept],
         sample_ids=later.sample_ids[kept],
         attended_S=None if later.attended_S is None else later.attended_S[kept],
+        piece_S=None if later.piece_S is None else (np.cumsum(kept) - 1)[later.piece_S[kept]],
         micro_batch_S=later.micro_batch_S[kept],
         rank_S=later.rank_S[kept],
         group_M=None if later.group_M is None else later.group_M - later.group_M[:1],

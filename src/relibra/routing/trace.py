@@ -113,7 +113,7 @@ class RoutingTrace:
         flat = np.concatenate(arrays)
         dtype = expert_dtype(num_experts)
         if flat.dtype != dtype:
-            flat = np.where(valid_T[:, None, None], flat, np.arange(flat.shape[2]))
+            flat = np.where(valid_T[:, None, None], flat, np.arange(flat.shape[2]))  # invalid rows hold any ids
         given = {"group_ids": group_ids, "prompt_lengths": prompt_lengths, "weight_versions": weight_versions}
         given["sample_ids"] = range(len(arrays)) if sample_ids is None else sample_ids
         columns = {
@@ -318,7 +318,7 @@ def _is_legal_at_a_glance(experts_TLK: ndarray, valid_T: ndarray, num_experts: i
 @compiled
 @no_type_check
 def _differ_in_words(words_TL: ndarray, valid_T: ndarray) -> bool:
-    """Return whether the eight bytes of each word of valid rows differ: no byte of a word is that of it rotated."""
+    """Return whether the eight bytes of each word of valid rows differ: none equals that of the rotated word."""
     low = np.uint64(0x7F7F7F7F7F7F7F7F)
     for t in range(len(words_TL)):
         same = np.uint64(0)

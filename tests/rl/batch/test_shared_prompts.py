@@ -209,6 +209,7 @@ def test_the_demand_counts_a_prompt_with_its_first_response():
     fed_S = np.where(schedule.leads_S, table.tokens_S, table.tokens_S - table.prompt_S)
     assert demand.length_S.tolist() == fed_S.tolist()
     assert schedule.piece_S[4] == 4
+    assert demand.piece_S.tolist() == schedule.piece_S.tolist()
     assert demand.attended_S.sum() < (table.tokens_S**2).sum()
     for m in range(schedule.num_micro_batches):
         chosen = np.flatnonzero(schedule.micro_batch_S == m)
@@ -224,7 +225,7 @@ def test_the_demand_counts_a_prompt_with_its_first_response():
     assert merged.counts_SLE.sum(axis=0).tolist() == demand.counts_SLE.sum(axis=0).tolist()
     assert merged.attention_S[place_S[0]] == demand.attention_S[schedule.piece_S == 0].sum()
     cluster, expert = cluster_preset("h100x8", 1, 1), ExpertShape(hidden=64, width=32)
-    planned = plan_together(demand, CONFIG.plan, cluster, expert, None, memory_gib=8.0, piece_S=schedule.piece_S).plan
+    planned = plan_together(demand, CONFIG.plan, cluster, expert, None, memory_gib=8.0).plan
     assert planned.scheduled(demand).micro_batch_S.tolist() == planned.micro_batch_S.tolist()
     for piece in np.unique(schedule.piece_S):
         assert len(set(planned.micro_batch_S[schedule.piece_S == piece].tolist())) == 1

@@ -127,6 +127,7 @@ def _schedule_mini_batches(
         raise TraceError("the trace has no samples: there is no step to plan")
     demand, fed = Demand.from_trace(routes), routes
     attended_S: ndarray | None = None
+    piece_S: ndarray | None = None
     by_id = np.argsort(routes.sample_ids, kind="stable")  # the trainer's order, which breaks ties of length
     shares = recording.shares_prompts and request.micro_batches is None
     prompts = prompts_of(routes.group_ids, routes.weight_versions, routes.prompt_lengths) if shares else None
@@ -143,9 +144,10 @@ def _schedule_mini_batches(
         shared_S[by_id] = np.where(made.leads_S, 0, prompts.tokens_S[by_id])
         position_T -= np.repeat(routes.offsets[:-1], routes.rows_per_sample)
         fed = replace(routes, valid_T=routes.valid_T & (position_T >= np.repeat(shared_S, routes.rows_per_sample)))
-        attended_S = demand.length_S**2 - shared_S**2
+        attended_S, piece_S = demand.length_S**2 - shared_S**2, np.empty(routes.num_samples, dtype=np.int64)
+        piece_S[by_id] = by_id[made.piece_S]
     counted = demand if fed is routes else Demand.from_trace(fed)
-    demand = replace(counted, pairs_LEE=co_activation(fed), attended_S=attended_S)
+    demand = replace(counted, pairs_LEE=co_activation(fed), attended_S=attended_S, piece_S=piece_S)
     micro_batch_S, rank_S = np.empty((2, routes.num_samples), dtype=np.int32)
     micro_batch_S[by_id], rank_S[by_id] = made.micro_batch_S, made.rank_S
     scheduled = demand.with_schedule(micro_batch_S, rank_S, request.ranks, made.num_micro_batches)

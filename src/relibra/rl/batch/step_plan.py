@@ -136,6 +136,7 @@ def count_demand(
         pairs_LEE=_count_pairs(fed, num_experts, len(layer_ids)),
         top_k=top_k,
         attended_S=table.tokens_S**2 - shared_S**2 if shared_S.any() else None,
+        piece_S=schedule.piece_S if shared_S.any() else None,
     )
     scheduled = demand.with_schedule(
         schedule.micro_batch_S, schedule.rank_S, dist.get_world_size(), schedule.num_micro_batches
@@ -188,7 +189,6 @@ def plan_together(
     *,
     memory_gib: float,
     rank_tokens: int | None = None,
-    piece_S: Int64[ndarray, " S"] | None = None,
 ) -> PlannedStep:
     """Return the plan of a step, the same on all ranks: rank 0 plans, and the others get its arrays. Collective.
 
@@ -196,14 +196,10 @@ def plan_together(
     previous      where the experts are now, and replicas that last, if any were chosen; None: in the static layout
     memory_gib    for slots where the settings set no limit
     rank_tokens   most tokens of a rank in a micro-batch, which packing keeps; None: as many as the schedule has
-    piece_S       of `Schedule`: samples that packing keeps together
     """
     plan, static_seconds, lasting = None, 0.0, None
     if dist.get_rank() == 0:
         budget = replace(plan_budget(settings, memory_gib), rank_tokens=rank_tokens)
-        whole, place_S = demand, np.arange(len(demand.sample_ids))
-        if piece_S is not None and demand.attended_S is not None:
-            demand, place_S = demand.merged(piece_S)
         residents = previous if isinstance(previous, Residents) and settings.lasting else None
         plan = plan_step(
             demand, cluster, budget, settings.balancer, expert=expert, previous=previous, residents=residents
@@ -212,9 +208,6 @@ def plan_together(
             lasting = _in_thread(partial(choose_residents, plan, demand, cluster, budget, expert=expert))
         static = StepPlan.static(demand, cluster.topology, dispatch=cluster.dispatch)
         static_seconds = predict(static, demand, cluster, expert).total
-        if demand is not whole:
-            micro_batch_S, rank_S = plan.micro_batch_S[place_S], plan.rank_S[place_S]
-            plan = replace(plan, micro_batch_S=micro_batch_S, rank_S=rank_S, demand_digest=whole.digest())
     arrays, facts = ({}, {}) if plan is None else plan_to_tensors(plan)
     packed = broadcast_bytes(save(arrays))
     static_seconds, facts = broadcast_json([static_seconds, facts])

@@ -39,7 +39,7 @@ class GivenSchedule:
 def read_schedule(path: Path | str, *, required: bool = True) -> GivenSchedule | None:
     """Read the arrays of a schedule from an `.npz`; other arrays in it are ignored.
 
-    required   False: of a trace, whose order the arrays have; None for anything but an `.npz` with such arrays
+    required   False: `path` is a trace, which may hold a schedule in its own order; returns None where it holds none
     raises     TraceError for a file that cannot be read, or a missing or impossible array
     """
     path = Path(path)
@@ -72,7 +72,7 @@ def schedule_of(
 ) -> ScheduledDemand:
     """Return the demand of a trace under a given schedule.
 
-    rank_tokens   most tokens of a rank in a micro-batch, also where it holds several samples; None: no limit
+    rank_tokens   most tokens of a rank in a micro-batch; a sample alone there may be longer; None: no limit
     raises        TraceError when the schedule does not fit the trace, the ranks or the limit
     """
     path, micro_batch_S, rank_S = given.path, given.micro_batch_S, given.rank_S
@@ -112,7 +112,7 @@ def schedule_of(
 
 
 def _order_of(path: Path, samples: Sequence[int], given: Sequence[int]) -> list[int]:
-    """Return the places of the samples of a trace in the given order."""
+    """Return, for each sample of a trace, its place in the given order."""
     place = {sample: place for place, sample in enumerate(given)}
     if len(place) < len(samples):
         raise TraceError(f"{path}: sample_ids names a sample twice: name each sample of the trace once")

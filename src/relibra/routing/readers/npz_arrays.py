@@ -26,7 +26,7 @@ MAX_HEADER_BYTES = 1 << 16
 MAX_DIRECTORY_BYTES = 32 << 20
 """Of the list of members of an archive: 350,000 tensors; a member takes up to 17 times these bytes in memory."""
 MAX_RATIO = 64
-"""Beyond that, unpacked bytes per byte of the archive; zip allows about 1,000. Recorded routes have 2 to 10."""
+"""Beyond `FREE_BYTES`: unpacked bytes per byte of the archive. zip allows about 1,000; recorded routes have 2 to 10."""
 DAMAGE = (
     zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError, SyntaxError, OSError, EOFError, ValueError,
     TypeError, LookupError, AttributeError, OverflowError, MemoryError,

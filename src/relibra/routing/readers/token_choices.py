@@ -30,7 +30,7 @@ MAX_NAMES = 1 << 20
 HOW_TO_SAVE = 'numpy.savez("x.npz", ids=numpy.concatenate(samples), seqlen=[len(one) for one in samples])'
 """The line that saves a list of arrays [tokens, layers, choices], one per sample."""
 _Rows = tuple[ndarray, ndarray, ndarray]
-"""Rows of a set of samples, sample after sample: ids, 0 where none were recorded; which rows were; rows of samples."""
+"""Rows of a set of samples, sample after sample: ids, 0 where not recorded; mask of recorded rows; rows per sample."""
 
 
 def read_token_choices(path: Path | str, num_experts: int | None = None) -> RoutingTrace:

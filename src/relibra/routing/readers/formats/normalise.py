@@ -23,7 +23,7 @@ from relibra.routing.readers.recorded_rows import recorded_rows
 from relibra.routing.trace import RoutingTrace, expert_dtype
 
 PIECE_BYTES = 64 << 20
-"""Routes of a piece; a longer sample is a piece of its own."""
+"""Routes, at a byte per id, at which a piece ends; its last sample may exceed this."""
 SAMPLE_BYTES = 1 << 10
 """Memory of a sample beside its routes, counted for each: samples without tokens fill a piece too."""
 MAX_TOKENS = 1 << 28
