@@ -131,7 +131,7 @@ class Engine:
             if count and (count + 1) * widest > self._limits.kv_tokens:
                 break
             if not self.can_join and (count > len(fresh) or (fresh and len(fresh[0].prompt) != len(sequence.prompt))):
-                break  # a batch with equal prompts, which others do not join: states have no room for padding
+                break  # a batch of prompts of one length, which others do not join: states have no room for padding
             fresh.append(self.waiting.popleft())
             count, longest = count + 1, widest
         fresh = [sequence for sequence in fresh if self._exact or not self._reuse_prefix(sequence)]

@@ -69,7 +69,7 @@ def run_model(
 
 
 MOST_SCORES = 1 << 26
-"""Logits of a piece whose tokens are scored."""
+"""Most logits (columns x vocabulary) of a piece whose tokens are scored."""
 
 
 class Prefill:

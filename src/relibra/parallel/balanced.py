@@ -135,7 +135,7 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
     def homes(self) -> dict[str, Tensor]:
         """Return the local parameters `[E / R, ...]` by name.
 
-        Inside the forward and backward pass of the layer, and with `homes_stay_whole` at any time.
+        To be called inside the forward and backward pass of the layer; with `homes_stay_whole` at any time.
         """
         parameters = {name: getattr(self.experts, name) for name in self.parameter_names}
         local = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in parameters.items()}
@@ -149,7 +149,7 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
 
     @property
     def frozen_names(self) -> frozenset[str]:
-        """Return the names of the parameters that no optimizer changes now; outside of passes."""
+        """Return the names of the parameters that no optimizer changes now; to be called outside of passes."""
         return frozenset(name for name in self.parameter_names if not getattr(self.experts, name).requires_grad)
 
     @property
@@ -264,7 +264,7 @@ def balanced_layers(model: nn.Module) -> dict[int, BalancedEP]:
 
 
 def expert_shapes(layers: Iterable[BalancedEP]) -> list[tuple[Any, ...]]:
-    """Return the different shapes of experts: name and sizes of each parameter; slots that layers share need one."""
+    """Return the different shapes of experts: name and sizes of each parameter. Shared slots allow one."""
     shapes = {
         tuple((name, *getattr(layer.experts, name).shape[1:]) for name in layer.parameter_names) for layer in layers
     }

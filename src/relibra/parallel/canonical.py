@@ -8,7 +8,7 @@ Three things would make bits depend on the plan; each gets an order that no plan
   the order of chunks, whichever rank computed them;
 - the sum over a token's choices is made where the token came from, in the order of choices (`rows/dispatch.py`).
 
-The price: experts run forward twice, padding is computed, and each chunk sends one partial gradient home.
+The price: experts run forward twice, padding is computed, and each chunk of a replica sends a gradient home.
 """
 
 from __future__ import annotations

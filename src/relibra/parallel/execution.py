@@ -76,7 +76,7 @@ class PlanExecution:
 
         number    micro-batch of the plan, from 0
         routes    recorded routes of this rank's batch. Rows of samples without a route, such as last tokens, run at
-                  the homes that the router picks; no expert computes padding. None: this rank has no sample here
+                  homes of the experts that the router picks; no expert computes padding. None: no sample of this rank
         raises    EngineError inside another micro-batch, for a number that a followed plan does not have, or when a
                   peer is gone
         """
@@ -145,7 +145,7 @@ class PlanExecution:
     def agree_before_backward(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """Let the backward pass of this forward pass of a micro-batch begin with an agreement; collective there.
 
-        A rank that does not run it is told from those that do before they wait for its rows.
+        So ranks learn that another one does not run it before they wait for its rows.
         """
         if self._current is None:
             return

@@ -4,8 +4,8 @@ for the whole step     `agree_on_step`: ranks hold different plans or demands, o
 for one micro-batch    `routes_fit` is false: a rank has other routes than those that the plan was made for, as
                        `rows/prepared_rows.py` found
 
-Differences that remain when experts run at home, such as other homes, raise EngineError on all ranks instead; so does a
-layer whose router does not follow the routes (`PlannedMicroBatch.check_choices`).
+Differences that remain when experts run at home, such as other homes, raise EngineError on all ranks instead. A layer
+whose router does not follow the routes raises it on its own rank (`PlannedMicroBatch.check_choices`).
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _find_broken_rule(plan: StepPlan, demand: Demand) -> str:
 
 
 def _check_fit(plan: StepPlan, layers: dict[int, BalancedEP]) -> None:
-    """Compare the plan with layers, ranks, experts and homes of the model, with one result on all ranks."""
+    """Raise EngineError, on all ranks or none, where layers, ranks, experts or homes are not those of the model."""
     first = next(iter(layers.values()))
     num_ranks, per_rank = first.ep_mesh.size(), first.num_local_experts
     for what, of_plan, of_model in (

@@ -24,8 +24,8 @@ from relibra.routing.demand import Demand, ScheduledDemand
 from relibra.timeline import TimelineRecorder
 
 KEPT_BYTES = 1 << 30
-"""Row lists that a rank keeps, in bytes: the first micro-batches of a pass, and the one that runs. They take 12 bytes
-per token-slot and layer with canonical sums, up to 24 with fast ones."""
+"""Most bytes of row lists that a rank keeps: the first micro-batches of a pass, and the one that runs. They take 12
+bytes per token-slot and layer with canonical sums, up to 24 with fast ones."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -117,7 +117,7 @@ class Preparation:
         self._kept, self._kept_for = {}, None
 
     def _keep_first(self) -> None:
-        """Drop finished preparations, the last but one first, until those left have at most `KEPT_BYTES`.
+        """Drop finished preparations, from the last but one backwards, until those left have at most `KEPT_BYTES`.
 
         The first ones stay: the next pass runs the same micro-batches in the same order.
         """

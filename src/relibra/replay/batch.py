@@ -138,12 +138,12 @@ class BatchRoutes:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the batch, padding included, `T`."""
+        """Return the rows of the batch, padding included, `T`."""
         return self.experts_TLK.shape[0]
 
     @property
     def top_k(self) -> int:
-        """Choices per token, `K`."""
+        """Return the choices per token, `K`."""
         return self.experts_TLK.shape[2]
 
     def name_row(self, row: int) -> str:

@@ -40,10 +40,10 @@ from relibra.rl.stopwatch import Stopwatch
 
 @dataclass(frozen=True, kw_only=True)
 class _BegunStep:
-    """Responses of a step on their way.
+    """A step whose responses are being sampled.
 
-    active    of this rank, as they were when the step began
-    cursor    samples that had not begun when the step began
+    active    responses of this rank, as they were when the step began
+    cursor    samples that begin after those of this step
     """
 
     step: int
@@ -58,7 +58,7 @@ class StepsAhead:
     def __init__(self, learner: Learner, traces: StepTraces, progress: Progress, step: int) -> None:
         """Begin with the step that trains next; collective.
 
-        progress   before that step; weights of its version are published
+        progress   before that step; servers have the weights of version `step`
         """
         assert isinstance(learner.engine, ServerEngine), "the settings refuse another"
         assert learner.engine.sampler is not None, "make_engine made one"
@@ -101,7 +101,7 @@ class StepsAhead:
     def close(self) -> None:
         """End the thread, and give up what is under way; collective.
 
-        raises    what ended a thread before
+        raises    what ended the thread before
         """
         with self._changed:
             self._closing = True

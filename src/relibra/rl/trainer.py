@@ -153,7 +153,7 @@ def _train(
         writer.wait()
     if ahead is not None:
         ahead.close()
-        remove_steps_from(run, step)  # routes of steps that were begun
+        remove_steps_from(run, step)  # traces of steps that were prepared and not trained
     save_policy(policy, tokenizer, run / "policy")
     if dist.get_rank() == 0:
         check_not_removed(run)
@@ -161,7 +161,7 @@ def _train(
 
 
 def _find_cluster(config: RunConfig, device: torch.device) -> Cluster:
-    """Return the machine that steps are planned for; one that nobody plans for is not read."""
+    """Return the machine that steps are planned for; `plan.cluster` is not read where nothing follows plans."""
     launched, num_ranks = launched_rank(), dist.get_world_size()
     cluster = find_cluster(
         config.plan.cluster if config.follows_plans else "auto",
@@ -336,7 +336,7 @@ def _models(learner: Learner) -> Models:
 
 
 def _stage(writer: CheckpointWriter, step: int, learner: Learner, progress: Progress) -> int:
-    """Copy a checkpoint, and return its step; collective."""
+    """Stage a checkpoint, to be written by `writer.start`, and return its step; collective."""
     models = _models(learner)
     with on_device(*(model for model, _ in models.values())):
         writer.stage(

@@ -45,7 +45,7 @@ class ReplicaSlots:
     residency   what stays in slots of a layer; None: one buffer for all layers
     wire        type in which gradients travel
     frozen      names of weights that no optimizer changes; those in slots of layers stay valid over its steps
-    keeps       they stay valid in the next execution too
+    keeps       frozen weights in slots of layers stay valid in the next execution too
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ReplicaSlots:
         return self._of_layers[layer]
 
     def may_hold_gradients(self, micro_batch: int, layer: int) -> bool:
-        """Return whether gradients of any rank may wait in slots of a layer, in which its replicas may be idle."""
+        """Return whether gradients of any rank may wait in slots of a layer, also where its replicas get no tokens."""
         return self.residency is not None and self.residency.has_replicas(micro_batch, layer)
 
     def add_gradients(
@@ -107,7 +107,7 @@ class ReplicaSlots:
                 "replicas would not go home, so call backward() inside"
             )
         settled = Settled.at_once(pushes) if residency is None else residency.settle(micro_batch, layer, pushes)
-        # Both first and last gradient of their sum: they are sent as they are.
+        # A gradient that is the whole sum is sent as it is.
         alone = settled.fresh & {(push.replica, push.slot) for push in settled.after}
         before = {push.slot: buffer.sums(push.slot, clone=True) for push in settled.before if push.replica == rank}
         for push in pushes:

@@ -55,7 +55,7 @@ def combine_tokens(
     """
     tokens = _token_rows(lists)
     num_copied = num_tokens if tokens.by_node_X is None else len(tokens.by_node_X)
-    # Before each hop, and those that arrived.
+    # Rows before each hop, then those that the last one brought.
     num_rows = [num_copied, *(sum(hop.sizes.receive_R) for hop in tokens.hops)]
     rows_XH = _Sum.apply(tokens.arrived_Y, num_rows.pop(), *outputs)
     for hop in reversed(tokens.hops):
@@ -108,7 +108,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum rows that have one index, in float32 or wider: the reverse of `_Gather`, whose rows may come in parts."""
+    """Sum rows that have one index, in float32 or wider; they may come in parts. The reverse of `_Gather`."""
 
     @staticmethod
     def forward(ctx: Any, index_Y: Tensor, num_rows: int, *parts: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class SentRows(NamedTuple):
     token_L     tokens that go to each rank
     send_LR     how many of them
     receive_LR  tokens that come from each rank
-    arrived_L   arrived row of each computed row, by source rank and token
+    arrived_L   input of each computed row, as index among the arrived rows, which come by source rank and token
     live_L      arrived row of each live row; empty: live rows do not travel with the others
     """
 
@@ -69,7 +69,7 @@ class NodeRows(NamedTuple):
     """Rows that a rank sends to nodes, one per (node, token), of all layers.
 
     token_L   tokens by node, ascending
-    group_L   index of each row's token among these, for rows that are sent to ranks
+    group_L   for each row that is sent to a rank, index of its token among these
     rows_LN   number of rows to each node
     """
 

@@ -24,7 +24,7 @@ def order_rows(experts_TLK, row_T, tokens_LE, send_LRP, first_LRP, choice_LX, to
     rows_LR     receives the number of these tokens for each destination
     message_X   receives for each destination, after 3 + L other numbers, layer by layer, the row of each token-slot
                 among the tokens that go there
-    returns     first layer whose routes are not those that the tables count, -1: none. The lists are then incomplete
+    returns     first layer whose routes are not those that the tables count: the lists are then incomplete. -1: none
     """
     L, R, P = send_LRP.shape
     E, X = tokens_LE.shape[1], choice_LX.shape[1]
@@ -83,7 +83,7 @@ def _order_layer(experts_TK, row_T, runs, sizes, choice_X, token_X, message_X) -
     Indices are unsigned, so that numba does not test whether they are negative, and the loop has no branch that routes
     decide: that halves its time.
 
-    sizes     first token-slot for each destination, its place in the message less that, and the rows, which it receives
+    sizes     of each destination: first token-slot, place of that in the message less its number; receives the rows
     token_X   receives the tokens for each destination, from its first token-slot on
     """
     (run_Y3, run_E1), (first_R, shift_R, rows_R) = runs, sizes

@@ -79,7 +79,7 @@ class RowLists:
     def with_live(self, arrived_X: Int[Tensor, " X"], order_Y: Int[Tensor, " Y"]) -> RowLists:
         """Return the lists with these arrived rows as inputs of further rows.
 
-        order_Y   index of each computed row among the further ones and then the others
+        order_Y   for each computed row its index in (further rows, then the others)
         """
         assert self.tokens is not None, "live rows travel with tokens that are sent once"
         arrived_Y = torch.cat([arrived_X, self.tokens.arrived_Y]).index_select(0, order_Y)

@@ -82,7 +82,7 @@ def _moving_token_slots(request: PlacementRequest, moved: int) -> float:
 @compiled
 @no_type_check
 def deal_machines(load_ME, num_machines) -> ndarray:
-    """Assign experts, heaviest first, to the machine with room that raises the sum of maxima least (ties: lower id)."""
+    """Assign experts, heaviest first, to the machine with room that raises the sum of maxima least; ties: less load."""
     M, E = load_ME.shape
     load_MN, top_M = np.zeros((M, num_machines), np.int64), np.zeros(M, np.int64)
     room_N = np.full(num_machines, E // num_machines)

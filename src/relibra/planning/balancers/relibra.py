@@ -58,7 +58,7 @@ _ALL_LAYERS_BUDGET = 20_000
 
 
 def decide(request: PlacementRequest) -> Placement:
-    """Return the cheapest placement found: few numbers of slots by a probe, a schedule for each, then all layers."""
+    """Return the cheapest placement found: a probe picks numbers of slots, each gets a schedule, then all layers."""
     probe = probe_of(request)
     tried = [_try_slots(probe, slots) for slots in slot_choices(request)]
     least = min(one.seconds for one in tried)

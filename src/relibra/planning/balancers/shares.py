@@ -1,6 +1,6 @@
 """Shares: token-slots that each instance of an expert computes under fixed homes and replicas, as exact integers.
 
-Three rules of systems with static replicas: *even* (each copy the same), *optimal* (lowest possible busiest rank) and
+Three rules of systems with static replicas: *even* (each copy the same), *optimal* (least load of the busiest rank) and
 *local first* (copies on the own node, if any). *Optimal* starts from even shares (`planning.levers.instance_flow`).
 """
 
@@ -37,7 +37,7 @@ def even_quotas(
 def optimal_quotas(
     load_ME: Int[ndarray, "M E"], home_E: Int[ndarray, " E"], replica_RB: Int16[ndarray, "R B"]
 ) -> Int32[ndarray, "M R B"]:
-    """Return quotas with the lowest busiest rank that these instances allow.
+    """Return quotas with the lowest load of the busiest rank that these instances allow.
 
     The linear program of LPLB and MicroMoE (arXiv 2511.16947), solved in integers (`lower_busiest_rank`).
     """

@@ -112,7 +112,7 @@ def _deal(weight_X, order, num_packs, per_pack) -> ndarray:
 def give_copies(weight_E, num_slots, most_E) -> tuple[ndarray, ndarray, ndarray]:
     """Give every expert one slot, then each slot left to the largest load per copy (ties: lower id).
 
-    most_E     copies of each expert; where all have as many, slots are left: the expert of these is -1
+    most_E     most copies of each expert; slots that are left when all have as many get expert -1
     returns    expert of each slot, which copy of it this is, copies of each expert
     """
     E = len(weight_E)

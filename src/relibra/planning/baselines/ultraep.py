@@ -1,9 +1,9 @@
 """UltraEP's planner (arXiv 2606.04101; github.com/Dots-Infra/UltraEP v1.0.0, 94cab09): greedy copies below a ceiling.
 
 Sees the exact loads of one (micro-batch, layer), after gating. Homes never move. Ranks above a ceiling `tau` hand their
-excess to ranks of the same node that have a free slot. Three ceilings are tried, from 1 % above the mean, with pieces
-of an even share of the rest over the free targets at least; else a search looks for a low ceiling at which pieces of at
-least `u_min` token-slots suffice. Equal to the released kernel up to the rounding of its single-precision ceilings.
+excess to ranks of the same node that have a free slot. Three ceilings are tried first, from 1 % above the mean: a copy
+takes at least an even share of what is left over the possible targets. Else a search finds a low ceiling with copies of
+at least `u_min` token-slots. Equal to the released kernel up to the rounding of its single-precision ceilings.
 
 UltraEP ships `u_min` 1,024 (ULTRA_EP_QUOTA_MIN_TOKENS_PER_REPLICA) and 2 slots. Where a rank gets a few thousand
 token-slots or fewer that limit refuses nearly every copy of the search, so `ultraep` plans with 1, which is best for it
@@ -23,7 +23,7 @@ from relibra.planning.placement import Placement
 from relibra.routing.compiled import compiled
 
 KEEP = 1
-"""Token-slots that stay at the home of an expert."""
+"""Fewest token-slots of an expert that stay at its home."""
 
 SHIPPED_U_MIN = 1024
 """Fewest token-slots of a copy in the search, as UltraEP ships it."""
@@ -38,7 +38,7 @@ def decide(request: PlacementRequest) -> Placement:
 
 
 def decide_as_shipped(request: PlacementRequest) -> Placement:
-    """Do the same with copies of at least 1,024 token-slots, where the first three ceilings fail."""
+    """Solve as `decide` does, but where the first three ceilings fail, with copies of at least 1,024 token-slots."""
     return _decide(request, u_min=SHIPPED_U_MIN)
 
 
@@ -77,7 +77,7 @@ def solve(
 @compiled
 @no_type_check
 def sort_sources(load_E, home_E, load_R) -> tuple[ndarray, ndarray, ndarray]:
-    """Sort once per load: experts by home and falling load, sources by falling load (ties: lower id)."""
+    """Return experts by home and falling load, where each home's begin, and ranks by falling load; ties: lower id."""
     E, R = len(load_E), len(load_R)
     starts, order_E, source_R = np.zeros(R + 1, np.int64), np.empty(E, np.int64), np.empty(R, np.int64)
     for e in range(E):
@@ -106,9 +106,9 @@ def sort_sources(load_E, home_E, load_R) -> tuple[ndarray, ndarray, ndarray]:
 def shed_excess(load_E, load_R, order_E, starts, source_R, tau, floor, room_R, free_R, replica_RB, quota_RB) -> bool:
     """Bring every rank to at most `tau` token-slots, greedily; return whether that succeeded.
 
-    floor   fewest token-slots of a copy; 0: the rest / number of targets left, rounded up
+    It may fail at a ceiling and succeed at a lower one. Copies are written to `replica_RB` and `quota_RB`.
 
-    Not monotone: it may fail at a ceiling and succeed at a lower one.
+    floor   fewest token-slots of a copy; 0: what its source still has to shed / possible targets, rounded up
     """
     R, B = replica_RB.shape
     excess, slack = 0, 0
@@ -198,7 +198,7 @@ def _solve_all(load_ME, home_E, u_min, replica_MRB, quota_MRB) -> None:
 def _search(load_E, load_R, order_E, starts, source_R, low, high, u_min, room_R, free_R, replica_RB, quota_RB) -> int:
     """Return the ceiling that UltraEP's search ends at: `low` first, then PROBES at a time between the two.
 
-    `high`, the load of the fullest rank, asks for nothing. Success is not monotone, so it matters which are tried.
+    At `high`, the load of the fullest rank, nothing is shed. Success is not monotone, so it matters which are tried.
     """
     if shed_excess(load_E, load_R, order_E, starts, source_R, low, u_min, room_R, free_R, replica_RB, quota_RB):
         return low

@@ -118,7 +118,7 @@ class DeploymentPlan:
 
     @property
     def bubble(self) -> float:
-        """Return the share of a layer in which the slowest resource waits."""
+        """Return the share of a layer's period in which the slowest resource waits."""
         period = layer_period(self.stage, self.micro_batches)
         return float(1 - self.micro_batches * self.stage.slowest / period)
 

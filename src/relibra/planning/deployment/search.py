@@ -78,7 +78,7 @@ def search_pair(
     space: SearchSpace,
     efficiency: Efficiency,
 ) -> DeploymentPlan | None:
-    """Return the plan of most tokens per unit with attention on one accelerator, experts on one; None: none fits.
+    """Return the best plan with attention on the first accelerator and experts on the second; None: none fits.
 
     raises    ConfigError for an empty space
     """
@@ -99,21 +99,21 @@ def search_pair(
 def _best_filled(
     attention: Node, experts: Pool, per_node: int, level: ServiceLevel, space: SearchSpace
 ) -> DeploymentPlan | None:
-    """Return the best plan over attention nodes and micro-batches, all X of them at once.
+    """Return the best plan over X pairs of (attention nodes, micro-batches), computed at once; None: none fits.
 
     per_node    experts of an expert node
     """
-    model, efficiency, node = attention.model, attention.used, Pool(attention.gpu, attention.ways, 1)
+    model, efficiency, one_node = attention.model, attention.used, Pool(attention.gpu, attention.ways, 1)
     expert_node = experts.node(model, efficiency)
     balance = balanced_nodes(attention, expert_node, per_node, level)
     counts = sorted({max(1, int(balance)), max(1, int(np.ceil(balance))), *space.node_counts})
     if space.most_gpus:
-        counts = [nodes for nodes in counts if node.gpus * nodes + experts.gpus <= space.most_gpus]
+        counts = [nodes for nodes in counts if one_node.gpus * nodes + experts.gpus <= space.most_gpus]
     shapes = list(product(counts, space.micro_batches))
     if not shapes:
         return None
     nodes_X, micro_X = np.array(shapes, dtype=np.int64).T
-    most_X = np.array([cache_rows(model, level, node, m, efficiency) for _, m in shapes], dtype=np.int64)
+    most_X = np.array([cache_rows(model, level, one_node, m, efficiency) for _, m in shapes], dtype=np.int64)
 
     def stage_X(rows_X: Int64[ndarray, " X"]) -> StageSeconds:
         return stage_seconds(attention, expert_node, nodes_X, per_node, rows_X, level)
@@ -123,12 +123,12 @@ def _best_filled(
 
     rows_X = _most_rows(seconds_X, most_X, level.seconds_per_token)
     tokens_X = rows_X * micro_X * nodes_X / drained_seconds(stage_X(np.maximum(1, rows_X)), micro_X, model.layers)
-    units_X = getattr(node, space.objective) * nodes_X + getattr(experts, space.objective)
+    units_X = getattr(one_node, space.objective) * nodes_X + getattr(experts, space.objective)
     best = int(np.argmax(tokens_X / units_X))
     if not rows_X[best]:
         return None
     return DeploymentPlan(
-        model=model, level=level, efficiency=efficiency, attention=replace(node, nodes=int(nodes_X[best])),
+        model=model, level=level, efficiency=efficiency, attention=replace(one_node, nodes=int(nodes_X[best])),
         experts=experts, experts_per_node=per_node, micro_batches=int(micro_X[best]), rows=int(rows_X[best]),
     )  # fmt: skip
 
@@ -136,7 +136,7 @@ def _best_filled(
 def _most_rows(
     seconds: Callable[[Int64[ndarray, " X"]], Float64[ndarray, " X"]], most_X: Int64[ndarray, " X"], limit: float
 ) -> Int64[ndarray, " X"]:
-    """Return the largest micro-batches, at most `most_X`, that take no longer than a limit, by halving; 0: none."""
+    """Return the largest micro-batches, at most `most_X`, that take no longer than a limit, by bisection; 0: none."""
     low_X, high_X = np.zeros_like(most_X), most_X + 1
     while (high_X - low_X > 1).any():
         middle_X = np.maximum(1, (low_X + high_X) // 2)

@@ -26,8 +26,8 @@ MAX_PAIRS = 1 << 26
 class DistinctRows:
     """Distinct tokens by source rank, in every micro-batch and layer; what stays on a rank or in a node is counted too.
 
-    ranks_MLRR   (token, rank that computes for it); the last axis is the destination
-    nodes_MLRN   (token, node with ranks that compute for it)
+    ranks_MLRR   pairs of (token, rank that computes for it); the last axis is the destination
+    nodes_MLRN   pairs of (token, node with ranks that compute for it)
     """
 
     ranks_MLRR: Int[ndarray, "M L R R2"]

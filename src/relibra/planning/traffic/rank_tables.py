@@ -40,7 +40,7 @@ class Push(NamedTuple):
     expert            logical expert
     home, home_slot   rank of the home, and the expert's position in that rank's parameters
     replica, slot     rank of the replica, and its spare slot (0..B-1)
-    tokens            token-slots that the replica computes; 0: of a resident slot, whose sum of gradients travels home
+    tokens            token-slots that the replica computes; 0: for a resident slot, whose gradient sum travels home
     """
 
     expert: int
@@ -101,16 +101,16 @@ class RankTables:
     def send_order_X(self) -> Int64[ndarray, " X"]:
         """Return which token-slot is sent X-th, as index in this rank's token-slots in stable order by expert.
 
-        They are sent by destination rank, local slot, position.
+        They are sent in order of destination rank, local slot, position.
         """
         runs = zip(self.first_RP.ravel().tolist(), self.send_RP.ravel().tolist(), strict=True)
         return np.concatenate([np.arange(first, first + length) for first, length in runs])
 
     @cached_property
     def compute_order_Y(self) -> Int64[ndarray, " Y"]:
-        """Return the index, by source rank, local slot and position, of the arrived row computed as the Y-th.
+        """Return which arrived row is computed Y-th; rows arrive in order of source rank, local slot, position.
 
-        They are computed by local slot, source rank, position.
+        They are computed in order of local slot, source rank, position.
         """
         return np.argsort(self._arrived_slot_Y, kind="stable")
 

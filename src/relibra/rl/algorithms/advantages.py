@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int, Real
 from torch import Tensor
 
-_SMALLEST_VARIANCE = 1e-8
+_VARIANCE_EPSILON = 1e-8
 """Added to the variance that `whiten` divides by."""
 
 
@@ -97,7 +97,7 @@ def whiten(
     count, total, squares = moments.unbind()
     mean = total / count.clamp(min=1)
     variance = (squares / count.clamp(min=1) - mean.square()).clamp(min=0)
-    whitened_BN = (x_BN.double() - mean) * (variance + _SMALLEST_VARIANCE).rsqrt()
+    whitened_BN = (x_BN.double() - mean) * (variance + _VARIANCE_EPSILON).rsqrt()
     return torch.where(mask_BN, whitened_BN, 0.0).to(x_BN.dtype)
 
 

@@ -48,7 +48,7 @@ class LossInputs:
 
     log_probs_X           of the tokens, with gradients
     entropy_X             of the policy at each token, in nats, with gradients
-    old_log_probs_X       under the trained weights before the update, which sampled: in the first mini-batch
+    old_log_probs_X       of the old policy, by `algorithm.old_log_probs`; those of the first mini-batch may be
                           `log_probs_X` itself, without gradients. 0 where not in the mask
     sampled_log_probs_X   as the sampler computed them
     ref_log_probs_X       under the reference policy, 0 where not in the mask; None: `kl_coefficient` is 0
@@ -170,7 +170,7 @@ def correction_weights(
 ) -> Float[Tensor, " X"]:
     """Return a weight for the surrogate of each token, without gradient; k = probability by trainer / by sampler.
 
-    With low 0.5 and high 2, of icepop 5 as in its paper:
+    With low 0.5 and high 2; for icepop high is 5, as in its paper:
 
     off            1
     tis            min(k, high): truncated importance sampling
@@ -211,7 +211,7 @@ def kl_estimate(
     large where the reference is much likelier. That of k1 itself is 0 in expectation, so k1 has the gradient of k2.
 
     One token that the reference has and the policy has lost would outweigh all others: d counts up to 20 in size, k3 up
-    to 10, as in verl, and limited tokens have no gradient.
+    to 10, as in verl. Limited tokens have no gradient, those of k3+ only where d is limited.
     """
     difference_X = logp_X - logp_reference_X
     limited_X = difference_X.detach().abs() > _LARGEST_LOG_RATIO

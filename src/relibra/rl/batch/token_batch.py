@@ -30,7 +30,7 @@ class TokenBatch:
                           collectives aligned on ranks without responses
     tokens_1T             tokens that are fed: without the last token of a response, whose output is not needed
     position_1T           position of each token in its response
-    shared_B              first tokens of each that are not fed: the rows of a prompt that stands before it
+    shared_B              how many first tokens of each are not fed, because its prompt is fed before it
     row_X                 row whose output predicts the response token: that of the token before it
     target_X              the response tokens
     response_X            response of each, 0 .. B - 1
@@ -139,7 +139,7 @@ def make_token_batch(
 
 
 def _check_prompts(picked: Sequence[Response], lead_B: Int[ndarray, " B"]) -> None:
-    """Assert that responses follow a prompt that is their own."""
+    """Assert that each response follows a prompt equal to its own."""
     for one, lead in zip(picked, lead_B.tolist(), strict=True):
         ours, theirs = (other.tokens_n[: other.prompt_length] for other in (one, picked[lead]))
         assert np.array_equal(ours, theirs), f"sample {one.sample_id}: another prompt than its group"

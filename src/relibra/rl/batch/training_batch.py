@@ -40,7 +40,7 @@ MicroBatchContext = Callable[[int], AbstractContextManager[RoutingReplay | None]
 class TrainingBatch:
     """One rank's part of a step.
 
-    responses       by sample id
+    responses       sorted by sample id
     micro_batches   by their number in the step; filler where this rank has no response
     schedule        of all ranks
     demand          counted from the replayed routes; None: no routes are replayed
@@ -48,8 +48,8 @@ class TrainingBatch:
     static_seconds  modelled seconds of the step without the plan; None without one
     lasting         replicas of the next step (`PlannedStep.lasting`)
     sent_bytes      of responses and routes that went from this rank to others
-    prompt_pairs    recordings of (token, layer) of prompts that a response shares with one before it; how many of them
-                    name other experts than that one's, which are replayed
+    prompt_pairs    recordings of (token, layer) of prompts that a response shares with an earlier one; how many of them
+                    name other experts than those of the earlier one, which are replayed
     """
 
     responses: list[Response]
@@ -110,7 +110,6 @@ def build_batch(
                 previous,
                 memory_gib=slot_memory(config, demand, cluster, policy.model_shape),
                 rank_tokens=config.update.micro_batch_tokens,
-                piece_S=schedule.piece_S,
             )
             schedule = replace(schedule, micro_batch_S=planned.plan.micro_batch_S, rank_S=planned.plan.rank_S)
     targets = schedule.rank_S[table.index_of([response.sample_id for response in responses])].tolist()
@@ -168,7 +167,7 @@ def _sizes(policy: Policy) -> dict[str, Any]:
 
 
 def _take_routes(responses: list[Response]) -> dict[int, ndarray]:
-    """Return the routes of responses by their position, and leave the responses without."""
+    """Return the routes of responses by their position, and remove them from the responses."""
     routes = {s: one.experts_mLK for s, one in enumerate(responses) if one.experts_mLK is not None}
     responses[:] = [replace(one, experts_mLK=None) for one in responses]
     return routes
@@ -212,7 +211,7 @@ class BatchExecution:
     """Contexts of the micro-batches of a batch; call it with the number of one (`MicroBatchContext`).
 
     execution   runs micro-batches; None: they only replay their routes, if they have any
-    live        of the model inside; None: layers do not balance live
+    live        live balancing of the model; None: there is none
     """
 
     model: nn.Module
@@ -257,7 +256,7 @@ def executing(
 def balancing(
     model: nn.Module, settings: PlanSettings, cluster: Cluster
 ) -> AbstractContextManager[LiveBalancing | None]:
-    """Return a context that balances a model live; None: none of its experts can be copied. Collective."""
+    """Return a context that balances a model live; it yields None for a model without balanced layers. Collective."""
     if not is_balanced(model):
         return nullcontext()
     return balance_live(

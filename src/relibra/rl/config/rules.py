@@ -85,7 +85,7 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
         why = "takes log-probs of given tokens, which servers compute at temperature 1"
         yield "rollout.mixed_routes", why, "set rollout.temperature=1, or replay or mask"
 
-    # What leaves the device comes back before it is used.
+    # Device memory: what stays there, and what is in host memory while it is not used.
     follows = config.follows_plans and not config.plan.live
     if algorithm.replay == "off" or (ranks > 1 and not follows):
         why = "counts the rows of each rank from replayed routes and the plan of a step, and this run has none"
@@ -176,7 +176,7 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
         instead = "set a folder of its own, in which new weights are written"
         yield "rollout.server_weights", "is the folder of model.path", instead
 
-    # Importing most balancers loads numba, and of the user's runs his code: `find_balancer` checks that later.
+    # Importing most balancers loads numba; importing the user's runs their code, which `find_balancer` does later.
     if config.plan.balancer not in ("relibra", "static", "live") and ":" not in config.plan.balancer:
         from relibra.planning.registry import find_balancer
 

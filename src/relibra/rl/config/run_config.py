@@ -26,10 +26,10 @@ from relibra.rl.config.settings import UpdateSettings
 
 USUAL_RATE = UpdateSettings().learning_rate
 HIGH = 20
-"""Learning rate above which RL post-training destroys a model in a few steps."""
+"""Multiple of the usual learning rate above which RL post-training destroys a model in a few steps."""
 A_FILE = "a TOML file of settings, or section.key=value overrides"
 MAX_DEPTH = 8
-"""Parts of an override's key; settings have two."""
+"""Most parts of an override's key; settings have two."""
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = (), *, base: dict[str, Any] | None = None) -> RunConfig:
@@ -52,7 +52,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), *, base: dict[
 
 
 def resolve(given: Mapping[str, Any], sources: Sources) -> RunConfig:
-    """Return the whole configuration of sections with settings of any type; ConfigError names all mistakes."""
+    """Return the whole configuration from sections of unchecked settings; ConfigError names all mistakes."""
     config = _fill_in(given, sources).finished(sources)
     refused = []
     for name, why, instead in broken_rules(config):
@@ -201,14 +201,14 @@ _MAY_CHANGE = (
     *("rollout.max_batch", "rollout.url", "rollout.server_weights", "rollout.server_options"),
     *("rollout.start_seconds", "rollout.timeout_seconds", "rollout.api_key_from", "rollout.transfer", "rollout.sleep"),
 )
-
+"""Settings that may change in a resumed run, or beginnings of their names."""
 
 _GONE = (
     *("rollout.server_", "rollout.servers", "rollout.retry_seconds", "task.max_failed_rewards", "evaluation.stop_at"),
     "model.activation_checkpointing",
     *_MAY_CHANGE,
 )
-"""Removed settings with which a run may be resumed all the same."""
+"""Beginnings of the names of removed settings with which a run may be resumed all the same."""
 
 
 def drop_operational(base: dict[str, Any]) -> list[str]:

@@ -28,7 +28,7 @@ _SKEW = 0.8
 
 
 def response_lengths(config: RunConfig) -> list[tuple[int, int]]:
-    """Return tokens of prompt and response of a micro-batch with as many tokens as any can have.
+    """Return (prompt tokens, response tokens) of each response of the largest possible micro-batch.
 
     A response longer than `update.micro_batch_tokens` is a micro-batch by itself; shorter ones fill it.
     """
@@ -133,7 +133,7 @@ def _make_routes(
 
 
 def _demand(counts_BRLE: ndarray, structure: ModelStructure, ranks: int, mini_batch_M: ndarray) -> ScheduledDemand:
-    """Return what all ranks ask for, every micro-batch the same."""
+    """Return the demand of all ranks; every micro-batch has the same routes."""
     per_batch, micro_batches = len(counts_BRLE), len(mini_batch_M)
     L, E = counts_BRLE.shape[2:]
     counts_SLE = np.broadcast_to(counts_BRLE, (micro_batches, *counts_BRLE.shape)).reshape(-1, L, E).copy()

@@ -44,7 +44,7 @@ class EmbeddedEngine:
     caches cannot be joined get a new batch when the old one has ended.
 
     In the cost, the pass that fills an empty batch counts as a decode step, because it adds a token to every running
-    response; a refill does not. Both are passes, and more than one where a prefill is cut.
+    response; a refill does not. Both are passes; prompts of more than `PREFILL_TOKENS` together take several.
 
     With spares a call is at most `window` decode steps: free slots take a spare by the same rule, while the steps left
     repay the refill and are enough for `shortest` tokens: one in the refill and one in each step left. When all
@@ -131,7 +131,7 @@ class EmbeddedEngine:
 
 
 def spares_to_begin(free: int, slots: int, steps_left: int, shortest: int) -> int:
-    """Return how many responses begin in free slots: as many, or none.
+    """Return how many free slots get a new response now: all of them, or none.
 
     steps_left   decode steps after the prefill; in an empty batch that is itself a decode step
     shortest     tokens that each needs time for: one in the prefill and one in each step left

@@ -29,7 +29,7 @@ BEAT_SECONDS = 2.0
 NOTE_SECONDS = 60.0
 """Seconds of waiting before a line says for whom; said again after twice as long."""
 BUSY_NOTES = 5
-"""Times `NOTE_SECONDS` after which a line says what ranks do none of which waits; said again after twice as long."""
+"""Where no rank waits: `NOTE_SECONDS` times this before a line says what ranks do; again after twice as long."""
 STORE_SECONDS = 10.0
 """Longest time to wait for an answer of the store."""
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Beat:
 
     number    grows with every beat; 0: it has not told anything
     stage     what it does, such as "reward of step 3"
-    seconds   for so long
+    seconds   since that stage began, or its last wait began or ended
     waiting   it waits for the others
     failed    None, or how its collective failed: "timed out", or "closed": a peer ended; "left": its work is done
     """
@@ -64,8 +64,8 @@ class Heartbeat:
     store           a connection of its own to the store at which the ranks meet
     stacks          folder for the Python stacks of the ranks
     on_lost         called with a sentence when a rank is lost; ends the process
-    lost_seconds    without a beat, a rank is lost
-    start_seconds   before its first beat, a rank is lost
+    lost_seconds    time without a beat after which a rank is lost
+    start_seconds   time to its first beat after which a rank is lost
     """
 
     store: Any

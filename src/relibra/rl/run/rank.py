@@ -221,6 +221,6 @@ def choose_device(local_rank: int, num_local_ranks: int) -> torch.device:
             f"parallel.ranks to {gpus} at most, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
         )
     torch.cuda.set_device(local_rank)
-    # cuDNN's attention is planned anew for each length of a sequence, which takes longer than a pass over all of them.
+    # cuDNN plans its attention anew for each sequence length, which takes longer than a pass over all sequences.
     torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device("cuda", local_rank)

@@ -185,7 +185,7 @@ def _keep_lines_before(path: Path, step: int) -> None:
     """Remove the lines of a log from `step` on, and those without a step: a full disk cuts lines anywhere.
 
     Lines end at a newline and nowhere else: responses may hold any other character, and half of one where a line ends.
-    A damaged line before the last one that stays is told.
+    Damaged lines before the last one that stays are reported.
     """
     damaged, told = 0, 0
     with path.open("rb") as old, atomic_path(path) as temporary, temporary.open("wb") as new:

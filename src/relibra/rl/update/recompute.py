@@ -121,8 +121,8 @@ class Recomputed:
 def micro_batches_to_recompute(schedule: Schedule, settings: AlgorithmSettings, *, trains: bool) -> list[int]:
     """Return the micro-batches whose old log-probs a pass before the update computes, in their order.
 
-    None of the first mini-batch: no optimizer step comes before it, so the update's own log-probs are the old ones. R2
-    takes the routes of all from the pass. With "sampler" none: the update decides after its first mini-batch.
+    "recompute": all. "skip_first": none of the first mini-batch, whose old log-probs are the update's own; all with R2,
+    for their routes. "sampler": none, as the update decides after its first mini-batch.
 
     trains   the policy is trained in this step; else only the pass compares it with the sampler
     """

@@ -84,7 +84,7 @@ class ServerClient:
     transfer          how new weights come (rollout.transfer)
     sleeps            it gives its memory back while the trainer works (rollout.sleep)
     pauses            updates of the weights cut its answers (rollout.ahead)
-    keeps             they keep them instead, and go on with new weights (rollout.on_update)
+    keeps             instead of a cut, the server goes on with its answers under the new weights (rollout.on_update)
 
     Log-probs have to be those of the tempered policy: vLLM needs `--logprobs-mode processed_logprobs`.
     """
@@ -256,7 +256,7 @@ class ServerClient:
         return replace(window, rescored_v=np.array(answer.given[-rescored:], np.float32)) if rescored else window
 
     def _cut_window(self, answer: TokenAnswer, limit: int) -> Window:
-        """Return what an answer that was cut holds, maybe nothing; the last token of a window is never among it.
+        """Return the first tokens of an answer that was cut: at most `limit` - 1; the rest is asked for again.
 
         Tokens without a log-prob, and one that ends the response, are sampled again.
         """
@@ -309,7 +309,7 @@ class ServerClient:
             raise EngineError(f"{self.url} gave {len(tokens)} tokens and {len(log_probs)} log-probs: expected one each")
 
     def check_routes(self, ids: ndarray | None, rows: int) -> Shaped[ndarray, "m L K"] | None:
-        """Return the routes of the layers with experts in the narrowest type."""
+        """Return the routes of the layers with experts in the narrowest type; raises EngineError for illegal ones."""
         if self.routes is None:
             return None
         shape, own = self.routes, len(self.routes.layer_ids)

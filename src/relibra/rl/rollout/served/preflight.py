@@ -37,7 +37,7 @@ class ServedModel:
 
     @property
     def takes_adapters(self) -> bool:
-        """Return whether adapters are sent to it as they are; merged, where it computes in float32."""
+        """Return whether adapters are sent to it as they are; a server that computes in float32 gets them merged."""
         return self.dtype != "float32"
 
 
