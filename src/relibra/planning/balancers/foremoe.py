@@ -17,7 +17,7 @@ from numpy import ndarray
 
 from relibra.parallel_map import parallel_map
 from relibra.planning.balancer import PlacementRequest
-from relibra.planning.levers.homes import SwapPrices, swap_nodes
+from relibra.planning.levers.homes import SwapPrices, renumber_bins, swap_nodes
 from relibra.planning.levers.replication import slot_of
 from relibra.planning.placement import Placement
 from relibra.planning.relibra_paper.nodes_and_ranks import busiest, ranks_inside_nodes
@@ -56,7 +56,7 @@ def _search_homes(request: PlacementRequest, load_ME: ndarray, before_E: Int64[n
     G, N, E = cluster.ranks_per_node, cluster.num_nodes, load_ME.shape[1]
     machine_E = before_E // G
     if N > 1:
-        dealt_E = deal_machines(load_ME, N)
+        dealt_E = renumber_bins(deal_machines(load_ME, N), machine_E, N)
         found_E = min((machine_E, dealt_E), key=lambda map_E: busiest(load_ME, map_E))
         nowhere_MNE = np.zeros((len(load_ME), N, E), dtype=np.int64)
         found_E = swap_nodes(load_ME, nowhere_MNE, found_E, SwapPrices())
@@ -74,8 +74,8 @@ def _search_homes(request: PlacementRequest, load_ME: ndarray, before_E: Int64[n
 def _moving_token_slots(request: PlacementRequest, moved: int) -> float:
     """Return the cost of moves per step served, in token-slots of the busiest rank; all ranks send expert state."""
     cluster, expert = request.cluster, request.expert
-    network = min(cluster.inter_send.bytes_per_second, cluster.inter_receive.bytes_per_second)
-    seconds = moved * expert.state_bytes / network / cluster.num_ranks / request.budget.steps_served
+    sent_per_rank = moved * expert.state_bytes / cluster.num_ranks / request.budget.steps_served
+    seconds = sent_per_rank / cluster.slowest_bytes_per_second
     return seconds * cluster.flops_per_second / (3 * expert.flops_per_token_slot)
 
 
