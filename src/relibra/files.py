@@ -86,6 +86,12 @@ def toml_value(value: Any) -> str:
     return repr(float(value) if isinstance(value, float) else int(value))
 
 
+def let_all_read(folder: Path) -> None:
+    """Let all users read a folder and what is in it, as a server may belong to another."""
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
 def sync_folder(folder: Path) -> None:
     """Sync the directory entries of a folder to disk, so that a rename in it is durable."""
     handle = os.open(folder, os.O_RDONLY)

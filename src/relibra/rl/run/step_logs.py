@@ -24,6 +24,7 @@ from relibra.errors import EngineError
 from relibra.files import atomic_path
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.response import Response
+from relibra.rl.run.ranks import wait_for_ranks
 from relibra.rl.run.run_folder import check_not_removed, step_folders
 from relibra.rl.tasks.task import Task
 
@@ -162,7 +163,7 @@ def remove_steps_from(run: Path, step: int) -> None:
         for number, folder in step_folders(run / "traces"):
             if number >= step:
                 shutil.rmtree(folder)
-    dist.barrier()
+    wait_for_ranks()
 
 
 def _best_worst_longest(responses: Sequence[Response]) -> list[Response]:

@@ -8,6 +8,7 @@ import secrets
 import shutil
 from pathlib import Path
 
+from relibra.files import let_all_read
 from relibra.rl.model.policy import Policy, write_weights
 from relibra.rl.rollout.served.client import ServerClient
 from relibra.rl.rollout.served.engine import ServerEngine
@@ -55,10 +56,3 @@ def write_version(policy: Policy, folder: Path, weight_version: int, *, setting:
     path = folder.absolute() / str(name)
     write_weights(policy, path, dtype=None, finish=let_all_read, setting=setting, as_adapter=as_adapter)
     return path
-
-
-def let_all_read(folder: Path) -> None:
-    """Let all users read the files of a folder, as a server may belong to another."""
-    for file in folder.iterdir():
-        file.chmod(0o644)
-    folder.chmod(0o755)

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from relibra.errors import ConfigError
+from relibra.files import let_all_read
 from relibra.parallel.adapters import add_adapters
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.model.adapter_values import merge_adapters
@@ -95,8 +96,7 @@ def write_model_folder(model: Any, save_tokenizer: Callable[[Path], object], fol
         with quiet_loading():
             model.save_pretrained(temporary)
         save_tokenizer(temporary)
-        for file in temporary.iterdir():
-            file.chmod(0o644)  # a server may run as another user
+        let_all_read(temporary)
         temporary.replace(folder)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"cannot write the model into {folder}: {error}") from error
