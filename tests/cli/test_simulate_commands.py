@@ -133,6 +133,15 @@ def test_rows_without_a_route_are_named(run, routes, tmp_path):
     assert facts["cut"]["rows_without_route"] == 160
 
 
+def test_samples_without_ids_are_simulated(run, trace, routes, tmp_path):
+    write_trace(replace(routes, sample_ids=np.full(routes.num_samples, -1)), tmp_path / "unknown")
+    known, unknown = (
+        json.loads(run("simulate", path, *CUT, "--balancer", "static", "--json")[1])
+        for path in (trace, tmp_path / "unknown")
+    )
+    assert unknown["terms"] == known["terms"]
+
+
 def test_the_limit_of_a_run_is_the_default(run, run_folder, tmp_path):
     (tmp_path / "runs" / "mine" / "config.json").write_text('{"update": {"micro_batch_tokens": 35}}')
     words = ("simulate", run_folder, "--ranks", "4", "--balancer", "static")

@@ -93,6 +93,13 @@ def test_a_mistake_gets_a_sentence(trace, tmp_path, change, message):
     assert str(path) in str(found.value)
 
 
+def test_a_trace_that_repeats_an_id_takes_no_schedule_by_ids(trace, tmp_path):
+    repeated = replace(trace, sample_ids=np.array([7, 7, 9, 10, 11, 12]))
+    path = _written(tmp_path, **GIVEN, sample_ids=np.arange(6) + 7)
+    with pytest.raises(TraceError, match="twice"):
+        schedule_of(repeated, read_schedule(path), 2)
+
+
 def test_what_is_no_archive_gets_a_sentence(tmp_path):
     for path, message in ((tmp_path / "none.npz", "does not exist"), (tmp_path, "is not a schedule")):
         with pytest.raises(TraceError, match=message):

@@ -20,6 +20,12 @@ def _samples(rows=(4, 3), L=2, K=2, E=8, seed=0):
     return [rng.random((n, L, E)).argsort(-1)[..., :K] for n in rows]
 
 
+def test_ids_of_different_types_are_joined():
+    signed, unsigned = _samples()
+    trace = RoutingTrace.from_samples([signed.astype(np.int64), unsigned.astype(np.uint64)], num_experts=8)
+    assert_same(trace, RoutingTrace.from_samples([signed, unsigned], num_experts=8))
+
+
 def test_ids_take_the_narrowest_type():
     assert RoutingTrace.from_samples(_samples(), num_experts=8).experts_TLK.dtype == np.uint8
     assert RoutingTrace.from_samples(_samples(E=300), num_experts=300).experts_TLK.dtype == np.uint16

@@ -50,11 +50,7 @@ def run_model(
     model: Any, input_BN: Int[Tensor, "B N"], mask_BC: Bool[Tensor, "B C"], cache: SlottedCache, last: int
 ) -> Float[Tensor, "B Z V"]:
     """Return the logits of the last columns."""
-    width = input_BN.shape[1]
-    if width == 1:
-        position_BN = mask_BC.sum(dim=1, keepdim=True) - 1
-    else:
-        position_BN = (mask_BC.cumsum(dim=1) - 1).clamp(min=0)[:, -width:]
+    position_BN = (mask_BC.cumsum(dim=1) - 1).clamp(min=0)[:, -input_BN.shape[1] :]
     output = model(
         input_ids=input_BN,
         attention_mask=mask_BC.long(),

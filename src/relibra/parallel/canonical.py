@@ -40,11 +40,6 @@ def chunk_of(sums: Sums) -> int | None:
     return CHUNK if sums == "canonical" else None
 
 
-def num_chunks(rows: int) -> int:
-    """Return the number of chunks for some rows."""
-    return -(-rows // CHUNK)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CanonicalExperts:
     """The experts of one (layer, micro-batch) on this rank, computed chunk by chunk.
@@ -179,7 +174,7 @@ def _run_replicas_backward(
 
 def _empty_partials(slots: Tensor, rows: int) -> Tensor:
     """Return an empty tensor for the partial gradients `[chunks, ...]` of this many rows."""
-    return slots.new_empty((num_chunks(rows), *slots.shape[1:]))
+    return slots.new_empty((-(-rows // CHUNK), *slots.shape[1:]))
 
 
 def _autocast_now(device_type: str) -> Callable[[], torch.autocast]:

@@ -110,7 +110,7 @@ class RoutingTrace:
         _check_row_counts(rows, valid=valid, tokens=tokens)
         offsets = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
         valid_T = np.ones(offsets[-1], dtype=bool) if valid is None else np.concatenate(valid) != 0
-        flat = np.concatenate(arrays)
+        flat = np.concatenate([one.astype(np.int64) if one.dtype == np.uint64 else one for one in arrays])
         dtype = expert_dtype(num_experts)
         if flat.dtype != dtype:
             flat = np.where(valid_T[:, None, None], flat, np.arange(flat.shape[2]))  # invalid rows hold any ids

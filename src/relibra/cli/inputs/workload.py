@@ -249,6 +249,8 @@ def _draw_again(routes: RoutingTrace, request: WorkloadRequest, tokens: int | No
 
     from relibra.routing.micro_batches import draw_samples
 
+    if len(set(routes.sample_ids.tolist())) < routes.num_samples:  # not known, or of several steps
+        routes = replace(routes, sample_ids=np.arange(routes.num_samples))
     if request.micro_batches is None or tokens is None:
         return routes
     rows = request.micro_batches * tokens * request.ranks

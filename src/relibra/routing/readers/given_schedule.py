@@ -114,7 +114,7 @@ def schedule_of(
 def _order_of(path: Path, samples: Sequence[int], given: Sequence[int]) -> list[int]:
     """Return, for each sample of a trace, its place in the given order."""
     place = {sample: place for place, sample in enumerate(given)}
-    if len(place) < len(samples):
+    if len(place) < len(samples) or len(set(samples)) < len(samples):
         raise TraceError(f"{path}: sample_ids names a sample twice: name each sample of the trace once")
     missing = [sample for sample in samples if sample not in place]
     if missing:
