@@ -103,8 +103,8 @@ def gemm_rows(samples: Samples, experts: int, flops_per_row: float) -> list[Gemm
 
     flops_per_row    of one expert, forward and backward
     """
-    rates = {rows: [experts * rows * flops_per_row / sample for sample in samples[rows]] for rows in sorted(samples)}
-    return [GemmRow(rows=rows, flops_per_second=Spread.of(of), repetitions=len(of)) for rows, of in rates.items()]
+    found = {rows: [experts * rows * flops_per_row / sample for sample in samples[rows]] for rows in sorted(samples)}
+    return [GemmRow(rows=n, flops_per_second=Spread.of(rates), repetitions=len(rates)) for n, rates in found.items()]
 
 
 def monotone_table(found: Sequence[GemmRow]) -> tuple[tuple[int, float], ...]:

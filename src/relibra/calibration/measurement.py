@@ -42,7 +42,7 @@ class Sizes:
     dense               the large product multiplies dense x dense matrices
     copies, exchange    bytes; for an exchange, to all other ranks together
     repetitions         of each size, at most
-    seconds             after which a kind of measurement ends, with at least `MIN_REPETITIONS`
+    seconds             after so many a kind of measurement ends, but not before `MIN_REPETITIONS` of each size
     """
 
     rows: tuple[int, ...]
@@ -95,7 +95,7 @@ class Job:
 
 
 def choose_job(ranks: int | None, expert: ExpertShape, *, quick: bool = False) -> Job:
-    """Return a job for all GPUs of this machine, or for two processes of one thread if it has none.
+    """Return a job for so many ranks; None: for all GPUs of this machine, or two processes of one thread without any.
 
     raises    ConfigError when ranks exceed the number of GPUs, or for one rank on a CPU
     """

@@ -152,7 +152,7 @@ def repack_bins(
 
     bins          samples of each; data-parallel rank r runs bins r, r + num_ranks, ... in this order
     routes        of every sample of the step: integers [tokens, layers, choices]
-    padded_S      tokens of each sample in its bin
+    padded_S      tokens of each sample, with the padding that it has in a bin
     rank_tokens   most tokens of a bin
     since         `time.perf_counter()` when work on this step began
     raises        TraceError where routes are missing or of another model
@@ -216,7 +216,7 @@ def _layout(policy: Any) -> ExpertLayout:
 
 @functools.cache
 def _model_config(model_name: str) -> SimpleNamespace:
-    """Return the sizes of a model under Megatron's names, as NeMo-RL finds the model."""
+    """Return the sizes of a model under Megatron's names, from the Hugging Face configuration that NeMo-RL reads."""
     hub: Any = importlib.import_module("nemo_rl.utils.flops_tracker").get_default_hf_config(model_name)
     model = hub.get_text_config()
     latent = getattr(model, "kv_lora_rank", None) is not None

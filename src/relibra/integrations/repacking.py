@@ -2,7 +2,7 @@
 
 Such a trainer decides by length which samples share a micro-batch, and on which data-parallel rank. Its ranks then wait
 in every layer for the one whose experts get most token-slots. `repack` exchanges samples between micro-batches until
-these loads are even: `pack_samples` with ranks where it otherwise has nodes, because nothing evens out the ranks later.
+these loads are even: it gives `pack_samples` loads of ranks instead of nodes, as no replica evens out the ranks later.
 Steps, groups of ranks, numbers of micro-batches and limits of tokens stay as the trainer chose them.
 """
 
@@ -92,7 +92,7 @@ def _skew(load_R: Shaped[ndarray, "*batch R"]) -> float:
 
 
 def lowest_skew(share_SLR: Float32[ndarray, "S L R"], schedule: TrainerSchedule) -> float:
-    """Return a bound that the skew of no schedule goes below, whose samples stay in their step and group of ranks.
+    """Return a lower bound of the skew of all schedules whose samples stay in their step and group of ranks.
 
     It is reached where the experts of every rank have the same share of each micro-batch as of the whole step.
     """
@@ -118,8 +118,8 @@ def repack(
 
     share_SLR     token-slots of each sample at the experts of each expert-parallel rank, per layer
     length_S      tokens of each sample
-    rank_tokens   most tokens of a rank in a micro-batch, where it has several samples. None, and where the given
-                  schedule exceeds it: those of the fullest rank of the given schedule
+    rank_tokens   most tokens of a rank in a micro-batch, where it has several samples; where such ranks of the given
+                  schedule have more, the most of these. None: the most of any rank of the given schedule
     attention_S   price of each sample's attention in all layers, in token-slots of an expert-parallel rank; None: 0
     keep_ranks    samples stay on their data-parallel rank
     keep_counts   every rank keeps the number of its samples in each micro-batch
@@ -203,10 +203,10 @@ def _limits(length_S: Int64[ndarray, " S"], schedule: TrainerSchedule, rank_toke
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RepackedStep:
-    """A schedule of all optimizer steps of one rollout.
+    """The new schedule of all optimizer steps of one rollout, and what it changed.
 
     skew        load of the busiest expert-parallel rank / of the mean one, before and after
-    lowest      bound of the skew of any schedule; what is above 1 is left to other homes, or replicas
+    lowest      lower bound of the skew of any schedule; what is above 1 is left to other homes, or replicas
     attention   attention of the data-parallel rank with most / of the mean one, before and after
     fullest     most tokens of a data-parallel rank in a micro-batch, before and after
     limit       tokens that a rank may have; None: not stated
@@ -355,7 +355,7 @@ def _count(where: str, ids_TLK: Integer[ndarray, "T L K"], num_experts: int) -> 
 def _recorded(ids_TLK: Integer[ndarray, "T L K"]) -> Bool[ndarray, " T"]:
     """Return which rows hold a route."""
     valid_T = np.ones(len(ids_TLK), dtype=bool)
-    suspects = np.flatnonzero(ids_TLK[:, -1, 0] <= 0)  # the last layer has experts, where any has
+    suspects = np.flatnonzero(ids_TLK[:, -1, 0] <= 0)  # few: most rows choose another expert there
     rows_TLK = ids_TLK[suspects]
     absent_T = (rows_TLK == -1).all(axis=(1, 2))
     if ids_TLK.shape[2] > 1:

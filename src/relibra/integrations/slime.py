@@ -46,8 +46,8 @@ class _Source(NamedTuple):
 
     function     of a module or of a class in it
     importer     module that imports `build_dp_schedule` by name
-    parameters   of the function, which hands its argument of this name ...
-    argument     ... or the entry `rollout_routed_experts` of it
+    parameters   of the function
+    argument     the parameter that is the routes, or if it is "data" has them as entry `rollout_routed_experts`
     """
 
     module: str

@@ -50,7 +50,7 @@ _PREPARE = (
 )
 _FORWARD_BACKWARD = ("self", "data", "loss_function", "forward_only")
 _LENGTH, _MICRO_BATCH, _LOADS = 0, 1, 2
-"""Columns of a table of units: tokens, micro-batch, and from here on token-slots per layer and rank."""
+"""Columns of a table (`own_table`): tokens, micro-batch, and from here on token-slots per layer and rank."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ def _pass_of(call: Mapping[str, Any]) -> _Pass:
 def planned(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Return `prepare_micro_batches` with samples exchanged between the micro-batches that `stock` makes.
 
-    Collective in the group of data-parallel ranks and in the default group, as all that it calls.
+    Collective in the group of data-parallel ranks and in the default group.
     """
 
     @functools.wraps(stock)
@@ -188,7 +188,7 @@ def sampled_tokens(data: Any, *, num_experts: int) -> SampledTokens:
 
 
 def _replays(current: _Pass, data: Any) -> bool:
-    """Return whether this pass replays routes; the same on all ranks."""
+    """Return whether this pass replays known routes in micro-batches of dynamic size; the same on all ranks."""
     engine = current.engine
     if getattr(engine, "is_value_model", False):
         return False  # verl replays routes in the policy; its critic routes for itself, whatever is set
@@ -247,10 +247,10 @@ def _repacked_indices(
 def own_table(
     routes: Sequence[Any], length_S: Int64[ndarray, " S"], indices: list[list[int]], layout: ExpertLayout, *, unit: int
 ) -> Int32[ndarray, "X Y"]:
-    """Return the table that other ranks need: a first row for all, and a row per unit of samples.
+    """Return the table that other ranks need: a first row about the batch, and a row per unit of samples.
 
     A row is: tokens, micro-batch, and token-slots at the experts of each rank, layer by layer. The first is: 0, number
-    of micro-batches, and whether the layer has experts.
+    of micro-batches, and for each layer and rank whether the layer has experts.
 
     routes    of each sample: integers [rows, layers, choices]
     indices   samples of each micro-batch

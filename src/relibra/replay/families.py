@@ -25,7 +25,7 @@ _NORM, _SCALE = "norm_topk_prob", "routed_scaling_factor"
 
 
 def _rule(gates: Callable[..., Tensor], **settings: Any) -> Callable[[Any], GateRule]:
-    """Return what makes the gate rule of a router; a setting that is a string names an attribute of the router."""
+    """Return a function from a router to its gate rule; a setting that is a string names an attribute of the router."""
 
     def of(router: Any) -> GateRule:
         return partial(gates, **{k: getattr(router, v) if isinstance(v, str) else v for k, v in settings.items()})

@@ -41,7 +41,7 @@ class RoutingRecorder:
         Rows are all tokens of a forward pass as its routers saw them, padding included. The type is the narrowest one
         with full support in torch: uint8, int16 or int32.
 
-        raises   EngineError when a forward pass stopped before its last router
+        raises   EngineError when a forward pass stopped before its last router, or a gate rule does not hold
         """
         if self._running:
             done, self._running = len(self._running), []

@@ -62,7 +62,7 @@ class RoutingReplay:
 
     @property
     def disagreement(self) -> float:
-        """Share of (replayed row, layer) pairs for which the router would have taken another *set* of experts.
+        """Return the share of (replayed row, layer) pairs whose router would have taken another *set* of experts.
 
         Counted in the forward pass, read back from the device only here; nan if nothing was compared.
         """

@@ -60,7 +60,7 @@ def choose_activations(
     token_slots_MLR: Num[ndarray, "M L R"],
     free: float | ndarray,
 ) -> ActivationChoice:
-    """Return what each layer keeps: of all that fits, what saves most seconds but at most one layer's option.
+    """Return what each layer keeps, chosen greedily: with one limit, within the seconds of one option of the optimum.
 
     What the layers below keep is there when a layer runs backward, what all keep when the loss does. Options are taken
     by falling seconds per byte on the fullest rank; of equal layers the last first, which is freed first.
@@ -68,8 +68,8 @@ def choose_activations(
     token_bytes_LX  that a layer keeps of a token of the rank, for each of the X `OPTIONS`; the first keeps nothing, and
                     is taken even where nothing fits. token_slot_bytes_LX: of a token-slot that the rank computes
     seconds_LX      that a step is faster with an option
-    free            bytes `[L + 1, M, R]`, or what broadcasts to it, beside recomputing all layers: while a layer runs
-                    backward, and last of the loss
+    free            bytes left beside recomputing all layers, `[L + 1, M, R]` or what broadcasts to it: entry l while
+                    layer l runs backward, the last one while the loss does
     """
     L, num_options = seconds_LX.shape
     bytes_LXMR = token_bytes_LX[:, :, None, None] * tokens_MR
@@ -92,7 +92,7 @@ def choose_activations(
 
 
 def fits(kept_LMR: Num[ndarray, "L M R"], free_LMR: Float[ndarray, "Y M R"]) -> bool:
-    """Return whether what layers keep is within the free bytes (`choose_activations`), nothing kept included."""
+    """Return whether what layers keep is within the free bytes (`choose_activations`); keeping nothing always fits."""
     below_LMR = np.concatenate([np.zeros_like(free_LMR[:1]), kept_LMR.cumsum(axis=0)])
     within: Bool[ndarray, "Y M R"] = (below_LMR == 0) | (below_LMR <= free_LMR)
     return bool(within.all())
@@ -118,7 +118,7 @@ def _fill(
 
 
 def _steps(weight_X: ndarray, seconds_X: ndarray, allowed: list[int]) -> Iterator[tuple[float, int]]:
-    """Yield options of a layer with rising seconds, and the seconds per byte of each after the one before, falling."""
+    """Yield (density, option) of a layer by rising seconds; density: more seconds / more bytes than before, falling."""
     now = 0
     while better := [o for o in allowed if seconds_X[o] > seconds_X[now]]:
         density = {o: (seconds_X[o] - seconds_X[now]) / max(1e-9, weight_X[o] - weight_X[now]) for o in better}

@@ -111,7 +111,7 @@ def memory_for_slots(
 
     Nothing is measured, so a resumed run gets the same budget. A tenth of the memory stays free.
 
-    demand       `group_M` are mini-batches; some of the model's layers get the same share of the memory
+    demand       `group_M` are mini-batches; with only some of the model's layers, these get their share of the memory
     model        whole; experts and choices are those of the demand
     how          None: activations are recomputed, as `relibra train` does by default for models given by `model.path`
     held_bytes   of a rank for anything else, such as a full copy of the model

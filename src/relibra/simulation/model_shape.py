@@ -205,7 +205,7 @@ def model_shape(name: str) -> ModelShape:
 def cut_model(model: ModelShape, demand: Demand) -> ModelShape:
     """Return the part of a model that was routed: the layers, experts and choices per token of a demand.
 
-    Of what belongs to no expert layer (dense layers, layers with a window, vocabulary) it keeps as large a share as of
+    Of the rest (dense layers, layers with a window, vocabulary, other parameters) it keeps about as large a share as of
     the layers, so that shares of a step are about those of the whole model.
 
     >>> from relibra.routing.demand import Demand
@@ -362,7 +362,7 @@ def counted_model_shape(
     """Return the sizes of a model whose experts were counted in its weights; all others are from its `config.json`.
 
     moe_layers   layers with experts; the rest are dense
-    top_k        0: not known
+    top_k        0: not known, taken as 1
     others       weights outside of routed experts; 0: not counted
     raises       as `model_shape_from_config`
     """

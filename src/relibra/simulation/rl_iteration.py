@@ -45,7 +45,7 @@ class Engines:
 class SimulatedRollout:
     """Seconds of the rollout of one iteration, of the slowest engine.
 
-    decode, prefill, fed_again   seconds; `fed_again`: earlier tokens of responses that a window cut
+    decode, prefill, fed_again   seconds; `fed_again`: to prefill again the responses that a window or new weights cut
     tokens                       decoded by all engines
     idle                         share of slots x decode steps without a response, mean over engines
     """

@@ -80,7 +80,7 @@ def decode_cost(model: ModelShape, cluster: Cluster, engine_ranks: int, context:
 
 
 def prefill_seconds(model: ModelShape, cluster: Cluster, engine_ranks: int, tokens_S: Int[ndarray, " S"]) -> float:
-    """Return the seconds of prefilling sequences: 2 flops per active weight and token, and their attention scores."""
+    """Return the seconds of prefilling sequences: 2 flops per token and active weight but the head, and scores."""
     flops = 2.0 * (model.active_parameters - model.head_parameters) * float(tokens_S.sum())
     flops += model.layers * float(model.score_flops(tokens_S).sum())
     return flops / engine_ranks / cluster.flops_per_second

@@ -1,7 +1,7 @@
 """`execute_plan`: run the micro-batches of a Megatron model as a `StepPlan` says; `gather_demand`: what to plan for.
 
-All counts follow from plan and demand, so no counts are exchanged and nothing waits for the device. Counts that the
-routers chose are compared with the planned ones: an error, not a hang or another expert.
+All counts follow from plan and demand, so layers exchange no counts and do not wait for the device. Counts that the
+routers chose are compared with the planned ones; where they differ, an EngineError says so.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def gather_demand(
 ) -> ScheduledDemand:
     """Return the demand of the micro-batches of an expert-parallel group, the same on all its ranks; collective.
 
-    An entry of the demand is all that one rank feeds in one micro-batch: parts of samples, and padding.
+    A sample of the demand stands for all rows of one rank in one micro-batch: parts of samples, and padding.
 
-    ids_MTLK   experts of each row of this rank, by micro-batch (`PackedRows.routes`); as many as on other ranks
+    ids_MTLK   per micro-batch, the experts of each row of this rank (`PackedRows.routes`); as many as on other ranks
     raises     EngineError where ranks have other numbers of micro-batches, or routes other layers than `layer_ids`;
                TraceError for ids out of range
     """
@@ -102,7 +102,7 @@ def execute_plan(
 
     plan                of the model's layers, experts and expert-parallel ranks; its homes are where the experts are
     demand              what the plan was made for
-    first_micro_batch   of this rank's expert-data-parallel group, in a plan for several (`ScheduledDemand.of_groups`)
+    first_micro_batch   first one of this rank's expert-data-parallel group in the plan (`ScheduledDemand.of_groups`)
     raises              EngineError when plan and model do not fit, or ranks have different plans
 
         with execute_plan([model], plan, demand) as step:
@@ -124,7 +124,7 @@ def execute_plan(
 
 
 class MegatronPlanExecution:
-    """A plan being executed, as `execute_plan` returns it."""
+    """A plan being executed, as `execute_plan` yields it."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class MegatronPlanExecution:
         ids_TLK   experts of each row of this rank, layers as in the plan (`PackedRows.routes`); None: the trainer
                   fills `RouterReplay` itself
         raises    EngineError for a number that the plan does not have, routes that no router can follow, and when
-                  routers chose other counts than planned in an earlier micro-batch
+                  routers chose other counts than planned in an earlier micro-batch: it waits for the device (`check`)
         """
         planned = self._first + number
         if not 0 <= number <= planned < len(self._plan.replica_MLRB):
@@ -165,7 +165,7 @@ class MegatronPlanExecution:
 
     @property
     def num_awaiting(self) -> int:
-        """Return the forward passes of layers that wait for their recomputation; 0 between steps."""
+        """Return the number of forward passes of layers that wait for their recomputation; 0 between steps."""
         return sum(layer.passes.num_awaiting for layer in self._layers.values())
 
     def clear(self) -> None:

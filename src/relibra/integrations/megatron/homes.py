@@ -46,7 +46,7 @@ def relocate(chunks: Sequence[nn.Module], physical_to_logical_map: Int[ndarray, 
     physical_to_logical_map   logical expert at each position, one row per planned layer of the model on this rank
     optimizer                 a torch optimizer, or Megatron's; None: there is none yet
     raises                    EngineError, before anything moves: a map is no permutation or differs between ranks; a
-                              micro-batch waits for its backward pass; optimizer states cannot be moved
+                              layer waits for its recomputation; optimizer states cannot be moved
     """
     layers, wanted_LE = planned_layers(chunks), np.asarray(physical_to_logical_map)
     kinds: dict[int, str] = {}

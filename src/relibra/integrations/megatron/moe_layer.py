@@ -37,7 +37,7 @@ from relibra.planning.traffic.rank_tables import Place, RankTables, home_tables
 
 @dataclass(eq=False)
 class LayerPlan:
-    """A micro-batch of a plan in one layer; one for the forward pass and its recomputation.
+    """A micro-batch of a plan in one layer; the same object serves the forward pass and its recomputation.
 
     make_tables       returns the tables of this rank
     note_difference   is given the place, and the token-slots that were chosen and planned
@@ -61,7 +61,7 @@ class LayerPlan:
 class _Run:
     """The pass that runs now: its tables, and weights that replace parameters.
 
-    of_homes    pushed experts, whose gradients include those of their replicas
+    of_homes    parameters of pushed experts, and tensors in their place, whose gradients include those of replicas
     received    parameters of each filled replica slot
     """
 
@@ -71,10 +71,10 @@ class _Run:
 
 
 class PlannedMoELayer(MoELayer):  # type: ignore[misc]
-    """MoE layer that runs at home, or as the plan says that `execute_plan` gives it.
+    """MoE layer whose experts run at home, or where the plan of `execute_plan` puts them.
 
     physical_to_logical_E   logical expert at each position; position p is local expert p % (E / R) of rank p // (E / R)
-    passes                  the plan's micro-batch of each pass; None: experts run at home, and counts are exchanged
+    passes                  what the plan says of each pass; if nothing, experts run at home, and counts are exchanged
     raises                  EngineError for a configuration that it cannot run
     """
 
@@ -108,7 +108,7 @@ class PlannedMoELayer(MoELayer):  # type: ignore[misc]
         return int(self.layer_number) - 1
 
     def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Any:
-        """Return rows and weights to send; pushes weights of replicas before."""
+        """Return rows and their routing weights, to be sent; push the parameters of replicas before."""
         plan = self.passes.take(f"layer {self.layer_id}")
         tokens_E = routing_map.sum(dim=0)
         if plan is None:
@@ -260,7 +260,7 @@ def _check_config(config: Any, groups: Any) -> None:
 class PlannedDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     """All-to-all dispatcher whose local experts are the slots of a plan: E / R homes, then replicas.
 
-    Sizes follow from the plan: no counts are exchanged, and nothing waits for the device. Rows are permuted by logical
+    Sizes come from `tables`: it exchanges no counts, and does not wait for the device. Rows are permuted by logical
     expert, as Megatron does, and then brought into the order of the plan's slots; results come back the same way. So
     every sum over the experts of a token is in the order of logical experts: its bits do not depend on homes or
     replicas.

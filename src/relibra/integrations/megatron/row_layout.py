@@ -74,11 +74,11 @@ class RowLayout:
 
     @property
     def num_ranks(self) -> int:
-        """Return the ranks that share a sample, `X`: rank x is tensor-parallel rank x % TP, then context-parallel."""
+        """Return the number of ranks that share a sample, `X`: rank x is tensor rank x % TP, context rank x // TP."""
         return self.tensor_ranks * self.context_ranks
 
     def expert_rank(self, rank: int, *, data_rank: int, expert_ranks: int) -> tuple[int, int]:
-        """Return the expert-parallel group of a rank, and its place there, without expert tensor parallelism.
+        """Return the number of a rank's expert-parallel group, and its place there; without expert tensor parallelism.
 
         rank        of those that share a sample, 0 to X - 1
         data_rank   data-parallel rank
@@ -86,7 +86,7 @@ class RowLayout:
         return divmod(rank + self.num_ranks * data_rank, expert_ranks)
 
     def rows(self, length_S: Sequence[int]) -> PackedRows:
-        """Return the rows of every rank for a micro-batch of samples, given their tokens in the order of the pack.
+        """Return the rows of every rank for a micro-batch whose samples have these numbers of tokens, in this order.
 
         raises    ConfigError when rows cannot be divided among the ranks
         """
@@ -156,7 +156,7 @@ class PackedRows:
     def routes(
         self, rank: int, routes: Sequence[Shaped[ndarray, "_ L K"]], *, num_experts: int
     ) -> Integer[ndarray, "T L K"]:
-        """Return the experts of each row of a rank; every row has K different ones.
+        """Return the experts of each row of a rank: those recorded, or K different ones in turn.
 
         Rows without a recorded route are padding and last tokens, whose outputs no loss reads: they take experts in
         turn, so that they load all experts evenly, and every process finds the same ones.

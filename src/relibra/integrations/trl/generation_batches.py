@@ -21,7 +21,7 @@ from relibra.routing.demand import Demand, ScheduledDemand
 from relibra.routing.trace import RoutingTrace
 
 EngineRoutes = Callable[[list[list[int]]], Sequence[ndarray]]
-"""Returns the routes `[n, L, K]` or `[n - 1, L, K]` of each sample of this rank, for its tokens: prompt, completion."""
+"""Given the n tokens of each sample of this rank (prompt, completion), returns its routes `[n or n - 1, L, K]`."""
 
 
 def record_routes(

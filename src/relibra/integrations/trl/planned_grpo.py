@@ -136,8 +136,8 @@ class PlannedGRPO(_Trainer):  # type: ignore[misc]
         **options: Any,
     ) -> Any:
         """Record the routes of the old log-probs, or replay those of the engine: the ratio compares like with like."""
-        score, is_policy = super()._get_per_token_logps_and_entropies, self.accelerator.unwrap_model(model)
-        if not self._scoring or self._trace is not None or is_policy is not self._policy:
+        score, unwrapped = super()._get_per_token_logps_and_entropies, self.accelerator.unwrap_model(model)
+        if not self._scoring or self._trace is not None or unwrapped is not self._policy:
             return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **options)
         if self._engine_routes is None:
             with record_routing(self._policy) as recorder:

@@ -116,7 +116,7 @@ def keep_seeds_of_pieces() -> None:
 
 @on_cpu
 def capture_under_compile() -> None:
-    """Keep experts an operation of their own in compiled graphs, as on GPUs; without it all routes of these are zero.
+    """Keep experts an operation of their own in compiled graphs, as on GPUs; without it their routes are all zero.
 
     Inlined experts are traced before the function that reports routes is set.
     """

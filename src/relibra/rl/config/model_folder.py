@@ -78,7 +78,7 @@ def check_expert_ranks(path: str, ranks: int) -> None:
 
 
 def read_model_sizes(path: Any) -> dict[str, Any]:
-    """Return config.json of a folder or a downloaded model, of its text part where it has one; {}: none to read.
+    """Return config.json of a folder or a downloaded model, or its text part if it has one; {}: none can be read.
 
     path   `model.path`, which may be of any type before settings are validated
     """

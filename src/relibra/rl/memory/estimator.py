@@ -22,12 +22,12 @@ _log = logging.getLogger(__name__)
 
 _SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 _SHARE_OF_A_DATA_SHEET = 0.99
-"""Of the GiB that a data sheet calls GB, what a program finds."""
+"""Share of the memory in a data sheet, read as GiB, that a program finds on the GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """Bytes of a GPU, and what says so; None: there is no GPU. host: what the machine can still give; None: unknown."""
+    """Bytes of a GPU (None: there is none), its name or that of the cluster, and free host bytes (None: unknown)."""
 
     nbytes: float | None
     name: str
@@ -46,9 +46,9 @@ def device_memory(config: RunConfig) -> DeviceMemory:
 
 
 def first_gpu() -> DeviceMemory | None:
-    """Return the first GPU that programs see as its driver names it, without a context on it; None: there is none.
+    """Return the first visible GPU as nvidia-smi describes it, without a context on it; None: there is none.
 
-    Of a part of a GPU (MIG) the driver names the whole: None.
+    None for a part of a GPU (MIG) too: nvidia-smi tells the memory of the whole.
     """
     first = first_visible_gpu()
     if first == "" or (first or "").startswith("MIG-") or which(_SMI[0]) is None:
@@ -111,9 +111,9 @@ def estimate_memory(
 
 
 def check_memory(config: RunConfig, local_ranks: int | None = None) -> Estimate | None:
-    """Return the estimate of a run of a model of the user on the GPUs here; None: there are none, or it cannot be made.
+    """Return the estimate of a run of the user's own model on the GPUs here; None: no GPUs, or it cannot be made.
 
-    Without GPUs too where settings are chosen by plan, which needs its figures.
+    Where settings are chosen by plan, runs of any model have one, also without GPUs.
 
     local_ranks   on this machine; None: all. Of several machines the host memory is not checked
     raises        ConfigError where it does not fit
@@ -139,7 +139,7 @@ def check_memory(config: RunConfig, local_ranks: int | None = None) -> Estimate 
 def with_estimate(config: RunConfig, found: Estimate | None, *, warns: bool = True) -> RunConfig:
     """Return the configuration with the settings that an estimate chooses, and at most its room for resident slots.
 
-    found   None, with a warning: there is none, so moments stay on the device and micro-batches have the usual size
+    found   None: there is no estimate; what a plan would choose gets its default, with a warning
     """
     by_plan = {"update.offload": "off"} if config.update.offload == "plan" else dict[str, Any]()
     if not config.update.micro_batch_tokens:

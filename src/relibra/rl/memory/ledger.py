@@ -26,7 +26,7 @@ class Ledger:
     """Storages of one device.
 
     now     bytes of the storages that are alive
-    place   where in the model the run is, if peaks there are told apart
+    place   part of the model that runs, if peaks there are told apart; else ""
     """
 
     def __init__(self) -> None:
@@ -39,14 +39,14 @@ class Ledger:
         self._phases: list[tuple[int, str]] = []  # first event of each
 
     def begin(self, phase: str) -> None:
-        """Count what follows to a phase; one that begins again goes on."""
+        """Count what follows to a phase, which may begin several times."""
         self._phases.append((len(self._events), phase))
 
     def see(self, tensor: Tensor, part: str, line: str, *, power_of_two: bool = False) -> None:
-        """Count the storage of a tensor, unless it is known.
+        """Count the storage of a tensor with its present size.
 
-        part           of a storage that nobody owns
-        power_of_two   of its bytes, as page-locked memory is given out
+        part           of a storage that is new, until `own` names another
+        power_of_two   round its bytes up to one, as the allocator of page-locked memory does
         """
         storage = tensor.untyped_storage()
         known = self._live.get(storage._cdata)
@@ -80,7 +80,7 @@ class Ledger:
                 self._parts[known[0]] = part
 
     def peaks(self) -> Peaks:
-        """Return, by phase and by line that made a storage, the parts at the largest sum when it did; also by place."""
+        """Return bytes by phase, line and part: at the largest sum as the line (also: in a place) makes a storage."""
         found: Peaks = {}
         total, now = 0, Counter[str]()
         phases = [*self._phases, (len(self._events), "")]

@@ -29,7 +29,7 @@ from relibra.rl.model.sharding import on_all_ranks
 _REPEATED = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 """Largest change by rounding (sums in another order) in passes of one shape, relative to the standard deviation."""
 _ROUNDED = 3
-"""Times the change between two equal passes that others may change."""
+"""Other passes may differ by so many times what two equal passes do."""
 _SHORT = range(LENGTH)
 
 
@@ -91,14 +91,14 @@ def check_lengths(model: nn.Module, longest: int, name: str, *, decodes: bool = 
     """
     noise, alone = _REPEATED[compute_dtype(model)], last_logits(model, (2, _SHORT))
     text = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    if not getattr(text, "rope_parameters", None):  # a table of positions ends
+    if not getattr(text, "rope_parameters", None):  # learned positions: a table that ends
         longest = min(longest, getattr(text, "max_position_embeddings", None) or longest)
 
-    # What others in the row change by rounding alone: they choose other experts. `mixes_sequences` limits it.
+    # Others in the row change rounding, and by it the choice of experts; `mixes_sequences` has limited how much.
     noise = max(noise, 2 * change_of(_beside(model, LENGTH), last_logits(model, (1, _SHORT), (2, _SHORT))))
 
     def fits(length: int) -> bool:
-        return change_of(_beside(model, LENGTH), _beside(model, length)) <= noise  # the first one resets
+        return change_of(_beside(model, LENGTH), _beside(model, length)) <= noise  # the short one resets rope
 
     if longest > LENGTH and not fits(longest):
         most, too_long = LENGTH, longest
@@ -120,13 +120,13 @@ def check_lengths(model: nn.Module, longest: int, name: str, *, decodes: bool = 
 
 
 def _beside(model: nn.Module, length: int) -> Tensor:
-    """Return the logits of a short sequence behind one whose last tokens stand where those of a long one do."""
+    """Return the logits of a short sequence behind another, whose positions end as those of `length` tokens do."""
     return last_logits(model, (0, [0, *range(length - LENGTH + 1, length)]), (2, _SHORT))
 
 
 @torch.no_grad()
 def _from_cache(model: nn.Module) -> Tensor:
-    """Return the logits of a sequence alone whose second half is fed token by token."""
+    """Return the logits of a sequence alone, from a cache; its second half is fed token by token."""
     input_1N, cache = probe_tokens(model, [2]), SlottedCache(model.config, Room(1, LENGTH))
     ends, seen_1N = [0, *_SHORT[LENGTH // 2 :], LENGTH], torch.ones_like(input_1N, dtype=torch.bool)
     pieces = [slice(start, end) for start, end in pairwise(ends)]

@@ -24,14 +24,14 @@ _TYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-"""Types by their names in safetensors files."""
+"""Names of types in safetensors files."""
 
 
 class StoredWeights:
     """Names, shapes and types that the weights of a model have in files, which may differ from those in the model.
 
     meta    the model on the meta device
-    dtype   of the parameters in files; None: that of `meta`. Buffers have theirs
+    dtype   of the parameters in files; None: that of `meta`. Buffers keep theirs
     """
 
     def __init__(self, meta: Any, dtype: torch.dtype | None = None) -> None:
@@ -47,7 +47,7 @@ class StoredWeights:
             layers.setdefault(_layer_of(name), {})[name] = tensor
         stored = [revert_weight_conversion(meta, one) for one in layers.values()]
         whole = revert_weight_conversion(meta, kept)
-        if _shapes(chain(*(one.items() for one in stored))) != _shapes(whole.items()):  # of several layers
+        if _shapes(chain(*(one.items() for one in stored))) != _shapes(whole.items()):  # it joins layers
             layers, stored = {"": kept}, [whole]
         self.tensors = {name: tensor for one in stored for name, tensor in one.items()}
         self._layers = layers

@@ -157,7 +157,7 @@ def sync_weights(
     if not keeps:
         _pause_answers(engine)
     if canary is not None and not slept:
-        canary.before_update()  # after a cut: else it waits in the servers' queues
+        canary.before_update()  # after the cut: before, requests would wait in queues
     if keeps:
         _pause_answers(engine)
     wait_for_ranks()  # here and below without a deadline: what rank 0 asks servers may take long
@@ -208,7 +208,7 @@ def _pause_answers(engine: ServerEngine) -> None:
 
 
 def _write_weights(engine: ServerEngine, policy: Policy, weight_version: int) -> Path | None:
-    """Write the trained weights where servers read them, who sample meanwhile; None: they are sent. Collective."""
+    """Write the trained weights where servers read them, which go on sampling; None: they are sent. Collective."""
     if engine.servers[0].transfer != "folder":
         return None
     assert engine.weights is not None, "RolloutSettings asks for a folder that the server sees"
@@ -219,7 +219,7 @@ def _write_weights(engine: ServerEngine, policy: Policy, weight_version: int) ->
 
 
 def _load_into_servers(engine: ServerEngine, policy: Policy, weight_version: int, written: Path | None) -> None:
-    """Let the servers load the trained weights, from files or (None) as they are sent; collective."""
+    """Let the servers load the trained weights, from the folder `written`, or sent to them (None); collective."""
     if written is None:
         # Of gloo's ranks, all but the first only take part in gathering.
         to_host = engine.servers[0].transfer == "gloo" and dist.get_rank() == 0

@@ -16,13 +16,13 @@ class Window:
     """Tokens that an engine added to a response in one step.
 
     tokens_w       new tokens; empty where the engine had nothing to add
-    log_probs_w    of each under the tempered policy that sampled it, or that later sampled on (`rescored_v`)
+    log_probs_w    of each under the tempered policy that sampled it, or that scored it anew (`rescored_v`)
     experts_mLK    logical ids of every token fed, from the first token of the prompt on, under the weights of this
                    step; one row less than tokens, because the last one was not fed. None: a model without experts
     stopped        the response ended itself
     versions_w     of the weights that sampled each; None: one version, which the caller knows
     cut            an update of the weights ended it early: it has no routes, and goes on under the new weights
-    rescored_v     log-probs of the window's tokens before these, under the weights of these; None: not asked for
+    rescored_v     log-probs of earlier parts of the window, under the weights of this one; None: not asked for
     """
 
     tokens_w: Int64[ndarray, " w"]

@@ -137,7 +137,7 @@ def _failure(failure: Any, stopped: set[int]) -> RankFailure:
 
 @contextmanager
 def _killing_stopped(folder: Path, seconds: float) -> Iterator[set[int]]:
-    """Kill a rank inside whose process was stopped (SIGSTOP) for so long, or that another one gave up; yield which.
+    """Inside, kill a rank that is stopped (SIGSTOP) for so long, or once another one failed; yield the process ids.
 
     Otherwise the agent waits half a minute for it, and where no other rank is left to notice it, for ever.
 
@@ -167,7 +167,7 @@ def _killing_stopped(folder: Path, seconds: float) -> Iterator[set[int]]:
 
 
 def _stopped_child(folder: Path) -> int | None:
-    """Return a rank whose process is stopped, by SIGSTOP or a terminal; None: there is none, or this is no Linux."""
+    """Return the process id of a rank that SIGSTOP or a terminal stopped; None: there is none, or this is no Linux."""
     if sys.platform != "linux":
         return None
     try:
@@ -183,7 +183,7 @@ def watch_launcher(launcher: int, run: str = "") -> None:
     """End this rank when the process that started it is gone, even by SIGKILL; ask it to stop when the run shall stop.
 
     launcher   process id
-    run        run folder, of which `running_file` is removed; empty: the launcher sends signals
+    run        run folder, whose `running_file` is removed to stop the run; empty: the launcher sends signals
     """
 
     def watch() -> None:

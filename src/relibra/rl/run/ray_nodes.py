@@ -141,9 +141,9 @@ def run_on_ray(config: RunConfig, run: Path) -> EndedRanks:
 def prepare_node(folder: str, run: str, version: str, host: str) -> tuple[str, int]:
     """Return why this node cannot take part, or nothing; and a port that is free there.
 
-    folder    of the driver, which this process enters
-    run       run folder
-    version   of the driver's relibra
+    folder, run   working folder of the driver, which this process enters; run folder
+    version       of the driver's relibra
+    host          address of this node
     """
     if version != relibra.__version__:
         return f"it has relibra {relibra.__version__}, and the driver {version}: install the same on all nodes", 0
@@ -300,7 +300,7 @@ def reserve_nodes(config: RunConfig, run: Path) -> list[PlacedNode]:
 
 
 def possible_layouts(num_ranks: int, room_N: Sequence[int]) -> list[int]:
-    """Return for how many ranks on each node there is room, most first.
+    """Return the numbers of ranks on each node for which there is room, largest first.
 
     Nodes are equal because a plan's `Cluster` has as many ranks on each. Ranks of a node are consecutive.
 

@@ -97,7 +97,7 @@ def open_launched(config: RunConfig, resume: Path | None, launched: LaunchedRank
 
 
 def _folder_of_launch(config: RunConfig, launch: str) -> Path | None:
-    """Return the latest run folder that a launch has made."""
+    """Return the latest run folder that a launch has made; None: it has made none."""
     made = [
         (file.stat().st_mtime, file.parent)
         for file in config.run.folder.absolute().glob(f"*/{_LAUNCH}")
@@ -220,7 +220,7 @@ def checkpoint_names(run: Path) -> list[str]:
 
 
 def step_folders(parent: Path) -> list[tuple[int, Path]]:
-    """Return the folders of steps, whole or not, with their step, the latest first; other names are left alone."""
+    """Return step and folder of each step folder, complete or not, the latest first; other names are ignored."""
     found = ((_STEP_FOLDER.fullmatch(path.name), path) for path in parent.glob("step-*"))
     return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
 

@@ -29,7 +29,7 @@ _LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{.*["'](role|content)["']\s*:.*["
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prompts:
-    """The task.
+    """The task of the user's file.
 
     rows            rows of the file
     training_rows   indices of the rows that are trained on

@@ -26,7 +26,7 @@ LARGEST = 1e9
 """Largest absolute reward: larger ones dominate all others in sums of squares."""
 
 MOST_PLACES = 1000
-"""Digits before or behind the point of a right answer."""
+"""Most digits before the point of a right answer, and about as many zeros behind it."""
 _ONE_AT_A_TIME = threading.Lock()
 """With `rollout.ahead` a thread computes rewards, beside those of an evaluation."""
 
@@ -92,7 +92,7 @@ def check_reward(name: str) -> None:
 
 
 def _is_answer(response: str, row: Mapping[str, Any], answer_column: str) -> bool:
-    """Return whether a response equals the right answer but for white space: a number in any way of writing it."""
+    """Return whether a response equals the right answer up to white space; a number may be written in any way."""
     answer = right_answer(row, answer_column)
     if response.split() == answer.split():
         return True

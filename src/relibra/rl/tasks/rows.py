@@ -121,8 +121,8 @@ class Parquet:
             table = parquet.read_table(path)
             for place, field in enumerate(table.schema):
                 if str(field.type) == "float":  # of 32 bits; Python's float of 0.1 is then 0.1, as it was meant
-                    column = table.column(place).cast("string").cast("double")
-                    table = table.set_column(place, field.name, column)
+                    doubles = table.column(place).cast("string").cast("double")
+                    table = table.set_column(place, field.name, doubles)
             return cls(path, digest, table)
 
     def __len__(self) -> int:

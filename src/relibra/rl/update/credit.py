@@ -34,7 +34,7 @@ from relibra.rl.run.ranks import gather_arrays, gather_several, largest_over_ran
 GAMMA = 1.0
 """Discount per token: rewards come at the end of a response, wherever that is."""
 LARGEST_ADVANTAGE = 10.0
-"""Of a whitened advantage; larger ones are clamped."""
+"""Largest absolute advantage of `compute_gae`, whitened or not; larger ones are clamped."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -160,9 +160,9 @@ def without_mixed_routes(credit: Credit, responses: Sequence[Response]) -> Credi
 def make_value_batches(
     responses: Sequence[Response], chosen: Sequence[int], micro_batch_tokens: int, *, shares_prompts: bool = False
 ) -> list[TokenBatch]:
-    """Cut this rank's responses into micro-batches for the value model, as many as every other rank has; collective.
+    """Cut chosen responses of this rank into micro-batches of the value model, as many as other ranks have; collective.
 
-    shares_prompts   responses of a group that stand in the same one feed their prompt once
+    shares_prompts   responses of a group in the same micro-batch feed their prompt once
     """
     group_s = np.array([one.group_id for one in responses], dtype=np.int64) if shares_prompts else None
     shared = None
@@ -185,7 +185,7 @@ def compute_gae(
 ) -> Credit:
     """Return advantages of the tokens of the last windows, from values (EGAE, arXiv 2506.15050); collective.
 
-    Rows of `N = window_tokens` columns hold the last window of each response.
+    In arrays `[S, N]` a row of `N = window_tokens` columns holds the last window of a response.
 
     values_X           before each response token
     train_unfinished   train on unfinished responses too, whose reward is not known yet
@@ -242,7 +242,7 @@ def variance_explained(responses: Sequence[Response], values_X: Float32[Tensor, 
 
 
 def returns_of(finished: Sequence[Response]) -> Float32[Tensor, " X"]:
-    """Return the reward to come before each token of finished responses, response after response."""
+    """Return the return (its reward at the end) of each token of finished responses, response after response."""
     pieces = [np.zeros(0)]
     for response in finished:
         assert response.reward is not None, f"sample {response.sample_id} is finished, so it has a reward"

@@ -90,7 +90,7 @@ def new_clocks(micro_batches: int, senders: int, experts: int, *, window: int = 
 
 
 def sending_order(senders: int, receivers: int, server: int = 1) -> Int64[ndarray, "X Y"]:
-    """Return whom each sender sends to first: all begin with different receivers, as far as there are enough.
+    """Return the order in which each sender sends to the receivers: all begin with different ones if there are enough.
 
     server    consecutive nodes of one server, on both sides; they go through other servers in turn
     """
@@ -113,7 +113,7 @@ def run_layers(
 ) -> Events:
     """Run the layers of one step from where the clocks stand, and advance them.
 
-    order_XY, back_YX    to whom a node sends first (`sending_order`)
+    order_XY, back_YX   the order in which a node sends to the others (`sending_order`), there and back
     partial         experts begin with the rows of the first sender; `experts_LMXY` then has the seconds of each part
     ack_priority    acknowledgements overtake rows in the NIC of an expert node
     """
@@ -205,7 +205,7 @@ def _attend(layer, m, work, clocks, events, arrive_MXY, order_XY, ack_priority) 
 @compiled
 @no_type_check
 def _expert(layer, m, work, clocks, events, arrive_MXY, back_YX, partial) -> None:
-    """Compute the experts of a micro-batch on all nodes and send rows back, first to whom was first here."""
+    """Compute the experts of a micro-batch on all nodes and send rows back, by `back_YX` or, if partial, by arrival."""
     _, _, X = work.attention_LMX.shape
     Y = work.send_LMXY.shape[3]
     start_XY, end_XY = np.empty((X, Y)), np.empty((X, Y))

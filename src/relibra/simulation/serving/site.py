@@ -48,12 +48,12 @@ class Site:
 
     @property
     def order_XY(self) -> Int64[ndarray, "X Y"]:
-        """Return to whom attention nodes send first."""
+        """Return the order in which attention nodes send to expert nodes."""
         return sending_order(self.senders, self.receivers, self.server)
 
     @property
     def back_YX(self) -> Int64[ndarray, "Y X"]:
-        """Return to whom expert nodes send first."""
+        """Return the order in which expert nodes send to attention nodes."""
         return sending_order(self.receivers, self.senders, self.server)
 
     @property
@@ -63,7 +63,7 @@ class Site:
 
     @property
     def receivers(self) -> int:
-        """Return the expert nodes."""
+        """Return the number of expert nodes."""
         return self.expert_LYP.shape[1]
 
     @property
@@ -119,7 +119,7 @@ class Site:
     ) -> tuple[Float64[ndarray, "L M X Y"], Float64[ndarray, "L M X Y"]]:
         """Return the time of both NICs; a message costs its bytes and those at which half the bandwidth is reached.
 
-        That share depends on the bytes that a GPU of an attention node sends, both ways, as in the search.
+        The latter are per GPU of an attention node, in both directions, as in the search.
         """
         pair = bytes_LMXY * self.by_network_XY
         used = sender.used

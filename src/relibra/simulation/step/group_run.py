@@ -35,7 +35,7 @@ class Execution:
     shard_dense              weights outside of experts are spread over the ranks of a group, gathered for each layer
                              and pass, and their gradients are reduce-scattered (FSDP, replicated over groups), as
                              `relibra.rl` trains; False: every rank holds them
-    whole_logits             those of all rows of a micro-batch are there at once, as in TRL; False: in chunks, as in
+    whole_logits             logits of all rows of a micro-batch exist at once, as in TRL; False: in chunks, as in
                              `relibra.rl`
 
     raises   ConfigError
@@ -52,7 +52,7 @@ class Execution:
 
     @property
     def num_mini_batches(self) -> int:
-        """Return the optimizer steps."""
+        """Return the number of optimizer steps."""
         return self.mini_batches if isinstance(self.mini_batches, int) else len(self.mini_batches)
 
     def on(self, cluster: Cluster) -> Execution:
@@ -207,7 +207,7 @@ def _mini_batch(
 def _sent(costs: StageCosts, how: Execution, before: int, after: int) -> dict[str, Float64[ndarray, " R"]]:
     """Return the bytes that each rank of a stage sends, by kind.
 
-    before, after   whether a stage is before, after: 0 or 1
+    before, after   1 if the pipeline has a stage before it, after it; else 0
     """
     backwards = 0 if how.forward_only else 1
     forwards = 1 + (backwards if how.recompute_activations else 0)

@@ -227,7 +227,7 @@ class _Walk:
             self.note(stage, self._id(layer), start_MR, self.now_MR, None, busy_MR, label)
 
     def _meet(self, term: str, work_MR: Float64[ndarray, "M R"] | None = None) -> None:
-        """Wait for the last rank; time beyond the work of the busiest rank counts as waiting for copies."""
+        """Wait for the last rank; with `work_MR`, time beyond that of the busiest rank counts as waiting for copies."""
         met_M = self.now_MR.max(axis=1)
         passed_M = met_M - self.met_M - self.late_M
         self.late_M = np.zeros_like(met_M)

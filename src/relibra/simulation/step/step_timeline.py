@@ -65,7 +65,7 @@ class _Notes:
         self._found.append((stage, layer, label, begin, seconds, moved, who))
 
     def events(self, rank: int, group_rank: int, micro_batch: int, position: int, start: float) -> Iterator[Event]:
-        """Yield the events of a rank in a micro-batch whose pass starts at `start`."""
+        """Yield a rank's events of a pass that begins at `start`; `group_rank` and `position` count in its group."""
         if position not in self._row_of:
             return
         at = self._row_of[position], self._column_of[group_rank]

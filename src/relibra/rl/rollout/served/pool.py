@@ -41,7 +41,7 @@ class PooledServer:
     losses       how often it was lost
     seen         when it last answered with the weights of the run
     why          it cannot be asked; empty: it was not tried yet
-    is_given_up  it did not answer for as long as it is waited for; it is tried on
+    is_given_up  it has not answered for `retry_seconds`; it is still tried
     """
 
     client: ServerClient
@@ -59,7 +59,7 @@ class PooledServer:
 
 
 class ServerPool:
-    """Sends requests of a group to one server, others where it is busy, and again elsewhere where that one is lost.
+    """Sends the requests of a group to one server, to others while it is busy, and lost ones again to others.
 
     A request counts when its whole answer is there; so nothing is lost, and nothing is taken twice.
     """
@@ -121,7 +121,7 @@ class ServerPool:
                 server.seen = time.monotonic()
 
     async def _choose(self, lost_by: set[PooledServer], preferred: int) -> PooledServer:
-        """Wait until a server is up; return one that has not lost this request and is least busy, if there is one.
+        """Wait until a server is up; return the preferred one, or the next where it is busy or lost this request.
 
         raises    EngineError where none is left
         """
@@ -139,7 +139,7 @@ class ServerPool:
         )
 
     def _lose(self, server: PooledServer, losses: int, lost: ServerLost) -> None:
-        """Note that a server lost a request that began after `losses` losses: the first such request tells it."""
+        """Note that a server lost a request that began after `losses` losses; of several such, the first one counts."""
         if server.losses != losses:
             return
         server.losses, server.failures = losses + 1, server.failures + 1
@@ -182,7 +182,7 @@ def none_left(reasons: Sequence[str], retry_seconds: float) -> str:
 async def on_every_server(
     servers: Sequence[T], work: Callable[[T], Awaitable[R]], *, retry_seconds: float
 ) -> list[R | ServerLost]:
-    """Return the result of the same work on all servers, done at once; of those that do not answer, why.
+    """Return the result of the same work on all servers, done concurrently; of those that do not answer, why.
 
     While none answers, the work is repeated, which a warning says once.
 

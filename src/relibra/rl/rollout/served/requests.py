@@ -27,7 +27,7 @@ LONGEST_PAUSE_SECONDS = 15.0
 BUSY = (429, 502, 503, 504)
 """Statuses of a server that may answer a later request."""
 POOL_SIZE = 8
-"""Requests under way in a pool of connections."""
+"""Most requests under way in a pool of connections."""
 _SHOWN_BYTES = 300
 """Bytes of a refusal, and of an error, that are shown."""
 

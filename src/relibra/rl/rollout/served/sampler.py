@@ -259,7 +259,7 @@ class Sampler:
         return keepers
 
     def _stop(self, keepers: Sequence[asyncio.Task[None]]) -> list[asyncio.Task[None]]:
-        """Bring no server up: one that comes back would be given old weights while new ones are written."""
+        """Stop bringing servers up: one that comes back would be given old weights while new ones are written."""
         for keeper in keepers:
             keeper.cancel()
         return []

@@ -1,7 +1,7 @@
 """A GPU that trainer and servers share (`rollout.sleep`): servers give its memory back while the trainer works.
 
 Order: sleep, which drops weights and caches; training; weights get memory again and are loaded; caches get memory
-again. Requests for tokens hang from the first to the last.
+again. Requests for tokens would hang from the first of these to the last.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ async def is_asleep(call: Call, dialect: Dialect) -> bool:
 
 
 def on_servers(engine: ServerEngine, requests: Requests) -> None:
-    """Send all servers the same, from rank 0; collective."""
+    """Send the same requests to all servers, from rank 0; collective."""
     if dist.get_rank() == 0:
         asyncio.run(on_every_server(engine.servers, partial(send, requests), retry_seconds=engine.retry_seconds))
     wait_for_ranks()
