@@ -113,8 +113,8 @@ def _planned(stock: Callable[..., Any]) -> Callable[..., Any]:
 
         @functools.wraps(stock_pack)
         def pack(sequence_lengths: list[int]) -> Bins:
-            since = time.perf_counter()
             bins = stock_pack(sequence_lengths=sequence_lengths)
+            since = time.perf_counter()
             samples = batch.take(len(sequence_lengths))
             try:
                 repacked, step = repack_bins(

@@ -99,13 +99,13 @@ def planned(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def prepare_micro_batches(data: Any, dp_group: Any = None, *arguments: Any, **options: Any) -> tuple[Any, Any]:
-        since = time.perf_counter()
         micro_batches, indices = stock(data, dp_group, *arguments, **options)
         current = _current.get()
         if current is not None and not current.forward_only:
             watch_sampler(data, dp_group, current.engine)
         if current is None or not _replays(current, data) or indices is None:
             return micro_batches, indices
+        since = time.perf_counter()
         try:
             layout = ExpertLayout.of_megatron(
                 current.engine.tf_config, data_ranks=_size(dp_group), parallel=current.engine.engine_config
@@ -173,7 +173,10 @@ def sampled_tokens(data: Any, *, num_experts: int) -> SampledTokens:
         old_X, rollout_X, mask_X = (one[:length].float().cpu().numpy() for one in values)
         chosen = np.flatnonzero(mask_X)
         rows = tokens - length + chosen - 1  # whose output predicts the token
-        pieces.append(((old_X - rollout_X)[chosen], np.full(len(rows), s), rows, routes[s][rows]))
+        own_XLK = routes[s][rows[rows < len(routes[s])]]
+        if len(own_XLK) < len(rows) or ((own_XLK < 0) | (own_XLK >= num_experts)).any():
+            raise TraceError(f"sample {s} of the batch has a token without a route, or an id of no expert")
+        pieces.append(((old_X - rollout_X)[chosen], np.full(len(rows), s), rows, own_XLK))
     log_ratio_X, response_X, row_X, experts_XLK = (np.concatenate(one) for one in zip(*pieces, strict=True))
     return SampledTokens(
         log_ratio_X=log_ratio_X,

@@ -1,5 +1,7 @@
 """Ranks of a Megatron model that disagree about homes or routes: a sentence on each of them, and nothing has moved."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -84,15 +86,17 @@ def refuses_plans():
     ids_MTLK = routes()
     plan, demand = make_plan(ids_MTLK)
     without_replicas, _ = make_plan(ids_MTLK, slots=0)
-    for name, (homes, of_rank) in {
-        "other homes on one": (swapped(0, 4) if own else LOGICAL, plan),
-        "two plans": (LOGICAL, without_replicas if own else plan),
+    other = replace(demand, sample_ids=demand.sample_ids + own)
+    for name, (homes, of_rank, counted) in {
+        "other homes on one": (swapped(0, 4) if own else LOGICAL, plan, demand),
+        "two plans": (LOGICAL, without_replicas if own else plan, demand),
+        "other demand on one": (LOGICAL, plan, other),
     }.items():
         model = build(planned=True)
         for layer, home_E in zip(planned_layers([model]).values(), homes, strict=True):
             layer.physical_to_logical_E = home_E
         try:
-            with execute_plan([model], of_rank, demand):
+            with execute_plan([model], of_rank, counted):
                 pass
         except RelibraError as error:
             found[name] = str(error)
@@ -130,3 +134,5 @@ def test_no_rank_waits_for_one_whose_model_does_not_fit_the_plan(found):
     assert "does not fit the model: see what expert-parallel ranks [1] say" in first["other homes on one"]
     assert "experts are not at the homes of the plan" in second["other homes on one"]
     assert all("have different plans" in one["two plans"] for one in (first, second))
+    assert "expert-parallel ranks [1] say" in first["other demand on one"]
+    assert "another demand" in second["other demand on one"]

@@ -119,11 +119,17 @@ def test_rows_without_a_route_take_experts_in_turn():
         (np.zeros((5, 1, 2), dtype=np.int64), "has 5 rows of routes for 3 tokens"),
         (np.full((3, 1, 2), 4), "expert ids 4 to 4: allowed are 0 to 3"),
         (np.zeros((3, 1, 9), dtype=np.int64), "9 choices of 4 experts"),
+        (np.array([[[0, 1], [-1, -1]]] * 3), "in some layers only"),
     ],
 )
 def test_routes_that_do_not_fit_are_refused(routes, message):
     with pytest.raises(TraceError, match=message):
         RowLayout().rows([3]).routes(0, [routes], num_experts=4)
+
+
+def test_routes_of_all_samples_are_needed():
+    with pytest.raises(TraceError, match="2 samples"):
+        RowLayout().rows([3, 3]).routes(0, [np.array([[[0, 1]]] * 3)], num_experts=4)
 
 
 @settings(max_examples=20)

@@ -111,8 +111,7 @@ def execute_plan(
                 loss(model(...)).backward()
     """
     layers = planned_layers(chunks)
-    scheduled = plan.scheduled(demand)
-    _check_plan(layers, plan, scheduled)
+    scheduled = _check_plan(layers, plan, demand)
     execution = MegatronPlanExecution(chunks, layers, plan, scheduled, first_micro_batch)
     with execution.replay_routes:
         try:
@@ -194,17 +193,19 @@ class MegatronPlanExecution:
             self.check()
 
 
-def _check_plan(layers: dict[int, PlannedMoELayer], plan: StepPlan, demand: ScheduledDemand) -> None:
-    """Raise EngineError where a plan does not fit the model, or ranks have different plans; collective."""
+def _check_plan(layers: dict[int, PlannedMoELayer], plan: StepPlan, demand: Demand) -> ScheduledDemand:
+    """Return the demand as planned; EngineError where plan and model do not fit, or ranks differ; collective."""
     refusal: RelibraError | None = None
     try:
-        _check_fit(layers, plan, demand)
+        scheduled = plan.scheduled(demand)
+        _check_fit(layers, plan, scheduled)
     except RelibraError as error:
         refusal = error  # raised after the exchange, so that no rank waits for this one
     first = next(iter(layers.values()))
     state = bytes.fromhex(plan.digest() + demand.digest())
     if len(set(states_of_ranks(first, refusal, state, "the plan does not fit the model"))) > 1:
         raise EngineError("ranks of an expert-parallel group have different plans: make it on one rank, and send it")
+    return scheduled
 
 
 def _check_fit(layers: dict[int, PlannedMoELayer], plan: StepPlan, demand: ScheduledDemand) -> None:

@@ -201,7 +201,7 @@ def state_tensors(parameter: nn.Parameter, where: str, optimizer: Any) -> StateT
         inner = getattr(item, "optimizer", item)
         main = getattr(parameter, "main_param", None)
         trained = parameter if main is None else main
-        if any(trained is p for group in inner.param_groups for p in group["params"]):
+        if any(trained is p for group in getattr(inner, "param_groups", ()) for p in group["params"]):
             states = {} if main is None else {"main": main.data}
             own = inner.state.get(trained, {}).items()
             return _whole(parameter, states | {k: v for k, v in own if torch.is_tensor(v) and v.shape == trained.shape})

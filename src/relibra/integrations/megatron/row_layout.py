@@ -172,6 +172,8 @@ class PackedRows:
                 f"samples of a micro-batch have routes of shapes {sorted(shapes)}: expected [rows, layers, K]"
             )
         L, K = next(iter(shapes))
+        if (samples := int(self.sample_XT.max(initial=-1)) + 1) > len(routes):
+            raise TraceError(f"the pack has {samples} samples, and routes are given of {len(routes)}: give all of them")
         if num_experts < K:
             raise TraceError(f"{K} choices of {num_experts} experts cannot differ")
         turn_TK = ((np.arange(len(sample_T))[:, None] * K + np.arange(K)) % num_experts).astype(np.int32)
@@ -181,6 +183,8 @@ class PackedRows:
             own = np.flatnonzero((sample_T == s) & (position_T < len(array)))
             chosen = np.asarray(array[position_T[own]], dtype=np.int32)
             recorded = (chosen >= 0).all(axis=(1, 2))
+            if ((chosen >= 0).any(axis=(1, 2)) != recorded).any():
+                raise TraceError(f"sample {s} of the micro-batch has rows with a route in some layers only")
             ids_TLK[own[recorded]] = chosen[recorded]
         return ids_TLK
 
