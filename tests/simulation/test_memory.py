@@ -127,6 +127,8 @@ def test_stages_keep_activations_in_flight():
     whole = memory_use(plan, demand, cluster, model)
     cut = memory_use(plan, demand, cluster, model, Execution(pipeline_stages=2))
     assert cut.parts["weights"] < whole.parts["weights"]
+    drained = memory_use(plan, demand, cluster, model, Execution(pipeline_stages=2, mini_batches=3))
+    assert drained.parts["activations"] < cut.parts["activations"], "one micro-batch is in flight, not two"
     again = memory_use(plan, demand, cluster, model, Execution(recompute_activations=True))
     assert again.parts["activations"] < whole.parts["activations"]
     forward = memory_use(plan, demand, cluster, model, Execution(forward_only=True))

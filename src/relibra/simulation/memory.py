@@ -20,7 +20,7 @@ from relibra.routing.demand import ScheduledDemand
 from relibra.simulation.cost_model import gathered_bytes, owned_parameters, rows_and_scores
 from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.model_shape import ModelShape
-from relibra.simulation.step.group_run import Execution
+from relibra.simulation.step.group_run import Execution, mini_batches_of
 from relibra.simulation.step.training_step import with_mini_batches
 from relibra.simulation.units import format_bytes
 
@@ -42,7 +42,7 @@ class MemoryUse:
                          (weights and gradients of replicas), activations, logits (bytes above the activations of one
                          recomputed layer: the two are never in memory together, so the larger counts)
     activations_static   activations with the same schedule, every expert at its first home and no replicas
-    capacity             memory of a rank
+    capacity             memory of a rank; for a part of a model (`cut_model`) its share
     keeps_activations    for the backward pass; False: recomputed, or there is none
     """
 
@@ -92,7 +92,7 @@ def memory_use(
                 stage=stage,
                 parts={**parts, "slots": float(slots)},
                 activations_static=_parts(model, layout, how, stage, rows_MR, static_MLR[:, layers])["activations"],
-                capacity=cluster.memory_bytes,
+                capacity=round(cluster.memory_bytes * model.layers / (model.part_of or model.layers)),
                 keeps_activations=not (how.recompute_activations or how.forward_only),
             )
         )
@@ -151,7 +151,9 @@ def _parts(
     """
     first, last, trained = stage == 0, stage == how.pipeline_stages - 1, not how.forward_only
     num_layers, value_bytes = load_MLR.shape[1], model.expert.bytes_per_value
-    in_flight = min(how.pipeline_stages - stage, len(rows_MR)) if trained else 1
+    of_group = -(-len(rows_MR) // layout.data_parallel)
+    most = max(map(len, mini_batches_of(of_group, how.mini_batches)), default=0)  # a pipeline drains behind each
+    in_flight = min(how.pipeline_stages - stage, most) if trained else 1
     dense_layers = model.dense_layers if first else 0
     shared, experts = owned_parameters(model, layout, num_layers, first=first, last=last)
     own = shared / (layout.data_parallel * layout.expert_parallel) + experts / layout.data_parallel

@@ -24,10 +24,10 @@ from relibra.simulation.step.pipeline_schedule import BACKWARD, FORWARD, stage_t
 from relibra.simulation.step.training_step import costs_of_groups, ends_of_mini_batches, micro_batches_of_groups
 from relibra.timeline import MAX_EVENTS, Event, Timeline
 
-_EVENTS_PER_LAYER = 18
-"""Upper limit per rank, micro-batch and layer, forward and backward."""
-_FURTHER_STAGES = 6
-"""More of them with hierarchical dispatch: of dispatch and combine, forward, again and backward."""
+_EVENTS_PER_LAYER, _RECOMPUTED = 18, 6
+"""Upper limit per rank, micro-batch and layer, forward and backward; and how many more if that is computed again."""
+_FURTHER_STAGES, _RECOMPUTED_STAGES = 4, 2
+"""More of both with hierarchical dispatch, of dispatch and combine."""
 
 
 class _Notes:
@@ -115,7 +115,9 @@ def simulated_timeline(
     chosen = _checked(ranks, layout)
     kept = [[m for m in number_M.tolist() if micro_batches is None or m in micro_batches] for number_M in numbers]
     per_stage = len(plan.layer_ids) // how.pipeline_stages + 2 if layers is None else len(layers)
-    per_layer = _EVENTS_PER_LAYER + (_FURTHER_STAGES if plan.dispatch == "hierarchical" else 0)
+    per_layer = _EVENTS_PER_LAYER + _RECOMPUTED * how.recompute_activations
+    if plan.dispatch == "hierarchical":
+        per_layer += _FURTHER_STAGES + _RECOMPUTED_STAGES * how.recompute_activations
     most = len(chosen) * max(map(len, kept)) * per_stage * per_layer
     if most > MAX_EVENTS:
         raise ConfigError(
