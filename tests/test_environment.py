@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relibra.environment import in_little_memory
+from relibra.environment import host_memory, in_little_memory
 
 MIB = 1 << 20
 
@@ -41,3 +41,17 @@ def test_freed_blocks_are_returned_while_a_model_loads():
         inside, after = pool.submit(freed_inside_and_after).result()
     assert inside > 30
     assert after < 2
+
+
+def test_memory_of_the_host_is_that_of_its_control_group(tmp_path):
+    whole, free = (host_memory(tmp_path, free=free) for free in (False, True))
+    assert 0 < free <= whole
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory(tmp_path, free=False) == whole
+    (tmp_path / "memory.max").write_text("1048576\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 400000\ninactive_file 200000\n")
+    assert host_memory(tmp_path, free=False) == 1048576
+    assert host_memory(tmp_path, free=True) == 548576
+    (tmp_path / "memory.stat").unlink()
+    assert host_memory(tmp_path, free=True) is None

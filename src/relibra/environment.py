@@ -39,6 +39,24 @@ class LaunchedRank:
     restarts: int = 0
 
 
+def host_memory(group: Path = Path("/sys/fs/cgroup"), *, free: bool) -> float | None:
+    """Return the bytes of this machine, or of its control group if that has less; None: unknown.
+
+    free   those that programs can still get: files that are only cached count
+    """
+    try:
+        rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        found = 1024.0 * {name: int(size) for name, size, *_ in rows}["MemAvailable:" if free else "MemTotal:"]
+        limit = (group / "memory.max").read_text().strip() if (group / "memory.max").exists() else "max"
+        if limit == "max":
+            return found
+        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
+        used = int((group / "memory.current").read_text()) - int(cached) if free else 0
+        return min(found, float(int(limit) - used))
+    except (OSError, KeyError, ValueError):
+        return None
+
+
 @contextmanager
 def uncollected_imports() -> Iterator[None]:
     """Import inside without the garbage collector, and leave what there is then out of all later collections.

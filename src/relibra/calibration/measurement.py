@@ -8,7 +8,6 @@ slow moment affects all of them.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import tempfile
 import time
@@ -25,6 +24,7 @@ from torch.multiprocessing.spawn import ProcessException
 
 from relibra.calibration.fit import Machine, Timings
 from relibra.calibration.grouped_experts import grouped_experts, seconds_each
+from relibra.environment import host_memory
 from relibra.errors import ConfigError, EngineError
 from relibra.planning.costs.expert_shape import ExpertShape
 
@@ -116,7 +116,7 @@ def describe_machine(job: Job) -> Machine:
         memory = int(properties.total_memory)
     else:
         words = f"{_processor()}, {job.ranks} processes of 1 thread, float32"
-        memory = _host_memory() // job.ranks
+        memory = int(host_memory(free=False) or 0) // job.ranks
     kind = "gpu" if job.cuda else "cpu"
     return Machine(
         name=f"calibrated-{kind}-x{job.ranks}",
@@ -357,11 +357,3 @@ def _processor() -> str:
     lines = path.read_text().splitlines() if path.exists() else []
     named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return named[0] if named else platform.processor() or "unknown processor"
-
-
-def _host_memory() -> int:
-    """Return the memory of this machine, or the limit of its control group if that is less, in bytes."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    allowed = limit.read_text().strip() if limit.exists() else "max"
-    return min(total, int(allowed)) if allowed.isdigit() else total

@@ -13,7 +13,7 @@ from shutil import which
 from typing import Any
 
 from relibra.cluster import PRESETS, read_cluster
-from relibra.environment import environment_of_dry_run, first_visible_gpu, module_program
+from relibra.environment import environment_of_dry_run, first_visible_gpu, host_memory, module_program
 from relibra.errors import ConfigError
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.memory.estimate import GIB, Estimate
@@ -57,17 +57,8 @@ def first_gpu() -> DeviceMemory | None:
         command = (*_SMI, *((f"--id={first}",) if first else ()))
         found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
         name, mebibytes = found[0].rsplit(",", 1)
-        return DeviceMemory(nbytes=float(mebibytes) * 2**20, name=name.strip(), host=host_memory())
+        return DeviceMemory(nbytes=float(mebibytes) * 2**20, name=name.strip(), host=host_memory(free=True))
     except (OSError, subprocess.SubprocessError, IndexError, ValueError):  # no driver, or no GPU
-        return None
-
-
-def host_memory() -> float | None:
-    """Return the bytes that this machine can still give to programs; None: unknown."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return float(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
-    except (OSError, StopIteration, IndexError, ValueError):
         return None
 
 
