@@ -214,8 +214,8 @@ def test_metrics_tell_busy_workers_and_how_full_the_cache_is(served):
 
 def test_stopped_server_ends_its_answers_with_a_sentence(tmp_path):
     write_text_model(tmp_path)
-    with relibra_serve(tmp_path, "--max-length", "4000", "--kv-tokens", "8192") as (url, process):
-        asked, workers = {"prompt": [5, 6, 7], "max_tokens": 3900, "ignore_eos": True}, workers_of(process)
+    with relibra_serve(tmp_path, "--max-length", "12000", "--kv-tokens", "24000") as (url, process):
+        asked, workers = {"prompt": [5, 6, 7], "max_tokens": 11900, "ignore_eos": True}, workers_of(process)
         with ThreadPoolExecutor() as pool, httpx.Client(timeout=60, trust_env=False) as client:
             whole = pool.submit(complete, url, **asked)
             with client.stream("POST", f"{url}/v1/completions", json={**asked, "stream": True}) as answer:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from relibra.errors import ConfigError
 from relibra.rl.tasks.rewards import make_reward, right_answer
-from relibra.rl.tasks.rows import open_rows
+from relibra.rl.tasks.rows import WrittenFloat, open_rows
 from relibra.rl.tasks.task import Prompt
 
 EXACT = make_reward("exact", "answer")
@@ -62,7 +62,10 @@ def test_every_decimal_equals_itself_only(number):
     assert EXACT(prompt, f"{number + Decimal('0.000001'):f}") == 0.0
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), Decimal("NaN"), Decimal("1e1000000000")])
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), float("inf"), Decimal("NaN"), Decimal("1e1000000000"), WrittenFloat("1e9999999999999999999")],
+)
 def test_what_is_no_number_or_has_endless_digits_is_refused(value):
     with pytest.raises(ConfigError, match="a right answer is a text or number"):
         right_answer({"answer": value}, "answer")

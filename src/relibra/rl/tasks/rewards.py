@@ -114,7 +114,10 @@ def right_answer(row: Mapping[str, Any], name: str, origin: str = "its row") -> 
     if isinstance(answer, str) and answer.strip():
         return answer
     if isinstance(answer, int | float | Decimal) and not isinstance(answer, bool):
-        number = Decimal(str(getattr(answer, "written", answer)))
+        try:
+            number = Decimal(str(getattr(answer, "written", answer)))
+        except InvalidOperation:  # its exponent is beyond any
+            number = Decimal("NaN")
         if number.is_finite() and abs(number.adjusted()) < MOST_PLACES:
             whole, _, places = f"{number:f}".partition(".")
             return f"{whole}.{places}" if places.strip("0") else whole
