@@ -53,7 +53,7 @@ def test_training_goes_on_and_checkpoint_has_bits_of_its_moment(tmp_path):
             assert names(tmp_path) == [".step-00003.partial"]
             assert same(contents(models), before), "training went on while the checkpoint was written"
             start = time.perf_counter()
-            threading.Timer(0.2, disk.set).start()
+            threading.Timer(1.0, disk.set).start()
             writer.wait()
             assert time.perf_counter() - start > 0.1
             assert writer.take_seconds() > 0.1 > waited
