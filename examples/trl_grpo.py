@@ -102,11 +102,11 @@ if __name__ == "__main__":
     main()
 
 # Output:
-# step 1: loss -0.1623, reward 0.326, rank skew 1.303 -> 1.000
-# step 2: loss -0.1059, reward 0.453, rank skew 1.274 -> 1.000
-# step 3: loss -0.1599, reward 0.453, rank skew 1.210 -> 1.000
-# step 4: loss -0.1804, reward 0.529, rank skew 1.254 -> 1.000
-# step 5: loss -0.2069, reward 0.549, rank skew 1.337 -> 1.000
-# step 6: loss +0.0026, reward 0.635, rank skew 1.304 -> 1.000
-# step 7: loss -0.1927, reward 0.654, rank skew 1.245 -> 1.000
-# step 8: loss -0.1822, reward 0.638, rank skew 1.235 -> 1.000
+# step 1: loss -0.1623, reward 0.326, rank skew 1.303 -> 1.007
+# step 2: loss -0.1059, reward 0.453, rank skew 1.274 -> 1.008
+# step 3: loss -0.1599, reward 0.453, rank skew 1.210 -> 1.009
+# step 4: loss -0.1804, reward 0.529, rank skew 1.254 -> 1.009
+# step 5: loss -0.2069, reward 0.549, rank skew 1.337 -> 1.009
+# step 6: loss +0.0026, reward 0.635, rank skew 1.304 -> 1.008
+# step 7: loss -0.1927, reward 0.654, rank skew 1.245 -> 1.009
+# step 8: loss -0.1822, reward 0.638, rank skew 1.235 -> 1.008
