@@ -54,4 +54,5 @@ def test_memory_of_the_host_is_that_of_its_control_group(tmp_path):
     assert host_memory(tmp_path, free=False) == 1048576
     assert host_memory(tmp_path, free=True) == 548576
     (tmp_path / "memory.stat").unlink()
+    assert host_memory(tmp_path, free=False) == 1048576
     assert host_memory(tmp_path, free=True) is None

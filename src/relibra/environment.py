@@ -44,17 +44,19 @@ def host_memory(group: Path = Path("/sys/fs/cgroup"), *, free: bool) -> float | 
 
     free   those that programs can still get: files that are only cached count
     """
+    found, used = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), 0
     try:
-        rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-        found = 1024.0 * {name: int(size) for name, size, *_ in rows}["MemAvailable:" if free else "MemTotal:"]
-        limit = (group / "memory.max").read_text().strip() if (group / "memory.max").exists() else "max"
-        if limit == "max":
+        if free:
+            rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+            found = 1024.0 * {name: int(size) for name, size, *_ in rows}["MemAvailable:"]
+        if not (group / "memory.max").exists() or (limit := (group / "memory.max").read_text().strip()) == "max":
             return found
-        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
-        used = int((group / "memory.current").read_text()) - int(cached) if free else 0
+        if free:
+            cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
+            used = int((group / "memory.current").read_text()) - int(cached)
         return min(found, float(int(limit) - used))
     except (OSError, KeyError, ValueError):
-        return None
+        return None if free else found
 
 
 @contextmanager

@@ -192,10 +192,10 @@ class ScheduledDemand(Demand):
         ]
         pairs = [demand.pairs_LEE for demand in demands if demand.pairs_LEE is not None]
         shared = any(demand.attended_S is not None for demand in demands)
-        before = np.cumsum([0, *(len(demand.rank_S) for demand in demands)])
+        before = np.cumsum([0, *(len(demand.rank_S) for demand in demands[:-1])])
         pieces = [
             first + (np.arange(len(demand.rank_S)) if demand.piece_S is None else demand.piece_S)
-            for first, demand in zip(before, demands, strict=False)
+            for first, demand in zip(before, demands, strict=True)
         ]
         return ScheduledDemand(
             counts_SLE=np.concatenate([demand.counts_SLE for demand in demands]),

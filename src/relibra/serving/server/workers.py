@@ -369,7 +369,8 @@ class WorkerClients:
                 await (self._restart_experts if connection in self._experts else self._restart_attention)(number)
             except (EngineError, OSError) as error:
                 why = f"ended, and does not start again: {error}"
-                if connection in self._experts or not any(worker.lost for worker in self._experts):
+                coming = any(worker.lost and not worker.for_good for worker in self._experts)
+                if connection in self._experts or not coming:
                     break  # else an expert worker may have ended while this one connected to it
             self.on_free()
         connection.give_up(why)
@@ -384,8 +385,8 @@ class WorkerClients:
     async def _restart_attention(self, number: int) -> None:
         """Start an attention worker again, once all experts are there; raises EngineError."""
         while lost := [worker for worker in self._experts if worker.lost]:
-            if gone := next((worker.lost for worker in lost if worker.for_good), ""):
-                raise EngineError(gone)
+            if gone := next((worker.worker.name for worker in lost if worker.for_good), ""):
+                raise EngineError(f"{gone} does not come back")
             await asyncio.sleep(_POLL_SECONDS)
         known = await asyncio.to_thread(self._model.restart_attention, number)
         self._attention[number] = await connection_to(self._model.attention_workers[number])
