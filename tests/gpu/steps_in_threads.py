@@ -39,6 +39,8 @@ def spread(case: Case) -> nn.Module:
     threads may not do at once. This distributes a model that is there, by the same functions of transformers.
     """
     ranks = case.num_ranks
+    if case.device == "cuda":
+        torch.cuda.init()  # else a mesh warns in the first test of a process
     config = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation=case.implementation)
     dense = init_device_mesh(case.device, (1, 1, ranks, 1), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
     experts = init_device_mesh(case.device, (1, 1, 1, ranks), mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"))
