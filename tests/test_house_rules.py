@@ -276,13 +276,13 @@ def test_nobody_pickles():
 
 
 LINE_CEILINGS = {
-    "src/relibra": (65_500, ""),
-    "planning without deployment and baselines": (7_500, r"planning/(?!deployment/|baselines/)"),
+    "src/relibra": (67_700, ""),
+    "planning without deployment and baselines": (8_300, r"planning/(?!deployment/|baselines/)"),
     "planning/baselines": (1_300, "planning/baselines/"),
-    "parallel": (5_000, "parallel/"),
+    "parallel": (5_300, "parallel/"),
 }
 """Most lines of Python and templates, and the start of the paths of the files that count."""
-MOST_SETTINGS = 112
+MOST_SETTINGS = 114
 
 
 @pytest.mark.parametrize("name", LINE_CEILINGS)
