@@ -240,11 +240,12 @@ def _rows_of(program, *options):
 )
 def test_programs_run_on_made_up_routes(tmp_path, program, options, settings):
     from benchmarks.runtime import emulated_ranks as emulated
+    from benchmarks.runtime import executor_path
 
     rows = _rows_of(program, "--output", str(tmp_path), *options)
     executed = [row for row in rows if "ms of ranks" in row]
     rows = [row for row in rows if row not in executed]
-    assert [row["balancer"] for row in executed] == ["static", "relibra"] * (program == "gpu")
+    assert [row["balancer"] for row in executed] == [*executor_path.BALANCERS] * (program == "gpu")
     names = [*emulated.BALANCERS, emulated.EQUAL]
     assert [row["balancer"] for row in rows] == names * settings
     for row in rows:
