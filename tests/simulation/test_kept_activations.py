@@ -9,11 +9,10 @@ import pytest
 from relibra import cluster_preset, demo_demand
 from relibra.errors import ConfigError
 from relibra.integrations.megatron.recompute import recompute_flags
+from relibra.planning.activation_choice import OPTIONS, ActivationChoice
 from relibra.planning.plan import StepPlan
 from relibra.simulation import Execution, memory_use, model_shape, simulate_step
 from relibra.simulation.kept_activations import (
-    OPTIONS,
-    ActivationChoice,
     choose_activations,
     choose_kept_activations,
     seconds_saved,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from relibra.errors import ConfigError
-from relibra.simulation.kept_activations import ALL, ATTENTION, ActivationChoice
+from relibra.planning.activation_choice import ALL, ATTENTION, ActivationChoice
 
 
 def recompute_flags(choice: ActivationChoice, pipeline_stages: int = 1) -> list[str]:

@@ -9,19 +9,12 @@ import numpy as np
 from numpy import ndarray
 
 from relibra.cluster import Cluster
+from relibra.planning.activation_choice import ALL, RECOMPUTE, ActivationChoice
 from relibra.planning.plan import StepPlan
 from relibra.rl.memory.estimate import GIB
 from relibra.routing.demand import ScheduledDemand
 from relibra.simulation import ModelShape
-from relibra.simulation.kept_activations import (
-    ALL,
-    RECOMPUTE,
-    ActivationChoice,
-    choose_activations,
-    fits,
-    rows_of_layers,
-    seconds_saved,
-)
+from relibra.simulation.kept_activations import choose_activations, fits, rows_of_layers, seconds_saved
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from relibra.simulation.kept_activations import ActivationChoice
+from relibra.planning.activation_choice import ActivationChoice
 
 GIB = 2**30
 ESTIMATE_FILE = "memory.json"

@@ -21,6 +21,7 @@ from relibra.cluster import Cluster
 from relibra.parallel import relocate
 from relibra.parallel.adapters import without_adapters
 from relibra.parallel.balanced import balanced_layers
+from relibra.planning.activation_choice import ALL
 from relibra.planning.plan import StepPlan
 from relibra.rl.algorithms.loss import find_loss
 from relibra.rl.batch.training_batch import BatchExecution, TrainingBatch, executing
@@ -40,7 +41,6 @@ from relibra.rl.update.credit import compute_values
 from relibra.rl.update.policy_update import update_policy
 from relibra.rl.update.recompute import recompute, reference_log_probs, score_tokens
 from relibra.rl.update.value_update import update_values
-from relibra.simulation.kept_activations import ALL
 
 
 @runtime_checkable

@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from relibra.calibration.machine import find_cluster, preset_of_gpu
 from relibra.cluster import Cluster
 from relibra.errors import ConfigError, RelibraError
+from relibra.planning.activation_choice import ActivationChoice
 from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step
 from relibra.printable import plural
@@ -34,7 +35,6 @@ from relibra.rl.model.policy import ModelStructure, read_model_config, read_stru
 from relibra.rl.model.tokenizer import make_tokenizer
 from relibra.rl.tasks.make import make_task
 from relibra.rl.update.gradient_reduction import reduces_each_micro_batch
-from relibra.simulation.kept_activations import ActivationChoice
 
 _LEVERS: tuple[tuple[str, Any], ...] = (
     ("update.activations", "recompute"),

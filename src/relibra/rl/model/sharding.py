@@ -31,11 +31,11 @@ from relibra.parallel import logical_parameters, register
 from relibra.parallel.adapters import add_adapters, is_adapter, merged
 from relibra.parallel.balanced import NAME, balanced_layers
 from relibra.parallel.homes.logical_order import full_tensor, reshard
+from relibra.planning.activation_choice import ATTENTION, RECOMPUTE
 from relibra.rl.config.settings import LoraSettings, ModelSettings
 from relibra.rl.model.adapter_values import initialize_adapters
 from relibra.rl.model.tokenizer import loading as loading
 from relibra.rl.run.ranks import gather_json, wait_for_ranks
-from relibra.simulation.kept_activations import ATTENTION, RECOMPUTE
 
 T = TypeVar("T")
 
@@ -124,7 +124,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def keep_activations(model: nn.Module, option_L: Sequence[str]) -> None:
-    """Set what each decoder layer saves, where all of them recompute: one of `kept_activations.OPTIONS`.
+    """Set what each decoder layer saves, where all of them recompute: one of `activation_choice.OPTIONS`.
 
     The flag is of the layer's `forward`, so the hooks of FSDP stay outside of what is recomputed.
     """
