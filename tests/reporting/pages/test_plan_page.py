@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 import pytest
+from plotly.offline import get_plotlyjs
 
 from relibra.cluster import cluster_preset
 from relibra.errors import ConfigError
@@ -278,4 +279,4 @@ def test_a_large_step_makes_a_page_of_a_few_megabytes_in_seconds() -> None:
     start = time.perf_counter()
     page = render_plan_page(step, MADE)
     assert time.perf_counter() - start < 20
-    assert len(page.encode()) < 8_000_000
+    assert len(page.encode()) - len(get_plotlyjs().encode()) < 3_500_000, "beside plotly's own script"

@@ -169,9 +169,9 @@ def _timelines_figure(names: Sequence[str], drawn: Sequence[Sequence[Event]]) ->
             colour, pattern = STYLES.get(stage, ("#999999", "-" if stage.startswith("wait") else ""))
             figure.add_bar(
                 orientation="h",
-                base=np.array([event.start for event in own]),
-                x=np.array([event.seconds for event in own]),
-                y=np.array([ranks.index(event.rank) + (lane - 1) * 0.3 for event in own]),
+                base=[float(f"{event.start:.6g}") for event in own],  # a list in any case: each digit is a byte
+                x=np.array([event.seconds for event in own], dtype=np.float32),
+                y=np.array([ranks.index(event.rank) + (lane - 1) * 0.3 for event in own], dtype=np.float32),
                 width=0.27,
                 xaxis=f"x{suffix}",
                 yaxis=f"y{suffix}",
@@ -180,8 +180,8 @@ def _timelines_figure(names: Sequence[str], drawn: Sequence[Sequence[Event]]) ->
                 showlegend=stage not in legend,
                 marker={"color": colour, "pattern": {"shape": pattern, "size": 5}},
                 customdata=[
-                    (event.rank, event.layer, event.micro_batch, event.seconds, event.bytes, event.bytes_between_nodes)
-                    for event in own
+                    (e.rank, e.layer, e.micro_batch, float(f"{e.seconds:.3g}"), e.bytes, e.bytes_between_nodes)
+                    for e in own
                 ],
                 hovertemplate=(
                     f"rank %{{customdata[0]}}: {plain_name(stage)}, layer %{{customdata[1]}}, "
