@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -11,7 +12,7 @@ import time
 
 import pytest
 
-from tests.rl.ranks_at_work import TINY
+from tests.rl.ranks_at_work import TINY, assert_same_bits, outcome_of
 from tests.rl.runs import (
     RELIBRA,
     LongRun,
@@ -24,6 +25,8 @@ from tests.rl.runs import (
 )
 
 pytestmark = pytest.mark.slow
+
+RESUMING = "resuming from the checkpoint after"
 
 
 @pytest.mark.parametrize("delay_s", [None, 0.0, 0.13, 0.29])
@@ -95,10 +98,46 @@ def test_a_supervised_run_goes_on_after_a_lost_rank(tmp_path):
         assert going.exit_code(240) == 0
     assert going.stderr.count("rank 1 was killed by SIGKILL") == 1
     assert re.search(r"restarting from step-0000\d, 2 more without a newer checkpoint", going.stderr)
-    assert "resuming from the checkpoint after" in going.stderr
+    assert RESUMING in going.stderr
     outcome = json.loads(going.stdout)
     assert (outcome["complete"], outcome["steps"]) == (True, 12)
     assert check_whole(going.run) == 12
+
+
+def test_ten_kills_shrink_a_run_to_what_a_hand_resumes(tmp_path):
+    """Four tries on four ranks, four on two, two on one, killed at random moments; then it is left in peace."""
+    words = ("--supervise", "--shrink", "parallel.ranks=4", "checkpoint.every=3", "checkpoint.keep=9", "run.steps=8")
+    rng, tries = random.Random(4), [4] * 4 + [2] * 4 + [1] * 2
+    with LongRun(tmp_path / "killed", *words, "algorithm.preset=grpo") as going:
+        going.wait_for("(4/")
+        for number, ranks in enumerate(tries):
+            workers, resumed = going.wait_for_workers(ranks), going.stderr.count(RESUMING)
+            while number % 2 and going.stderr.count(RESUMING) == resumed:
+                time.sleep(0.02)
+            time.sleep(rng.random())
+            os.kill(rng.choice(workers), signal.SIGKILL)
+            wait_until_gone(workers, 60)
+            if not number:
+                going.wait_for("restarting from step-00003, 2 more")
+                shutil.copytree(going.run, tmp_path / "hand" / "run")  # the ranks only begin to import
+        assert going.exit_code(240) == 0
+    killed, hand = going.run, tmp_path / "hand" / "run"
+    outcome = json.loads(going.stdout)
+    assert (outcome["complete"], outcome["steps"]) == (True, 8)
+    assert [(one["ranks_before"], one["ranks"], one["checkpoint"]) for one in outcome["shrunk"]] == [
+        (4, 2, 3),
+        (2, 1, 3),
+    ]
+    last = outcome["shrunk"][-1]
+    assert last["steps_redone"] >= 1
+    assert last["seconds"] > last["step_seconds"] > 0
+    assert going.stderr.count("was killed by SIGKILL") == len(tries)
+    assert "Traceback" not in going.stderr
+    assert check_whole(killed) == 8
+    done = run_command(["train", "--resume", str(hand), "parallel.ranks=1", "--json"])
+    assert done.returncode == 0, done.stderr
+    assert_same_bits(outcome_of(killed, []), outcome_of(hand, []))
+    assert (killed / "samples.jsonl").read_text() == (hand / "samples.jsonl").read_text()
 
 
 LEAVING = """

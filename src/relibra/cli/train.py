@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, cast
@@ -30,6 +31,7 @@ def train(
     settings: options.RunSettings = None,
     resume: Path | None = None,
     supervise: Annotated[bool, typer.Option("--supervise")] = False,
+    shrink: Annotated[bool, typer.Option("--shrink")] = False,
     as_json: options.Json = False,
     show_config: Annotated[bool, typer.Option("--show-config")] = False,
     estimate: Annotated[bool, typer.Option("--estimate")] = False,
@@ -42,6 +44,7 @@ def train(
 
     resume  Continue the run in this folder from its last checkpoint; overrides change its settings.
     supervise  After a lost rank, start again from the last checkpoint.
+    shrink  With --supervise: when restarts are used up, go on from it on fewer ranks, as many as divide the experts.
     show_config  Print the resolved settings as TOML and exit.
     estimate  Print the memory of a GPU by part and exit; reads no weights, needs no GPU. plan.cluster names the device.
     force  Train although the estimated memory does not fit the GPUs.
@@ -70,7 +73,7 @@ def train(
 
     from relibra.rl.run.launch import launch
 
-    finished = launch(config, resume, supervise=supervise, force=force)
+    finished = launch(config, resume, supervise=supervise, shrink=shrink, force=force)
     if finished is not None:
         _finish(finished, as_json=as_json)
 
@@ -151,6 +154,7 @@ def _finish(finished: Finished, *, as_json: bool) -> None:
         "first_mean_reward": fmean(rewards[:averaged]) if rewards else None,
         "last_mean_reward": fmean(rewards[-averaged:]) if rewards else None,
         "report": str(page) if page else None,
+        "shrunk": [asdict(one) for one in finished.shrunk],
     }
     print_result(outcome, as_json=as_json)
     if not finished.complete:

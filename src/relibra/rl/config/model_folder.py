@@ -66,15 +66,20 @@ def _what_is_wrong(path: str, folder: Path) -> tuple[str, str] | None:
 
 def check_expert_ranks(path: str, ranks: int) -> None:
     """Raise ConfigError if `parallel.ranks` does not divide the experts that a model's config.json has."""
-    sizes = read_model_sizes(path)
-    if sizes.get("is_moe") is False:  # Doge: a dense model whose configuration has a number of experts all the same
-        return
-    experts = next((sizes[name] for name in _EXPERTS if isinstance(sizes.get(name), int)), 0)
-    if experts > 0 and experts % ranks:
+    experts = expert_count(path)
+    if experts % ranks:
         why = (
             f"does not divide the {experts} experts of model.path {path!r}: every rank needs the same number of experts"
         )
         raise ConfigError("parallel.ranks", got=ranks, allowed=why)
+
+
+def expert_count(path: str) -> int:
+    """Return the experts of a layer that a model's config.json has; 0: it has none, or cannot be read."""
+    sizes = read_model_sizes(path)
+    if sizes.get("is_moe") is False:  # Doge: a dense model whose configuration has a number of experts all the same
+        return 0
+    return max(0, next((sizes[name] for name in _EXPERTS if isinstance(sizes.get(name), int)), 0))
 
 
 def read_model_sizes(path: Any) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from relibra.rl.run.run_folder import (
     remove_if_unused,
     running_file,
 )
+from relibra.rl.run.shrinking import Shrunk, note_loss, shrink_run, watch_cost
 from relibra.rl.run.stderr_writer import lenient_stderr
 from relibra.rl.tasks.make import check_task
 from relibra.rl.tasks.reward_trial import try_reward
@@ -45,25 +46,34 @@ MAX_RESTARTS = 3
 
 @dataclass(frozen=True)
 class Finished:
-    """Result of a run: its folder, and whether it is complete (False: stopped by Ctrl-C or SIGTERM)."""
+    """Result of a run: its folder, whether it is complete (False: stopped by Ctrl-C or SIGTERM), and its shrinks."""
 
     run: Path
     complete: bool
+    shrunk: tuple[Shrunk, ...] = ()
 
 
 @lenient_stderr()
 def launch(
-    config: RunConfig, resume: Path | None = None, *, supervise: bool = False, force: bool = False
+    config: RunConfig,
+    resume: Path | None = None,
+    *,
+    supervise: bool = False,
+    shrink: bool = False,
+    force: bool = False,
 ) -> Finished | None:
     """Run a configuration to its end, or until Ctrl-C, which lets the current step finish.
 
     resume      folder of a run to resume; None: a new run
     supervise   after a lost rank, start again from the last checkpoint, MAX_RESTARTS times without a newer one
+    shrink      then go on from it on fewer ranks
     force       train although the estimated memory does not fit
     returns     None under `torchrun` on every rank but the first
     raises      ConfigError if a package is missing, the run folder cannot be created, or the GPUs have too little
                 memory; EngineError if a rank failed or was killed: the run folder keeps the finished steps
     """
+    if shrink and not supervise:
+        raise ConfigError("--shrink says how a run goes on that is watched: add --supervise")
     for package in ("torch", "transformers", "accelerate", "tensorboard"):
         if find_spec(package) is None:
             raise ConfigError(f"training needs the package {package!r}: {INSTALL_TRAINING}")
@@ -92,12 +102,17 @@ def launch(
     for setting, name in (("algorithm.loss", config.algorithm.loss), ("plan.balancer", config.plan.balancer)):
         if ":" in name:
             check_function(setting, name)
+    config, found = _prepare(config, force=force)
+    with connected_ray() if on_ray else nullcontext():
+        return _start_ranks(config, resume, found, supervise=supervise, shrink=shrink, force=force)
+
+
+def _prepare(config: RunConfig, *, force: bool) -> tuple[RunConfig, Estimate | None]:
+    """Measure or check what plans need, and return the settings that its memory allows, with the estimate of it."""
     if config.follows_plans:
         _prepare_cluster(config)
-    found = None if on_ray or force else check_memory(config)  # nodes of Ray may have other GPUs
-    config = with_estimate(config, found)
-    with connected_ray() if on_ray else nullcontext():
-        return _start_ranks(config, resume, found, supervise=supervise)
+    found = None if config.parallel.launcher == "ray" or force else check_memory(config)  # its nodes have other GPUs
+    return with_estimate(config, found), found
 
 
 def _run_as_rank(config: RunConfig, launched: LaunchedRank, resume: Path | None, *, supervise: bool) -> Finished | None:
@@ -123,7 +138,9 @@ def _run_as_rank(config: RunConfig, launched: LaunchedRank, resume: Path | None,
     return Finished(run, complete)
 
 
-def _start_ranks(config: RunConfig, resume: Path | None, found: Estimate | None, *, supervise: bool) -> Finished:
+def _start_ranks(
+    config: RunConfig, resume: Path | None, found: Estimate | None, *, supervise: bool, shrink: bool, force: bool
+) -> Finished:
     """Start the ranks of a run, new or resumed, and wait until it ends.
 
     found   estimate of its memory, which is kept in the run folder
@@ -132,13 +149,15 @@ def _start_ranks(config: RunConfig, resume: Path | None, found: Estimate | None,
     if resume is not None:
         with locked_run_folder(run):  # fail before processes start if the run is in use; rank 0 locks it later
             pass
-    (run / ESTIMATE_FILE).unlink(missing_ok=True)  # that of an earlier start is of other settings
-    if found is not None:
-        write_text(run / ESTIMATE_FILE, json.dumps(found.as_json(), indent=1) + "\n")
+    _keep_estimate(run, found)
+    shrunk: list[Shrunk] = []
     print(f"starting {config.parallel.ranks} processes; run folder {printable(str(run))}", file=sys.stderr, flush=True)
     _print_settings(config)
     try:
-        complete = _run_supervised(config, run) if supervise else _run_processes(config, run)
+        if supervise:
+            complete = _run_supervised(config, run, shrunk if shrink else None, force=force)
+        else:
+            complete = _run_processes(config, run)
     except KeyboardInterrupt:
         print_resume_hint(run)
         raise
@@ -147,7 +166,14 @@ def _start_ranks(config: RunConfig, resume: Path | None, found: Estimate | None,
             remove_if_unused(run)
     if not complete:
         print_resume_hint(run)
-    return Finished(run, complete)
+    return Finished(run, complete, tuple(shrunk))
+
+
+def _keep_estimate(run: Path, found: Estimate | None) -> None:
+    """Write the estimate of a start; that of an earlier one is of other settings."""
+    (run / ESTIMATE_FILE).unlink(missing_ok=True)
+    if found is not None:
+        write_text(run / ESTIMATE_FILE, json.dumps(found.as_json(), indent=1) + "\n")
 
 
 def _print_settings(config: RunConfig) -> None:
@@ -172,20 +198,35 @@ def _prepare_cluster(config: RunConfig) -> None:
         check_cluster(config.plan.cluster)
 
 
-def _run_supervised(config: RunConfig, run: Path) -> bool:
-    """Run the processes, and again from the last checkpoint after a lost rank."""
-    checkpoint, left = latest_checkpoint(run), MAX_RESTARTS
+def _run_supervised(config: RunConfig, run: Path, shrunk: list[Shrunk] | None, *, force: bool) -> bool:
+    """Run the processes, and again from the last checkpoint after a lost rank; then, as a hand would, on fewer ranks.
+
+    shrunk   gets what each shrink cost; None: the run ends when restarts are used up
+    """
+    checkpoint, left, losses, watched = latest_checkpoint(run), MAX_RESTARTS, None, None
     while True:
         try:
-            return _run_processes(config, run)
+            with watch_cost(shrunk or [], watched, run):
+                return _run_processes(config, run)
         except LostRankError as error:
             before, checkpoint = checkpoint, latest_checkpoint(run)
             left = left if checkpoint == before else MAX_RESTARTS
-            if checkpoint is None or not left:
+            if checkpoint is None:
                 raise
-            left -= 1
+            fewer = None if left or shrunk is None else shrink_run(config, run)
+            if not left and fewer is None:
+                raise
+            losses = note_loss(run, checkpoint, losses)
             print(printable(str(error)), file=sys.stderr)
-            again = f"restarting from {checkpoint}, {left} more without a newer checkpoint"
+            if fewer is None or shrunk is None:
+                left -= 1
+                again = f"restarting from {checkpoint}, {left} more without a newer checkpoint"
+            else:
+                ranks, left, watched = config.parallel.ranks, MAX_RESTARTS, losses
+                config, found = _prepare(fewer, force=force)
+                _keep_estimate(run, found)
+                shrunk.append(losses.shrunk(ranks, config.parallel.ranks))
+                again = f"going on from {checkpoint} on {config.parallel.ranks} of {ranks} ranks"
             print(printable(again), file=sys.stderr, flush=True)
 
 
