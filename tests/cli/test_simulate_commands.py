@@ -424,3 +424,51 @@ def test_an_iteration_of_bare_routes_has_no_shared_prompts(run, trace):
     assert "prompts: once" not in out
     assert "prompts once: left out" in err
     assert "leave one out" in run("simulate", trace, *CUT, "--iteration", "--pipeline-stages", "2")[2]
+
+
+def test_policies_after_a_loss_are_scored_over_the_horizon(run, trace):
+    words = ("simulate", trace, "--micro-batch-tokens", "25", "--json", "--balancer", "static")
+    found = json.loads(run(*words, "--ranks", "4", "--faults", "--restart-seconds", "5", "--checkpoint-every", "4")[1])
+    rows = {row["policy"]: row for row in found["policies"]}
+    assert set(rows) == {
+        *(f"take over, {name}" for name in ("plan", "1 slots", "2 slots", "4 slots")),
+        *("fetch and re-place", "shrink", "spare"),
+    }
+    assert found["cover"]["plan"]["mean"] == pytest.approx(0.75)
+    worst = [row["worst_rank"] for row in found["cover"].values()]
+    assert worst == sorted(worst)
+    assert worst[-1] == 1.0, "16 slots hold all 8 experts again"
+    assert rows["take over, 4 slots"]["pause_seconds"] == 0.0
+    assert 0.0 < rows["take over, plan"]["pause_seconds"] < rows["fetch and re-place"]["pause_seconds"]
+    spare, shrink = rows["spare"], rows["shrink"]
+    assert spare["step_seconds"] == pytest.approx(found["seconds"])
+    assert spare["pause_seconds"] == pytest.approx(5 + 2 * found["seconds"])
+    fewer = json.loads(run(*words, "--ranks", "2")[1])
+    assert (spare["ranks"], shrink["ranks"]) == (5, 2)
+    assert shrink["step_seconds"] == pytest.approx(fewer["seconds"])
+    for row in found["curve"]:
+        lasts = max(0.0, 1 - spare["pause_seconds"] / row["horizon"])
+        assert row["spare"] == pytest.approx(spare["samples"] / spare["step_seconds"] * lasts)
+    starts = [row["horizon"] for row in found["best_from"]]
+    assert starts[0] == 0.0
+    assert starts == sorted(starts)
+    peers = json.loads(run(*words, "--ranks", "4", "--faults", "--groups", "3")[1])["policies"][-1]
+    assert (peers["policy"], peers["ranks"], peers["samples"]) == ("peers take over", 12, 3 * spare["samples"])
+    assert peers["step_seconds"] == pytest.approx(1.5 * found["seconds"])
+    code, _, err = run("simulate", trace, "--ranks", "1", "--micro-batch-tokens", "25", "--faults")
+    assert code == 1
+    assert "choose 2 or more" in err
+
+
+def test_steps_of_a_run_count_as_long_as_it_measured_them(run, run_folder, tmp_path):
+    folder = tmp_path / "runs" / "mine"
+    (folder / "config.json").write_text(json.dumps({"parallel": {"ranks": 4}, "checkpoint": {"every": 6}}))
+    lines = [json.dumps({"step": step, "seconds": {"rollout": 1.0, "update": 2.0 + step}}) for step in range(3)]
+    (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    words = ("simulate", run_folder, *CUT, "--balancer", "static", "--faults", "--json")
+    found = json.loads(run(*words)[1])
+    spare = next(row for row in found["policies"] if row["policy"] == "spare")
+    assert found["step_seconds_before"] == spare["step_seconds"] == pytest.approx(4.0)
+    assert spare["pause_seconds"] == pytest.approx(60 + 3 * 4.0)
+    other = json.loads(run(*words, "--ranks", "2", "--ranks-per-node", "2")[1])
+    assert other["step_seconds_before"] == other["seconds"], "measured on other ranks"

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from relibra.cli.inputs import options
-from relibra.cli.inputs.requests import SimulationRequest, check_one_balancer, takes
+from relibra.cli.inputs.requests import SimulateRequest, check_one_balancer, takes
 from relibra.cli.inputs.workload import Workload, open_request
 from relibra.cli.outputs.files import named, writing
+from relibra.cli.outputs.simulated_faults import FAULT_UNITS, fault_facts
 from relibra.cli.outputs.simulated_iteration import UNITS, iteration_facts
 from relibra.cli.outputs.simulated_step import SimulatedPlan, execution_of, simulate_balancer
 from relibra.cli.outputs.terminal import print_note, print_result, progress
 from relibra.errors import ConfigError
 
 MAX_TIMELINE_RANKS = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulateRequest(SimulationRequest):
-    """A simulated step, and where to write it.
-
-    timeline PATH  Also write the first micro-batch as a trace for ui.perfetto.dev.
-    iteration  Also print where the seconds of an iteration go, beside those that the run measured, and what each lever
-        changes: passes of old log-probs, activations kept, rollouts ahead, prompts once.
-    """
-
-    timeline: Path | None = None
-    iteration: Annotated[bool, typer.Option("--iteration")] = False
-    as_json: options.Json = False
 
 
 @takes(SimulateRequest)
@@ -61,8 +44,11 @@ def simulate(request: SimulateRequest) -> None:
     if request.iteration:
         with progress("planning and simulating the iteration"):
             facts |= iteration_facts(request, workload, found)
+    if request.faults:
+        with progress("planning and simulating losses of a rank"):
+            facts |= fault_facts(request, workload, found[request.balancer])
     workload.note_problems(request.balancer)
-    units = {"parts": "seconds", "memory": "bytes", "activations_static": "bytes", **UNITS}
+    units = {"parts": "seconds", "memory": "bytes", "activations_static": "bytes", **UNITS, **FAULT_UNITS}
     print_result(facts, as_json=request.as_json, units=units)
 
 

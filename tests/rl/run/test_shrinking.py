@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from relibra.rl.run import launch as launching
 from relibra.rl.run.launch import MAX_RESTARTS, launch
 from relibra.rl.run.run_failure import LostRankError
 from relibra.rl.run.run_folder import write_config
-from relibra.rl.run.shrinking import Losses, Shrunk, fewer_ranks, measure_cost, note_loss, read_step_lines, watch_cost
+from relibra.rl.run.shrinking import ShrinkLog, Shrunk, fewer_ranks, measure_cost, read_step_lines
 
 
 def line(step, seconds):
@@ -74,38 +75,41 @@ def test_to_shrink_is_refused_without_supervision(tmp_path):
 def test_the_cost_is_what_the_lines_of_steps_show(tmp_path):
     old = {step: line(step, 1.0 + step / 10) for step in range(7)}
     (tmp_path / "metrics.jsonl").write_text("\n".join([*old.values(), '{"step": 7, "sec']))
-    losses = note_loss(tmp_path, "step-00004", None)
+    log = ShrinkLog(tmp_path)
+    log.note_loss("step-00004")
     assert read_step_lines(tmp_path) == old
-    shrunk = losses.shrunk(4, 2)
+    log.note_shrink(4, 2)
+    [shrunk] = log.shrunk
     assert shrunk == Shrunk(ranks_before=4, ranks=2, checkpoint=4, steps_redone=3, step_seconds_before=1.4)
-    assert measure_cost(shrunk, losses, old, 9.0) == shrunk, "nothing was done anew"
+    assert measure_cost(shrunk, old, old, 9.0) == shrunk, "nothing was done anew"
     new = {step: old[step] for step in range(4)} | {4: line(4, 9.0), 5: line(5, 2.0)}
-    on_the_way = measure_cost(shrunk, losses, new, 10.0)
+    on_the_way = measure_cost(shrunk, old, new, 10.0)
     assert (on_the_way.seconds, on_the_way.step_seconds) == (None, 2.0)
-    back = measure_cost(on_the_way, losses, new | {6: line(6, 3.0)}, 12.0)
+    back = measure_cost(on_the_way, old, new | {6: line(6, 3.0)}, 12.0)
     assert (back.seconds, back.step_seconds) == (12.0, 2.5)
-    assert measure_cost(back, losses, new | {6: line(6, 3.0), 7: line(7, 3.0)}, 15.0).seconds == 12.0
+    assert measure_cost(back, old, new | {6: line(6, 3.0), 7: line(7, 3.0)}, 15.0).seconds == 12.0
 
 
-def test_losses_without_a_newer_checkpoint_count_from_the_first(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(line(0, 1.0) + "\n" + line(1, 1.0) + "\n")
-    first = note_loss(tmp_path, "step-00001", None)
-    (tmp_path / "metrics.jsonl").write_text(line(0, 1.0) + "\n")
-    second = note_loss(tmp_path, "step-00001", first)
-    assert (second.since, second.shrunk(2, 1).steps_redone) == (first.since, 1)
-    assert note_loss(tmp_path, "step-00002", second).since > first.since
+def test_steps_are_redone_from_where_the_run_had_been(tmp_path):
+    """Also where the tries on all ranks came less far than the first."""
+    log, metrics = ShrinkLog(tmp_path), tmp_path / "metrics.jsonl"
+    for steps, checkpoint, redone in ((3, "step-00001", 2), (1, "step-00001", 2), (4, "step-00004", 0)):
+        metrics.write_text("".join(line(step, 1.0) + "\n" for step in range(steps)))
+        log.note_loss(checkpoint)
+        log.note_shrink(2, 1)
+        assert log.shrunk[-1].steps_redone == redone
 
 
 def test_the_cost_is_printed_as_soon_as_it_is_known(tmp_path, capsys):
-    losses = Losses(time.monotonic(), 1, {})
-    shrunk = [losses.shrunk(2, 1)]
-    with watch_cost(shrunk, losses, tmp_path):
+    log = ShrinkLog(tmp_path)
+    log.note_loss("step-00001")
+    log.note_shrink(2, 1)
+    with log.watch():
         (tmp_path / "metrics.jsonl").write_text("".join(line(step, 0.5) + "\n" for step in range(3)))
         deadline = time.monotonic() + 10
-        while shrunk[0].seconds is None and time.monotonic() < deadline:
+        while log.shrunk[0].seconds is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        known = shrunk[0]
+        known = log.shrunk[0]
     assert known.seconds < 10
     assert known.step_seconds == 0.5
-    told = json.loads(capsys.readouterr().err.removeprefix("shrunk: "))
-    assert told["step_seconds"] == 0.5
+    assert json.loads(capsys.readouterr().err.removeprefix("shrunk: ")) == asdict(known)

@@ -154,3 +154,26 @@ class SimulationRequest(WorkloadRequest):
     balancer: options.Balancer = "relibra"
     pipeline_stages: Annotated[int, within(1, 1 << 15)] = 1
     recompute: Annotated[bool, typer.Option("--recompute")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateRequest(SimulationRequest):
+    """A simulated step, and where to write it.
+
+    timeline PATH  Also write the first micro-batch as a trace for ui.perfetto.dev.
+    iteration  Also print where the seconds of an iteration go, beside those that the run measured, and what each lever
+        changes: passes of old log-probs, activations kept, rollouts ahead, prompts once.
+    faults  Also print what to do when a rank is lost, over the time to the next loss, and what cover costs. Steps that
+        a run measured on --ranks count as long as there.
+    restart_seconds S  From a loss to the first step of processes that start again.
+    checkpoint_every N  Steps between checkpoints, half of which are made again; default: those of the run, else 10.
+    groups Q  Groups of ranks that train alike, as data parallelism: the peers of a lost rank may take its work.
+    """
+
+    timeline: Path | None = None
+    iteration: Annotated[bool, typer.Option("--iteration")] = False
+    faults: Annotated[bool, typer.Option("--faults")] = False
+    restart_seconds: Annotated[float, within(0)] = 60.0
+    checkpoint_every: Annotated[int | None, within(1)] = None
+    groups: Annotated[int, within(1, 1 << 15)] = 1
+    as_json: options.Json = False

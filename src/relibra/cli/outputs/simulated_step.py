@@ -92,7 +92,7 @@ def simulate_balancer(request: SimulationRequest, workload: Workload) -> Simulat
     raises    ConfigError, before anything is planned, for a layout that does not fit
     """
     from relibra.planning.planner import plan_step
-    from relibra.simulation import ParallelLayout, cut_model, memory_use, simulate_step, with_mini_batches
+    from relibra.simulation import ParallelLayout, cut_model, memory_use, with_mini_batches
 
     machine, demand = workload.machine, workload.demand
     model = cut_model(workload.model, demand)
@@ -108,8 +108,7 @@ def simulate_balancer(request: SimulationRequest, workload: Workload) -> Simulat
         never_worse=request.balancer == "relibra",
     )
     scheduled, execution = with_mini_batches(plan.scheduled(demand), execution_of(request))
-    distinct = workload.count_rows(plan, scheduled)
-    step = simulate_step(plan, scheduled, machine, model, execution, distinct=distinct)
+    step, rows_counted = simulate_plan(plan, request, workload, model)
     return SimulatedPlan(
         machine=machine,
         model=model,
@@ -119,5 +118,17 @@ def simulate_balancer(request: SimulationRequest, workload: Workload) -> Simulat
         moving_seconds=step.terms["relocation"],
         memory=memory_use(plan, scheduled, machine, model, execution),
         skew=plan.skew(scheduled),
-        rows_counted=distinct is not None,
+        rows_counted=rows_counted,
     )
+
+
+def simulate_plan(
+    plan: StepPlan, request: SimulationRequest, workload: Workload, model: ModelShape
+) -> tuple[SimulatedStep, bool]:
+    """Return the simulated step of a plan, and whether rows between ranks are counted token by token."""
+    from relibra.simulation import simulate_step, with_mini_batches
+
+    scheduled, execution = with_mini_batches(plan.scheduled(workload.demand), execution_of(request))
+    distinct = workload.count_rows(plan, scheduled)
+    step = simulate_step(plan, scheduled, workload.machine, model, execution, distinct=distinct)
+    return step, distinct is not None

@@ -12,11 +12,11 @@ from relibra.planning.costs.prediction import predict
 from relibra.planning.plan import StepPlan
 from relibra.reporting.data.byte_ledger import ByteLedger, byte_ledger
 from relibra.reporting.data.compared_plans import ComparedStep
-from relibra.reporting.data.fault_coverage import replica_cover, step_cover
 from relibra.reporting.data.number_format import count, exact_percent, gigabytes, percent
 from relibra.reporting.data.step_simulation import simulate_plans, simulate_timelines
 from relibra.reporting.html.step_figures import load_figures, timeline_values
 from relibra.simulation import SimulatedStep, memory_use, with_mini_batches
+from relibra.simulation.fault_coverage import replica_cover, step_cover
 from relibra.simulation.limits import overlap_ratios, step_parts, sustained_overlap_ratios
 from relibra.simulation.units import format_bytes, format_seconds
 from relibra.timeline import Timeline

@@ -34,7 +34,7 @@ from relibra.rl.run.run_folder import (
     remove_if_unused,
     running_file,
 )
-from relibra.rl.run.shrinking import Shrunk, note_loss, shrink_run, watch_cost
+from relibra.rl.run.shrinking import ShrinkLog, Shrunk, shrink_config
 from relibra.rl.run.stderr_writer import lenient_stderr
 from relibra.rl.tasks.make import check_task
 from relibra.rl.tasks.reward_trial import try_reward
@@ -150,14 +150,12 @@ def _start_ranks(
         with locked_run_folder(run):  # fail before processes start if the run is in use; rank 0 locks it later
             pass
     _keep_estimate(run, found)
-    shrunk: list[Shrunk] = []
+    log = ShrinkLog(run)
     print(f"starting {config.parallel.ranks} processes; run folder {printable(str(run))}", file=sys.stderr, flush=True)
     _print_settings(config)
     try:
-        if supervise:
-            complete = _run_supervised(config, run, shrunk if shrink else None, force=force)
-        else:
-            complete = _run_processes(config, run)
+        restarts = MAX_RESTARTS if supervise else 0
+        complete = _run_supervised(config, run, restarts, log if shrink else None, force=force)
     except KeyboardInterrupt:
         print_resume_hint(run)
         raise
@@ -166,7 +164,7 @@ def _start_ranks(
             remove_if_unused(run)
     if not complete:
         print_resume_hint(run)
-    return Finished(run, complete, tuple(shrunk))
+    return Finished(run, complete, tuple(log.shrunk))
 
 
 def _keep_estimate(run: Path, found: Estimate | None) -> None:
@@ -198,35 +196,35 @@ def _prepare_cluster(config: RunConfig) -> None:
         check_cluster(config.plan.cluster)
 
 
-def _run_supervised(config: RunConfig, run: Path, shrunk: list[Shrunk] | None, *, force: bool) -> bool:
+def _run_supervised(config: RunConfig, run: Path, restarts: int, log: ShrinkLog | None, *, force: bool) -> bool:
     """Run the processes, and again from the last checkpoint after a lost rank; then, as a hand would, on fewer ranks.
 
-    shrunk   gets what each shrink cost; None: the run ends when restarts are used up
+    restarts   without a newer checkpoint
+    log        gets what each shrink cost; None: the run ends when restarts are used up
     """
-    checkpoint, left, losses, watched = latest_checkpoint(run), MAX_RESTARTS, None, None
+    checkpoint, left = latest_checkpoint(run), restarts
     while True:
         try:
-            with watch_cost(shrunk or [], watched, run):
+            with log.watch() if log else nullcontext():
                 return _run_processes(config, run)
         except LostRankError as error:
             before, checkpoint = checkpoint, latest_checkpoint(run)
-            left = left if checkpoint == before else MAX_RESTARTS
-            if checkpoint is None:
+            left = left if checkpoint == before else restarts
+            fewer = shrink_config(config, run) if log and checkpoint and not left else None
+            if checkpoint is None or not (left or fewer):
                 raise
-            fewer = None if left or shrunk is None else shrink_run(config, run)
-            if not left and fewer is None:
-                raise
-            losses = note_loss(run, checkpoint, losses)
             print(printable(str(error)), file=sys.stderr)
-            if fewer is None or shrunk is None:
-                left -= 1
-                again = f"restarting from {checkpoint}, {left} more without a newer checkpoint"
-            else:
-                ranks, left, watched = config.parallel.ranks, MAX_RESTARTS, losses
+            if log:
+                log.note_loss(checkpoint)
+            if log and fewer:
+                ranks, left = config.parallel.ranks, restarts
                 config, found = _prepare(fewer, force=force)
                 _keep_estimate(run, found)
-                shrunk.append(losses.shrunk(ranks, config.parallel.ranks))
+                log.note_shrink(ranks, config.parallel.ranks)
                 again = f"going on from {checkpoint} on {config.parallel.ranks} of {ranks} ranks"
+            else:
+                left -= 1
+                again = f"restarting from {checkpoint}, {left} more without a newer checkpoint"
             print(printable(again), file=sys.stderr, flush=True)
 
 

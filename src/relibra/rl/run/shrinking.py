@@ -17,8 +17,6 @@ from relibra.rl.config.run_config import RunConfig, load_config
 from relibra.rl.run.run_folder import read_settings
 
 POLL_SECONDS = 0.2
-STEPS_BEFORE = 5
-"""Steps before the loss whose median is the time of a step on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +26,7 @@ class Shrunk:
     checkpoint            steps before the checkpoint that it goes on from
     steps_redone          steps after that, which had been finished
     seconds               from the first loss without a newer checkpoint until the run was back; None: it never was
-    step_seconds_before   of a step on all ranks, the median of the last ones; None: none was finished
+    step_seconds_before   of a step on all ranks, the median of the last five; None: none was finished
     step_seconds          the same now, without the first step, which compiles; None: no second one was finished
     """
 
@@ -52,8 +50,8 @@ def fewer_ranks(ranks: int, num_experts: int) -> int | None:
     return next((fewer for fewer in range(ranks - 1, 0, -1) if num_experts % fewer == 0), None)
 
 
-def shrink_run(config: RunConfig, run: Path) -> RunConfig | None:
-    """Return the settings of a run on fewer ranks, as `--resume RUN parallel.ranks=N` reads them; None: on one already.
+def shrink_config(config: RunConfig, run: Path) -> RunConfig | None:
+    """Return the settings of a run on fewer ranks, as `--resume RUN parallel.ranks=N` reads them; None: it has one.
 
     raises   ConfigError where its settings do not fit these ranks
     """
@@ -62,86 +60,68 @@ def shrink_run(config: RunConfig, run: Path) -> RunConfig | None:
     return None if fewer is None else load_config(None, [f"parallel.ranks={fewer}"], base=read_settings(run))
 
 
-@dataclass(frozen=True)
-class Losses:
-    """Losses of ranks without a newer checkpoint.
+def measure_cost(shrunk: Shrunk, old: Mapping[int, str], lines: Mapping[int, str], seconds: float) -> Shrunk:
+    """Return a shrink with what it cost, as far as lines of metrics.jsonl by step show it.
 
-    since        when the first was noticed, by the monotonic clock
-    checkpoint   steps before the checkpoint
-    step_lines   lines of metrics.jsonl that were found, by step
-    """
-
-    since: float
-    checkpoint: int
-    step_lines: Mapping[int, str]
-
-    def shrunk(self, ranks_before: int, ranks: int) -> Shrunk:
-        """Return a shrink whose cost is not yet known."""
-        last = [self.step_lines[step] for step in sorted(self.step_lines)[-STEPS_BEFORE:]]
-        return Shrunk(
-            ranks_before=ranks_before,
-            ranks=ranks,
-            checkpoint=self.checkpoint,
-            steps_redone=sum(step >= self.checkpoint for step in self.step_lines),
-            step_seconds_before=_step_seconds(last),
-        )
-
-
-def note_loss(run: Path, checkpoint: str, before: Losses | None) -> Losses:
-    """Return the losses of a run after one more, which `before` are without a newer checkpoint."""
-    after = int(checkpoint.removeprefix("step-"))
-    if before is None or before.checkpoint != after:
-        return Losses(time.monotonic(), after, read_step_lines(run))
-    return replace(before, step_lines={**before.step_lines, **read_step_lines(run)})
-
-
-def measure_cost(shrunk: Shrunk, losses: Losses, lines: Mapping[int, str], seconds: float) -> Shrunk:
-    """Return a shrink with what it cost, as far as the steps of metrics.jsonl show it.
-
-    lines     of metrics.jsonl by step; those that were there before the shrink are not of it
+    old       before the shrink; those that are still there are not of it
     seconds   since the first loss
     """
-    own = [
-        step
-        for step, line in sorted(lines.items())
-        if step >= shrunk.checkpoint and line != losses.step_lines.get(step)
-    ]
-    back = shrunk.checkpoint + max(1, shrunk.steps_redone)
+    own = [step for step in sorted(lines) if step >= shrunk.checkpoint and lines[step] != old.get(step)]
+    is_back = bool(own) and own[-1] + 1 >= shrunk.checkpoint + shrunk.steps_redone
     return replace(
         shrunk,
-        seconds=round(seconds, 2) if shrunk.seconds is None and own and own[-1] + 1 >= back else shrunk.seconds,
+        seconds=round(seconds, 2) if shrunk.seconds is None and is_back else shrunk.seconds,
         step_seconds=_step_seconds([lines[step] for step in own[1:]]),
     )
 
 
-@contextmanager
-def watch_cost(shrunk: list[Shrunk], losses: Losses | None, run: Path) -> Iterator[None]:
-    """Inside, measure what the last shrink cost, and print it once it is known.
+class ShrinkLog:
+    """Follows the losses of a run, and measures what its shrinks cost."""
 
-    losses   before the last shrink; None: there was none, and nothing is measured
-    """
-    if losses is None or shrunk[-1].step_seconds is not None:
-        yield
-        return
-    ended = threading.Event()
+    def __init__(self, run: Path) -> None:
+        """Begin without a loss."""
+        self._run, self._checkpoint, self._since = run, -1, 0.0
+        self._lines: dict[int, str] = {}
+        self.shrunk: list[Shrunk] = []
 
-    def watch() -> None:
-        found = shrunk[-1]
-        over = False
-        while not over and (found.seconds is None or found.step_seconds is None):
-            over = ended.wait(POLL_SECONDS)
-            found = measure_cost(found, losses, read_step_lines(run), time.monotonic() - losses.since)
-        shrunk[-1] = found
-        if found.seconds is not None:
-            print(f"shrunk: {json.dumps(asdict(found))}", file=sys.stderr, flush=True)
+    def note_loss(self, checkpoint: str) -> None:
+        """Count a loss from the first one without a newer checkpoint than this one."""
+        steps, found = int(checkpoint.removeprefix("step-")), read_step_lines(self._run)
+        if steps != self._checkpoint:
+            self._checkpoint, self._since, self._lines = steps, time.monotonic(), {}
+        self._lines |= found
 
-    thread = threading.Thread(target=watch, daemon=True, name="cost of a shrink")
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    def note_shrink(self, before: int, ranks: int) -> None:
+        """Add a shrink after the last loss; its cost is not known yet."""
+        redone = sum(step >= self._checkpoint for step in self._lines)
+        whole = _step_seconds([self._lines[step] for step in sorted(self._lines)[-5:]])
+        about = {"checkpoint": self._checkpoint, "steps_redone": redone}
+        self.shrunk.append(Shrunk(ranks_before=before, ranks=ranks, step_seconds_before=whole, **about))
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Inside, measure what the last shrink cost, and print it once it is known."""
+        if not self.shrunk or self.shrunk[-1].step_seconds is not None:
+            yield
+            return
+        ended, since, old = threading.Event(), self._since, dict(self._lines)
+
+        def watch() -> None:
+            found, over = self.shrunk[-1], False
+            while not over and (found.seconds is None or found.step_seconds is None):
+                over = ended.wait(POLL_SECONDS)
+                found = measure_cost(found, old, read_step_lines(self._run), time.monotonic() - since)
+            self.shrunk[-1] = found
+            if found.seconds is not None:
+                print(f"shrunk: {json.dumps(asdict(found))}", file=sys.stderr, flush=True)
+
+        thread = threading.Thread(target=watch, daemon=True, name="cost of a shrink")
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
 
 def read_step_lines(run: Path) -> dict[int, str]:
