@@ -63,16 +63,16 @@ def cover_replicas(
     while free_R.any() and bare_E.any():
         source = int(np.bincount(home_E, bare_E, minlength=R).argmax())
         expert = int(np.where(home_E == source, bare_E, -1.0).argmax())
-        target = min(np.flatnonzero(free_R), key=lambda r: (r == source, -free_R[r], load_R[r], r))
+        target: int = min(np.flatnonzero(free_R).tolist(), key=lambda r: (r == source, -free_R[r], load_R[r], r))
         slot = slots_R[target] - free_R[target]
         free_R[target] -= 1
         if target == source:
-            rank_X, slot_X = np.nonzero((replica_RB >= 0) & (home_E[replica_RB] != source))
-            away = [(rank, other) for rank, other in zip(rank_X, slot_X, strict=True) if rank != source]
-            if not away:  # slots elsewhere hold replicas of this rank alone
+            away = np.argwhere((replica_RB >= 0) & (home_E[replica_RB] != source) & (np.arange(R) != source)[:, None])
+            if not len(away):  # slots elsewhere hold replicas of this rank alone
                 return replica_RB
-            replica_RB[source, slot] = replica_RB[away[0]]
-            target, slot = away[0]
+            rank, other = away[0].tolist()
+            replica_RB[source, slot] = replica_RB[rank, other]
+            target, slot = rank, other
         replica_RB[target, slot] = expert
         load_R[[source, target]] += np.array([-0.5, 0.5]) * bare_E[expert]
         bare_E[expert] = 0.0

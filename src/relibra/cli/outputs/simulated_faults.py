@@ -7,7 +7,7 @@ from math import inf
 from statistics import median
 
 from relibra.cli.inputs.requests import SimulateRequest, SimulationRequest
-from relibra.cli.inputs.workload import Workload, open_workload
+from relibra.cli.inputs.workload import Workload, budget_for, open_workload
 from relibra.cli.outputs.simulated_step import SimulatedPlan, simulate_balancer, simulate_plan
 from relibra.cli.outputs.terminal import print_note
 from relibra.errors import ConfigError, RelibraError
@@ -35,14 +35,14 @@ def fault_facts(request: SimulateRequest, workload: Workload, chosen: SimulatedP
     recording = open_recording(workload.recording.run or workload.recording.trace, request.num_experts)
     kept, tables = recording.setting("checkpoint", "every"), [row.get("seconds") for row in recording.metrics.rows]
     every = request.checkpoint_every or (isinstance(kept, int) and kept) or DEFAULT_EVERY
-    measured = [sum(table.values()) for table in tables if isinstance(table, dict)]
+    measured = [float(sum(table.values())) for table in tables if isinstance(table, dict)]
     if not measured or recording.setting("parallel", "ranks") != R:
         measured = [chosen.step.seconds]
     scheduled = chosen.plan.scheduled(workload.demand)
 
     # What cover costs while no rank is lost.
     by_slots = {f"{slots} slots": cover_plan(chosen.plan, scheduled, slots) for slots in COVER_SLOTS}
-    plans, cover = {"plan": chosen.plan, **by_slots}, {}
+    plans, cover, gib = {"plan": chosen.plan, **by_slots}, {}, budget_for(request, workload).memory_gib or 0.0
     for name, plan in plans.items():
         cover_R = step_cover(plan, scheduled)
         cover[name] = {
@@ -51,7 +51,8 @@ def fault_facts(request: SimulateRequest, workload: Workload, chosen: SimulatedP
             "worst_in_a_layer": float(replica_cover(plan, scheduled).min()),
             "kept": plan.resident,
             "skew": plan.skew(scheduled),
-            "slot_bytes": slot_bytes(plan, chosen.model.expert),
+            "slot_bytes": (taken := slot_bytes(plan, chosen.model.expert)),
+            "fits": taken <= gib * 2**30,
             "step_seconds": simulate_plan(plan, request, workload, chosen.model)[0].seconds_without_relocation,
         }
 
