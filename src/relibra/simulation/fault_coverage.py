@@ -95,8 +95,8 @@ def cover_plan(plan: StepPlan, demand: ScheduledDemand, slots: int) -> StepPlan:
 
 
 def with_kept_replicas(plan: StepPlan, replica_MLRB: ndarray, quota_MLRB: ndarray) -> StepPlan:
-    """Return a plan with other replicas, anywhere, in slots of layers; nothing is proven about it."""
+    """Return a plan with other replicas, anywhere, in slots of layers; nothing is proven about it, or predicted."""
     return replace(
         plan, replica_MLRB=replica_MLRB, quota_MLRB=quota_MLRB, resident=True, scope="cluster",
-        bound_ML=np.zeros_like(plan.bound_ML),
+        bound_ML=np.zeros_like(plan.bound_ML), predicted={}, considered=(), considered_layers=(),
     )  # fmt: skip

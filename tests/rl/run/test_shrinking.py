@@ -12,7 +12,7 @@ from relibra.errors import ConfigError, EngineError
 from relibra.rl.config.run_config import load_config
 from relibra.rl.run import launch as launching
 from relibra.rl.run.launch import MAX_RESTARTS, launch
-from relibra.rl.run.run_failure import LostRankError
+from relibra.rl.run.run_failure import LostRankError, NoRoomError
 from relibra.rl.run.run_folder import write_config
 from relibra.rl.run.shrinking import ShrinkLog, Shrunk, fewer_ranks, measure_cost, read_step_lines
 
@@ -31,7 +31,7 @@ def test_fewer_ranks_are_the_most_that_divide_the_experts(ranks, experts):
 def shrinking(monkeypatch, tmp_path):
     """Return a function that makes a run that loses a rank so many times; what it returns, and ranks of attempts."""
 
-    def run(losses, ranks=4):
+    def run(losses, ranks=4, kind=LostRankError):
         made = []
 
         def attempt(config, run):
@@ -39,7 +39,7 @@ def shrinking(monkeypatch, tmp_path):
             (run / "checkpoints" / "step-00003").mkdir(parents=True, exist_ok=True)
             write_config(run, config)
             if len(made) <= losses:
-                raise LostRankError("rank 1 was killed by SIGKILL")
+                raise kind("rank 1 was killed by SIGKILL")
             return True
 
         monkeypatch.setattr(launching, "_run_processes", attempt)
@@ -64,6 +64,11 @@ def test_a_run_on_one_rank_ends_after_its_restarts(shrinking):
     found, made = shrinking(99, 2)
     assert isinstance(found, LostRankError)
     assert made == [2] * (1 + MAX_RESTARTS) + [1] * (1 + MAX_RESTARTS)
+
+
+def test_a_run_shrinks_at_once_where_a_cluster_has_no_room(shrinking):
+    found, made = shrinking(2, 4, NoRoomError)
+    assert (found.complete, made) == (True, [4, 2, 1])
 
 
 def test_to_shrink_is_refused_without_supervision(tmp_path):

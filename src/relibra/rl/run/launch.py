@@ -26,7 +26,7 @@ from relibra.rl.memory.estimate import ESTIMATE_FILE, Estimate
 from relibra.rl.memory.estimator import check_memory, with_estimate
 from relibra.rl.run.node_ranks import Node, run_node_ranks
 from relibra.rl.run.ray_nodes import check_ray, connected_ray, run_on_ray
-from relibra.rl.run.run_failure import LostRankError, check_ended, print_resume_hint
+from relibra.rl.run.run_failure import LostRankError, NoRoomError, check_ended, print_resume_hint
 from relibra.rl.run.run_folder import (
     create_run_folder,
     latest_checkpoint,
@@ -207,9 +207,9 @@ def _run_supervised(config: RunConfig, run: Path, restarts: int, log: ShrinkLog 
         try:
             with log.watch() if log else nullcontext():
                 return _run_processes(config, run)
-        except LostRankError as error:
+        except (LostRankError, NoRoomError) as error:
             before, checkpoint = checkpoint, latest_checkpoint(run)
-            left = left if checkpoint == before else restarts
+            left = 0 if isinstance(error, NoRoomError) else left if checkpoint == before else restarts
             fewer = shrink_config(config, run) if log and checkpoint and not left else None
             if checkpoint is None or not (left or fewer):
                 raise

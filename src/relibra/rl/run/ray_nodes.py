@@ -24,7 +24,7 @@ from relibra.printable import printable
 from relibra.rl.config.model_folder import names_hub
 from relibra.rl.config.run_config import RunConfig
 from relibra.rl.run.node_ranks import Node, run_node_ranks
-from relibra.rl.run.run_failure import EndedRanks, LostRankError, resume_hint
+from relibra.rl.run.run_failure import EndedRanks, LostRankError, NoRoomError, resume_hint
 from relibra.rl.run.run_folder import has_checkpoint, running_file
 
 ADDRESS_SECONDS = 10.0
@@ -292,7 +292,7 @@ def reserve_nodes(config: RunConfig, run: Path) -> list[PlacedNode]:
         need = describe_need(parallel.ranks, room_N, gpus=gpus)
         if time.monotonic() > deadline:
             again = f"; {resume_hint(run, 'parallel.ranks=N')}" if has_checkpoint(run) else ""
-            raise EngineError(f"{need}: add nodes, end other jobs, or train with fewer (parallel.ranks){again}")
+            raise NoRoomError(f"{need}: add nodes, end other jobs, or train with fewer (parallel.ranks){again}")
         if not attempt:
             print(f"waiting up to {PLACE_SECONDS:g} s for Ray: {need}", file=sys.stderr, flush=True)
         attempt += 1

@@ -62,6 +62,10 @@ class LostRankError(EngineError):
     """A rank was killed, hung or crashed, none failed with an error that would come again, and nobody asked to stop."""
 
 
+class NoRoomError(EngineError):
+    """The cluster has no room for as many ranks: fewer might have it."""
+
+
 def check_ended(ended: EndedRanks, run: Path, *, asked: bool) -> bool:
     """Return whether a run is complete; False: stopped by Ctrl-C or SIGTERM.
 

@@ -112,7 +112,7 @@ class ShrinkLog:
                 over = ended.wait(POLL_SECONDS)
                 found = measure_cost(found, old, read_step_lines(self._run), time.monotonic() - since)
             self.shrunk[-1] = found
-            if found.seconds is not None:
+            if not (found.seconds is None or found.step_seconds is None):
                 print(f"shrunk: {json.dumps(asdict(found))}", file=sys.stderr, flush=True)
 
         thread = threading.Thread(target=watch, daemon=True, name="cost of a shrink")
