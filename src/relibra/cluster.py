@@ -57,6 +57,24 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Transport:
+    """How rows are put into the memory of ranks of other nodes (Perseus, arXiv 2605.00686).
+
+    puts            "peer": one put per rank; "expert": one per expert of that rank. Each costs the link's latency
+    fence_seconds   that a source waits in a fence, which orders a signal behind the rows that it announces; 0 or more
+    fence_scope     rows of a fence: a "put", or all puts to a "peer"
+    raises          ClusterError for values out of range
+    """
+
+    puts: Literal["peer", "expert"] = "peer"
+    fence_seconds: Amount0 = 0.0
+    fence_scope: Literal["put", "peer"] = "put"
+
+    def __post_init__(self) -> None:
+        check_fields(Transport, vars(self), "transport", ClusterError)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Topology:
     """Shape of a machine: `num_nodes` nodes of `ranks_per_node` ranks; rank r is on node r // ranks_per_node."""
 
@@ -85,6 +103,7 @@ class Cluster:
                                  where the cores that compute also copy (processes on a CPU)
     dispatch                     "flat": a token goes to each rank that computes it; "hierarchical": it crosses to
                                  another node once and is forwarded there, and results come back the same way
+    transport                    puts and fences of rows between nodes
     peak_flops_per_second        dense bf16 per rank; `efficiency` is the share that grouped GEMMs sustain
     gemm_table                   measured (rows of one expert, flops per second), rows rising; empty: the sustained rate
                                  after its weights are read from memory
@@ -108,6 +127,7 @@ class Cluster:
     solve_seconds: Amount0 = 0.0
     hides_copies: bool = True
     dispatch: Dispatch = "flat"
+    transport: Transport = Transport()
     source: Text
     label: Label
 
@@ -198,6 +218,8 @@ def cluster_preset(name: str, num_ranks: int | None = None, ranks_per_node: int 
 def write_cluster(path: Path | str, cluster: Cluster) -> None:
     """Write a cluster as TOML; `read_cluster` returns an equal value."""
     values = asdict(cluster)
+    if cluster.transport == Transport():
+        del values["transport"]
     links = {key: value for key, value in values.items() if isinstance(value, dict)}
     lines = [f"{key} = {toml_value(value)}" for key, value in values.items() if key not in links]
     for key, link in links.items():

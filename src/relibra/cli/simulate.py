@@ -60,6 +60,7 @@ def _facts(request: SimulateRequest, workload: Workload, plans: dict[str, Simula
         **workload.facts(),
         **chosen.figures(static),
         "parts": {term: {name: item.step.terms[term] for name, item in plans.items()} for term in chosen.step.terms},
+        "ways_to_send": chosen.ways_to_send(),
         "activations_static": chosen.memory.activations_static,
         "balancer": request.balancer,
         "static_seconds": static.step.seconds,

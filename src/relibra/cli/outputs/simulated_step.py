@@ -11,6 +11,8 @@ from relibra.cli.inputs.workload import Workload, budget_for
 if TYPE_CHECKING:
     from relibra.cluster import Cluster
     from relibra.planning.plan import StepPlan
+    from relibra.planning.traffic.distinct_rows import DistinctRows
+    from relibra.routing.demand import ScheduledDemand
     from relibra.simulation import Execution, MemoryUse, ModelShape, SimulatedStep
 
 
@@ -22,7 +24,7 @@ class SimulatedPlan:
     step            with its part of the moves, which are spread over the steps that they serve
     moving_seconds  of all moves, once before the step
     skew            load of the busiest ranks / mean load of ranks, over micro-batches and layers
-    rows_counted    whether rows between ranks are counted token by token; else they are a lower bound
+    demand, rows    that were simulated; rows between ranks, None: not counted
     """
 
     machine: Cluster
@@ -33,7 +35,20 @@ class SimulatedPlan:
     moving_seconds: float
     memory: MemoryUse
     skew: float
-    rows_counted: bool
+    demand: ScheduledDemand
+    rows: DistinctRows | None
+
+    @property
+    def rows_counted(self) -> bool:
+        """Whether rows between ranks are counted token by token; else they are a lower bound."""
+        return self.rows is not None
+
+    def ways_to_send(self) -> list[dict[str, object]]:
+        """Return the table of ways to send the rows."""
+        from relibra.reporting.data.ways_to_send import ways_to_send
+
+        expert, top_k = self.model.expert, self.model.top_k
+        return [way._asdict() for way in ways_to_send(self.plan, self.demand, self.machine, expert, top_k, self.rows)]
 
     def limits(self) -> dict[str, object]:
         """Return what limits the step, for JSON and for a terminal: overlap ratios and `step_limits`."""
@@ -108,7 +123,7 @@ def simulate_balancer(request: SimulationRequest, workload: Workload) -> Simulat
         never_worse=request.balancer == "relibra",
     )
     scheduled, execution = with_mini_batches(plan.scheduled(demand), execution_of(request))
-    step, rows_counted = simulate_plan(plan, request, workload, model)
+    step, rows = simulate_plan(plan, request, workload, model)
     return SimulatedPlan(
         machine=machine,
         model=model,
@@ -118,17 +133,18 @@ def simulate_balancer(request: SimulationRequest, workload: Workload) -> Simulat
         moving_seconds=step.terms["relocation"],
         memory=memory_use(plan, scheduled, machine, model, execution),
         skew=plan.skew(scheduled),
-        rows_counted=rows_counted,
+        demand=scheduled,
+        rows=rows,
     )
 
 
 def simulate_plan(
     plan: StepPlan, request: SimulationRequest, workload: Workload, model: ModelShape
-) -> tuple[SimulatedStep, bool]:
-    """Return the simulated step of a plan, and whether rows between ranks are counted token by token."""
+) -> tuple[SimulatedStep, DistinctRows | None]:
+    """Return the simulated step of a plan, and the rows between ranks; None: not counted."""
     from relibra.simulation import simulate_step, with_mini_batches
 
     scheduled, execution = with_mini_batches(plan.scheduled(workload.demand), execution_of(request))
     distinct = workload.count_rows(plan, scheduled)
     step = simulate_step(plan, scheduled, workload.machine, model, execution, distinct=distinct)
-    return step, distinct is not None
+    return step, distinct

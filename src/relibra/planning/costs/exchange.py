@@ -3,7 +3,8 @@
 Dispatch carries a hidden state from its source rank to the rank that computes it, combine carries one back; in the
 backward pass their gradients travel the same ways reversed. A rank sends one message to every other rank that gets rows
 from it: a link costs alpha x messages + beta x bytes in each direction, both at once; links inside and between nodes
-work at the same time. Each rank has a fixed part of its node's network, so the busiest rank decides.
+work at the same time. Each rank has a fixed part of its node's network, so the busiest rank decides. Between nodes a
+`cluster.Transport` may send a message per expert, which rows that go to a rank alone are grouped by, and have fences.
 
 With hierarchical dispatch (`planning.traffic.relays`) a token crosses to another node once, whatever ranks compute
 for it there, and is forwarded inside. The stage inside nodes then follows the one between them, and combine runs them
@@ -26,6 +27,7 @@ from relibra.parallel_map import parallel_map
 from relibra.planning.costs.expert_shape import ExpertShape
 from relibra.planning.placement import Placement
 from relibra.planning.traffic.distinct_rows import DistinctRows
+from relibra.planning.traffic.puts import expert_puts
 from relibra.planning.traffic.relays import rows_to_nodes, stage_rows
 from relibra.planning.traffic.traffic import BETWEEN, IN, INSIDE, OUT, iterate_traffic, link_rows, send_once_share
 from relibra.routing.demand import ScheduledDemand
@@ -42,6 +44,7 @@ class ExchangeStage:
     links                 that its rows use; flat dispatch is one stage on "all links"
     seconds_ML, back_ML   seconds along the traffic (hidden states; gradients of results) and against it
     out_MLR, in_MLR       rows that leave and enter a rank along the traffic
+    messages_ML, fences_ML   of all ranks, along the traffic
     """
 
     links: Links
@@ -49,6 +52,8 @@ class ExchangeStage:
     back_ML: Float64[ndarray, "M L"]
     out_MLR: Float64[ndarray, "M L R"]
     in_MLR: Float64[ndarray, "M L R"]
+    messages_ML: Int64[ndarray, "M L"]
+    fences_ML: Int64[ndarray, "M L"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -118,17 +123,26 @@ def exchange_costs(
     in_stages = plan.dispatch == "hierarchical" and plan.num_nodes > 1 and plan.ranks_per_node > 1
     share_LR, share_LN = _shares(plan, None if distinct is not None else demand.pairs_LEE)
     at_once = max(1, _AT_ONCE // (L * R))
+    by_expert = cluster.transport.puts == "expert" and not in_stages
+    node_R = np.arange(R) // plan.ranks_per_node
+    other_node_RR = node_R[:, None] != node_R
 
     def costs_of(part: int) -> ExchangeCosts:
         micro_batches = range(part * at_once, min(M, (part + 1) * at_once))
         rows_2ML2R, slots_2ML2R = np.zeros((2, 2, len(micro_batches), L, 2, R))
         row_peers_2ML2R, peers_2ML2R = np.zeros((2, 2, len(micro_batches), L, 2, R), dtype=np.int64)
+        puts_ML2R = np.zeros((len(micro_batches), L, 2, R), dtype=np.int64)
         for m, layers, traffic_LRR in iterate_traffic(plan, demand, micro_batches):
             at = np.s_[:, m - micro_batches.start, layers]
             rows_2ML2R[at], slots_2ML2R[at], peers_2ML2R[at] = link_rows(
                 traffic_LRR, share_LR[layers], plan.ranks_per_node
             )
             row_peers_2ML2R[at] = peers_2ML2R[at]
+            if by_expert:
+                cut = (m, layers)
+                arrays = (demand.tokens_MLRE[cut], plan.home_LE[layers], plan.replica_MLRB[cut], plan.quota_MLRB[cut])
+                away_LRR = expert_puts(*arrays, plan.ranks_per_node) * other_node_RR
+                puts_ML2R[at[1:]] = np.stack([away_LRR.sum(axis=2), away_LRR.sum(axis=1)], axis=1)
             if in_stages and distinct is not None:
                 counted = distinct.ranks_MLRR[m, layers], distinct.nodes_MLRN[m, layers]
                 rows_2ML2R[at], row_peers_2ML2R[at] = stage_rows(*counted)
@@ -138,11 +152,12 @@ def exchange_costs(
                 rows_2ML2R[at], row_peers_2ML2R[at] = stage_rows(rows_LRR, nodes_LRN)
             elif distinct is not None:
                 counted_LRR = distinct.ranks_MLRR[m, layers].astype(np.int64)
-                rows_2ML2R[at] = link_rows(counted_LRR, share_LR[layers], plan.ranks_per_node)[0]
-        slots_ML2R = slots_2ML2R.sum(axis=0)
+                found = link_rows(counted_LRR, share_LR[layers], plan.ranks_per_node)
+                rows_2ML2R[at], row_peers_2ML2R[at] = found[0], found[2]
+        slots_ML2R, puts = slots_2ML2R.sum(axis=0), puts_ML2R if by_expert else None
         (gates,) = _stages(slots_2ML2R, peers_2ML2R, cluster, expert.bytes_per_value, in_stages=False)
         return ExchangeCosts(
-            stages=_stages(rows_2ML2R, row_peers_2ML2R, cluster, expert.row_bytes, in_stages=in_stages),
+            stages=_stages(rows_2ML2R, row_peers_2ML2R, cluster, expert.row_bytes, in_stages=in_stages, puts_ML2R=puts),
             network_out_MLR=rows_2ML2R[BETWEEN, :, :, OUT],
             gates_ML=gates.seconds_ML,
             gates_back_ML=gates.back_ML,
@@ -206,26 +221,44 @@ def _stages(
     row_bytes: int,
     *,
     in_stages: bool,
+    puts_ML2R: Int64[ndarray, "M L 2 R"] | None = None,
 ) -> tuple[ExchangeStage, ...]:
-    """Return the rows as one stage on all links, or between nodes and then inside them."""
+    """Return the rows as one stage on all links, or between nodes and then inside them.
+
+    puts_ML2R   messages between nodes; None: one to each peer
+    """
+    transport, away_ML2R = cluster.transport, peers_2ML2R[BETWEEN] if puts_ML2R is None else puts_ML2R
+    fences_ML2R = (away_ML2R if transport.fence_scope == "put" else peers_2ML2R[BETWEEN]) * bool(
+        transport.fence_seconds
+    )
     bytes_2ML2R = rows_2ML2R * float(row_bytes)
     inside_ML = cluster.intra.seconds(bytes_2ML2R[INSIDE], peers_2ML2R[INSIDE]).max(axis=(-2, -1))
 
-    def busiest_ML(link: Link, way: int) -> Float64[ndarray, "M L"]:
-        return link.seconds(bytes_2ML2R[BETWEEN, ..., way, :], peers_2ML2R[BETWEEN, ..., way, :]).max(axis=-1)
+    def seconds_MLR(link: Link, way: int) -> Float64[ndarray, "M L R"]:
+        return link.seconds(bytes_2ML2R[BETWEEN, ..., way, :], away_ML2R[..., way, :])
 
     def between_ML(sent: int, received: int) -> Float64[ndarray, "M L"]:
-        return np.maximum(busiest_ML(cluster.inter_send, sent), busiest_ML(cluster.inter_receive, received))
+        sending_MLR = seconds_MLR(cluster.inter_send, sent) + fences_ML2R[..., sent, :] * transport.fence_seconds
+        return np.maximum(sending_MLR, seconds_MLR(cluster.inter_receive, received)).max(axis=-1)
 
-    def stage(links: Links, seconds_ML: ndarray, back_ML: ndarray, rows_ML2R: ndarray) -> ExchangeStage:
-        out_MLR, in_MLR = rows_ML2R[:, :, OUT], rows_ML2R[:, :, IN]
-        return ExchangeStage(links=links, seconds_ML=seconds_ML, back_ML=back_ML, out_MLR=out_MLR, in_MLR=in_MLR)
+    def stage(
+        links: Links, seconds_ML: ndarray, back_ML: ndarray, rows_ML2R: ndarray, messages_ML2R: ndarray
+    ) -> ExchangeStage:
+        return ExchangeStage(
+            links=links,
+            seconds_ML=seconds_ML,
+            back_ML=back_ML,
+            out_MLR=rows_ML2R[:, :, OUT],
+            in_MLR=rows_ML2R[:, :, IN],
+            messages_ML=messages_ML2R[:, :, OUT].sum(axis=-1),
+            fences_ML=fences_ML2R[:, :, OUT].sum(axis=-1) * (links != "inside nodes"),
+        )
 
     along_ML, against_ML = between_ML(OUT, IN), between_ML(IN, OUT)
     if in_stages:
         return (
-            stage("between nodes", along_ML, against_ML, rows_2ML2R[BETWEEN]),
-            stage("inside nodes", inside_ML, inside_ML, rows_2ML2R[INSIDE]),
+            stage("between nodes", along_ML, against_ML, rows_2ML2R[BETWEEN], away_ML2R),
+            stage("inside nodes", inside_ML, inside_ML, rows_2ML2R[INSIDE], peers_2ML2R[INSIDE]),
         )
     slowest = np.maximum(inside_ML, along_ML), np.maximum(inside_ML, against_ML)
-    return (stage("all links", *slowest, rows_2ML2R.sum(axis=0)),)
+    return (stage("all links", *slowest, rows_2ML2R.sum(axis=0), away_ML2R + peers_2ML2R[INSIDE]),)

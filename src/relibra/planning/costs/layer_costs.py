@@ -165,16 +165,21 @@ def layer_costs(
 
 
 def decision_seconds(cluster: Cluster, num_experts: int) -> float:
-    """Return the seconds of a live decision: an all-gather of every rank's counts, 4 bytes per expert, and the solver.
+    """Return the seconds of a live decision: counts and the solver."""
+    return counts_seconds(cluster, num_experts) + cluster.solve_seconds
 
-    The all-gather doubles what each rank has in every round, first inside nodes, then between them.
+
+def counts_seconds(cluster: Cluster, num_experts: int) -> float:
+    """Return the seconds of an all-gather of every rank's counts, 4 bytes per expert.
+
+    It doubles what each rank has in every round, first inside nodes, then between them.
     """
     G, N, own = cluster.ranks_per_node, cluster.num_nodes, 4.0 * num_experts
     inside = cluster.intra.seconds(own * (G - 1), (G - 1).bit_length())
     between = max(
         link.seconds(own * G * (N - 1), (N - 1).bit_length()) for link in (cluster.inter_send, cluster.inter_receive)
     )
-    return inside + between + cluster.solve_seconds
+    return inside + between
 
 
 def check_fit(plan: Placement, demand: ScheduledDemand, cluster: Cluster) -> None:

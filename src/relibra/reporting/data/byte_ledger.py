@@ -14,6 +14,7 @@ A rank has two ports: its link into the node and its share of the network. Netwo
 number: a row for a rank of another number goes to the rank of the sender's number on that node, which forwards it.
 With hierarchical dispatch a token enters a node once, at that rank, which forwards it to those that compute for it; the
 stage inside follows the one between nodes, so capacity counts the busiest port of each.
+Gathering all tokens sends each to every rank; a row that no expert of its rank needs counts as a duplicate.
 Combine and backward pass reverse these paths: their factors are the same if links are as fast in both directions.
 Latencies are left out.
 """
@@ -42,7 +43,7 @@ class ByteLedger:
     """Bytes of the forward dispatches of a step between ranks, per layer, over all micro-batches.
 
     useful_L      the first copy of each token at each rank
-    duplicate_L   further copies of it there
+    duplicate_L   further copies of it there, and rows that the rank does not need
     forwarded_L   bytes sent again by an intermediate rank
     capacity_L    bytes that all ports could send until the busiest one is done
     exact         useful bytes were counted token by token; False: a lower bound from pairs of experts chosen together
@@ -91,6 +92,7 @@ def byte_ledger(
     *,
     distinct: DistinctRows | None = None,
     send_once: bool = False,
+    gathered: DistinctRows | None = None,
 ) -> ByteLedger:
     """Return the bytes of a plan's dispatches.
 
@@ -100,6 +102,7 @@ def byte_ledger(
                 `demand.pairs_LEE`, and without pairs every row counts as useful
     send_once   a token is sent to a rank once, and with the plan's hierarchical dispatch to a node once, as in the
                 executor: no duplicates. False: each choice by itself, straight to its rank
+    gathered    rows that travel instead of those of the plan, straight to their ranks
     """
     L, R, N = len(plan.layer_ids), plan.num_ranks, plan.num_nodes
     share_LR, share_LN = np.ones((L, R)), np.ones((L, N))
@@ -115,6 +118,8 @@ def byte_ledger(
         else:
             once_LRR = distinct.ranks_MLRR[m, layers] * away_RR
         rows_LRR = once_LRR if send_once else every_LRR
+        if gathered is not None:
+            rows_LRR = gathered.ranks_MLRR[m, layers] * away_RR
         if not in_stages:
             nodes_LRN = rows_LRR.reshape(len(rows_LRR), R, N, -1).sum(axis=3)
         elif distinct is None:

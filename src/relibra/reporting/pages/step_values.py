@@ -14,6 +14,7 @@ from relibra.reporting.data.byte_ledger import ByteLedger, byte_ledger
 from relibra.reporting.data.compared_plans import ComparedStep
 from relibra.reporting.data.number_format import count, exact_percent, gigabytes, percent
 from relibra.reporting.data.step_simulation import simulate_plans, simulate_timelines
+from relibra.reporting.data.ways_to_send import ways_to_send
 from relibra.reporting.html.step_figures import load_figures, timeline_values
 from relibra.simulation import SimulatedStep, memory_use, with_mini_batches
 from relibra.simulation.fault_coverage import replica_cover, step_cover
@@ -103,6 +104,7 @@ def step_values(step: ComparedStep, timelines: Sequence[tuple[str, Timeline]] = 
         "micro_batches": max(len(plan.plan.replica_MLRB) for plan in step.plans),
         "cover": _cover(step),
         "ledgers": _ledgers(step, found),
+        "ways": _ways(step),
         "limits": _limits(step, found) if found else None,
         "remedy": remedy,
         "micro_batch": micro_batch,
@@ -205,6 +207,23 @@ def _ledgers(step: ComparedStep, found: Simulated | None) -> dict[str, Any] | No
         ],
         "most": float(max(old.max(), new.max())) or 1.0,
     }
+
+
+def _ways(step: ComparedStep) -> list[list[str]]:
+    """Return rows of the ways to send the rows of the second plan; none where no row travels."""
+    after, model = step.after, step.model
+    ways = ways_to_send(after.plan, after.demand, step.cluster, model.expert, model.top_k, after.rows)
+    return [
+        [
+            f"{way.way} (the plan)" if way.used else way.way,
+            *map(gigabytes, (way.useful_bytes, way.duplicate_bytes, way.forwarded_bytes)),
+            *map(count, (way.messages, way.fences)),
+            *map(percent, (way.data_factor, way.routing_factor, way.port_factor)),
+            *map(format_seconds, (way.seconds, way.seconds_counting)),
+        ]
+        for way in ways
+        if any(way.useful_bytes for way in ways)
+    ]
 
 
 def named_ledgers(step: ComparedStep) -> list[tuple[str, ByteLedger]]:

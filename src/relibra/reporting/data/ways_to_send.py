@@ -1,0 +1,122 @@
+"""`ways_to_send`: one step's rows sent per choice, once per rank, once per node, or all gathered, side by side.
+
+Bytes, messages and factors are those of the forward dispatches (`byte_ledger`), seconds those of rows forward and
+backward, as a simulated step has them. A plan knows counts before the step; a router's have to be exchanged in each
+layer before any row has an address (MoE-Hub, arXiv 2605.05888). Gathering needs no counts of experts: a rank takes
+every token, and picks. Per choice sends less than that while few choices share a rank, once per rank always (MegaScale-
+MoE, arXiv 2505.11432).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from relibra.cluster import Cluster
+from relibra.planning.costs.exchange import exchange_costs
+from relibra.planning.costs.expert_shape import ExpertShape
+from relibra.planning.costs.layer_costs import counts_seconds
+from relibra.planning.plan import StepPlan
+from relibra.planning.traffic.distinct_rows import DistinctRows
+from relibra.reporting.data.byte_ledger import byte_ledger
+from relibra.routing.demand import ScheduledDemand
+
+Way = Literal["per choice", "once per rank", "once per node", "gather all"]
+
+
+class SentRows(NamedTuple):
+    """A step's rows, sent in one way.
+
+    used                                       it is the plan's
+    useful_bytes, duplicate_bytes, forwarded_bytes   as in `ByteLedger`
+    messages, fences                           of all ranks
+    data_factor, routing_factor, port_factor   as in `ByteLedger`, of all layers together
+    seconds                                    with counts known before the step
+    seconds_counting                           with counts exchanged in each layer's forward pass
+    """
+
+    way: Way
+    used: bool
+    useful_bytes: float
+    duplicate_bytes: float
+    forwarded_bytes: float
+    messages: int
+    fences: int
+    data_factor: float
+    routing_factor: float
+    port_factor: float
+    seconds: float
+    seconds_counting: float
+
+
+def ways_to_send(
+    plan: StepPlan,
+    demand: ScheduledDemand,
+    cluster: Cluster,
+    expert: ExpertShape,
+    top_k: int,
+    distinct: DistinctRows | None = None,
+) -> list[SentRows]:
+    """Return the ways to send the rows of a plan; those that send a token once only where shared choices are known.
+
+    demand     with the schedule of the plan
+    top_k      choices of a token
+    distinct   counted rows; None: with `demand.pairs_LEE` a lower bound of what is sent once
+    returns    [] on one rank
+    raises     as `exchange_costs`
+    """
+    if plan.num_ranks == 1:
+        return []
+    known, flat = distinct is not None or demand.pairs_LEE is not None, replace(plan, dispatch="flat")
+    all_rows = gathered_rows(demand, top_k, plan.num_nodes)
+    whole = replace(cluster, transport=replace(cluster.transport, puts="peer"))
+    ways: list[tuple[Way, StepPlan, ScheduledDemand, Cluster, DistinctRows | None]] = [
+        ("per choice", flat, replace(demand, pairs_LEE=None), cluster, None),
+        ("once per rank", flat, demand, cluster, distinct),
+        ("once per node", replace(plan, dispatch="hierarchical"), demand, cluster, distinct),
+        ("gather all", flat, demand, whole, all_rows),
+    ]
+    used = {"flat": "once per rank", "hierarchical": "once per node"}[plan.dispatch] if known else "per choice"
+    if plan.num_nodes == 1:
+        del ways[2]
+        used = ways[known][0]
+    counting = demand.tokens_MLRE[..., 0, 0].size * counts_seconds(cluster, plan.num_experts)
+    found = []
+    for way, own, own_demand, machine, rows in ways:
+        if way.startswith("once") and not known:
+            continue
+        costs = exchange_costs(own, own_demand, machine, expert, rows)
+        once, gathered = way.startswith("once"), all_rows if way == "gather all" else None
+        ledger = byte_ledger(
+            own, demand, cluster, expert.row_bytes, distinct=distinct, send_once=once, gathered=gathered
+        ).total()
+        seconds = 2.0 * float((costs.dispatch_ML + costs.combine_ML).sum())
+        found.append(
+            SentRows(
+                way=way,
+                used=way == used,
+                useful_bytes=float(ledger.useful_L[0]),
+                duplicate_bytes=float(ledger.duplicate_L[0]),
+                forwarded_bytes=float(ledger.forwarded_L[0]),
+                messages=sum(int(stage.messages_ML.sum()) for stage in costs.stages),
+                fences=sum(int(stage.fences_ML.sum()) for stage in costs.stages),
+                data_factor=float(ledger.data_factor_L[0]),
+                routing_factor=float(ledger.routing_factor_L[0]),
+                port_factor=float(ledger.port_factor_L[0]),
+                seconds=seconds,
+                seconds_counting=seconds + counting * (gathered is None),
+            )
+        )
+    return found
+
+
+def gathered_rows(demand: ScheduledDemand, top_k: int, num_nodes: int) -> DistinctRows:
+    """Return the rows of ranks that send each token to all ranks."""
+    tokens_MLR1 = demand.tokens_MLRE.sum(axis=3, keepdims=True) // top_k
+    shape = demand.tokens_MLRE.shape[:3]
+    return DistinctRows(
+        ranks_MLRR=np.broadcast_to(tokens_MLR1, (*shape, shape[2])),
+        nodes_MLRN=np.broadcast_to(tokens_MLR1, (*shape, num_nodes)),
+    )
