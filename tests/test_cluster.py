@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relibra.cluster import PRESETS, Cluster, Link, cluster_preset, read_cluster, write_cluster
+from relibra.cluster import PRESETS, Cluster, Link, Transport, cluster_preset, read_cluster, write_cluster
 from relibra.errors import ClusterError
 
 rates = st.floats(1e-3, 1e20)
@@ -26,6 +26,12 @@ clusters = st.builds(
     peak_flops_per_second=rates,
     efficiency=st.floats(0.01, 1),
     gemm_table=tables.map(lambda entries: tuple(sorted(entries))),
+    transport=st.builds(
+        Transport,
+        puts=st.sampled_from(["peer", "expert"]),
+        fence_seconds=st.floats(0, 1),
+        fence_scope=st.sampled_from(["put", "peer"]),
+    ),
     source=text,
     label=st.sampled_from(["cited", "measured", "model"]),
 )
@@ -153,6 +159,24 @@ def test_bad_files_get_a_sentence(tmp_path, old, new, sentence):
     path.write_text(content.replace(old, new))
     with pytest.raises(ClusterError, match=sentence):
         read_cluster(path)
+
+
+def test_a_transport_is_read_and_its_mistakes_named(tmp_path):
+    path = tmp_path / "c.toml"
+    write_cluster(path, cluster_preset("h100x8"))
+    text = path.read_text()
+    assert "transport" not in text
+    path.write_text(f'{text}\n[transport]\nputs = "expert"\nfence_seconds = 1e-5\n')
+    expected = Transport(puts="expert", fence_seconds=1e-5, fence_scope="put")
+    assert read_cluster(path) == replace(cluster_preset("h100x8"), transport=expected)
+    for entry, sentence in (
+        ('puts = "token"', "transport: puts is 'token'.*peer.*expert"),
+        ("fence_seconds = -1", "transport: fence_seconds is -1"),
+        ("fences = 3", "transport has unknown entry 'fences'"),
+    ):
+        path.write_text(f"{text}\n[transport]\n{entry}\n")
+        with pytest.raises(ClusterError, match=sentence):
+            read_cluster(path)
 
 
 def test_missing_and_foreign_files(tmp_path):
