@@ -187,6 +187,10 @@ class TimelineRecorder:
         """Add an event with given times; `start` by `time.perf_counter`."""
         self._events.append(Event(stage, layer, micro_batch, self._rank, start - self._zero, seconds, bytes, label))
 
+    def seconds(self, stage: str) -> float:
+        """Return the seconds of the events of a stage that are kept."""
+        return sum(event.seconds for event in self._events if event.stage == stage)
+
     def timeline(self) -> Timeline:
         """Return the events recorded so far.
 

@@ -10,7 +10,7 @@ import pytest
 from relibra import write_trace
 from relibra.cli.inputs.recordings import find_recording
 from relibra.cli.outputs import simulated_step
-from relibra.cluster import cluster_preset, write_cluster
+from relibra.cluster import Transport, cluster_preset, write_cluster
 from relibra.planning.budget import Budget
 from relibra.planning.plan_files import read_plan
 from relibra.planning.planner import plan_step
@@ -83,6 +83,28 @@ def test_dispatch_is_an_option_or_in_the_cluster_file(run, trace, tmp_path):
     assert "hierarchical" in run(*words[:-1], "--dispatch", "hierarchical")[1]
     rows = json.loads(run("sweep", trace, *CUT, "--dispatch", "hierarchical", "--balancer", "static", "--json")[1])
     assert rows["rows"][0]["seconds"] == given["seconds"]
+
+
+def test_ways_to_send_and_a_transport_in_the_cluster_file(run, trace, tmp_path):
+    words, known, found = ("simulate", trace, *CUT, "--balancer", "static", "--json"), cluster_preset("h100x8"), {}
+    for name, transport in (
+        ("none", Transport()),
+        ("free", Transport(fence_scope="peer")),
+        ("dear", Transport(puts="expert", fence_seconds=1e-4)),
+    ):
+        write_cluster(tmp_path / f"{name}.toml", replace(known, transport=transport))
+        found[name] = json.loads(run(*words, "--cluster", tmp_path / f"{name}.toml")[1])
+    assert found["none"]["terms"] == found["free"]["terms"] == json.loads(run(*words)[1])["terms"]
+    for name, facts in found.items():
+        ways = {way["way"]: way for way in facts["ways_to_send"]}
+        assert list(ways) == ["per choice", "once per rank", "once per node", "gather all"]
+        assert [way for way in ways if ways[way]["used"]] == ["once per rank"]
+        assert ways["once per rank"]["seconds"] == pytest.approx(facts["terms"]["exchange"])
+        assert (ways["per choice"]["fences"] > 0) == (name == "dear")
+    assert found["dear"]["seconds"] > found["none"]["seconds"] + 1e-4
+    out = " ".join(run(*words[:-1])[1].split())
+    assert "ways to send: " in out
+    assert "gather all no" in out
 
 
 @pytest.mark.parametrize("verb", ["plan", "compare", "simulate", "sweep", "stats", "inspect", "validate"])

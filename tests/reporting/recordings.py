@@ -39,6 +39,8 @@ def full_row(step: int) -> dict[str, object]:
         "rank_skew": 1.5,
         "planned_skew": 1.02,
         "plan_bound": 1.0,
+        "known_rows": 0.75,
+        "wait_seconds": {"counts": 0.5, "solve": 0.25},
         "replicas": 3,
         "moved_experts": 4,
         "evaluation": {"reward": 0.6, "response_length": 40.0} if step == 1 else None,

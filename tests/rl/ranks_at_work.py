@@ -138,10 +138,11 @@ def _make_runs(cases: dict[str, Sequence[str]], descent: bool, folder: Path) -> 
     return {name: run_in_group(overrides, folder / name, descent=descent) for name, overrides in cases.items()}
 
 
-_MAY_DIFFER = ("seconds", "plan_seconds")
+_MAY_DIFFER = ("seconds", "plan_seconds", "wait_seconds")
 PLAN_COLUMNS = (
     *("planned_skew", "plan_bound", "replicas", "pushes", "moved_experts", "rank_skew", "expert_skew"),
     *("expected_seconds", "expected_static_seconds", "expected_moving_seconds", "bytes", "slots", "pass_skews"),
+    *("known_rows", "wait_seconds"),
 )
 """What a plan changes in the metrics of the same training."""
 

@@ -317,6 +317,19 @@ def test_plans_are_made_where_experts_can_follow_them(together):
             if wanted:
                 assert row["plan_bound"] - 1e-9 <= row["planned_skew"] <= row["rank_skew"] + 1e-9
             assert row["ran_at_home"] == (0 if wanted else None)
+            if row["trained_tokens"] > 0:
+                assert_addresses(row, wanted, balanced)
+
+
+def assert_addresses(row, planned, balanced):
+    """A plan knows where all rows go before the step; passes that balance live know none, and wait in each layer."""
+    waits = row["wait_seconds"]
+    assert (waits is not None) == (balanced and (row["known_rows"] or 0) < 1)
+    assert waits is None or (waits["counts"] > 0 and waits["solve"] > 0)
+    if planned:
+        assert 0.2 < row["known_rows"] <= 1
+    else:
+        assert row["known_rows"] == (0 if balanced else None)
 
 
 RANKS = {

@@ -56,11 +56,13 @@ class PlanExecution:
 
     ran_at_home   numbers of micro-batches that did not follow the plan, in the order in which they were entered; one
                   that was entered twice is there twice
+    followed      numbers of those that did
     """
 
     def __init__(self, executed: ExecutedPlan) -> None:
         """Start outside of any micro-batch."""
         self.ran_at_home: list[int] = []
+        self.followed: list[int] = []
         self._executed = executed
         self._current: _Current | None = None
         self._forward_has_begun = True  # in the current micro-batch; nothing is to begin outside of one
@@ -91,8 +93,7 @@ class PlanExecution:
         if routes is not None and routes.num_rows == 0:
             routes = None
         planned = prepare_micro_batch(executed, number, routes)
-        if planned is None:
-            self.ran_at_home.append(number)
+        (self.ran_at_home if planned is None else self.followed).append(number)
         self._current, self._forward_has_begun = _Current(number, planned), False
         try:
             with nullcontext() if routes is None else replay_routing(executed.model, routes) as replay:

@@ -99,6 +99,15 @@ class LiveBalancing:
         before, after, mean = self._loads_3.tolist()
         return LiveSkew(before / mean, after / mean) if mean else LiveSkew(1.0, 1.0)
 
+    @property
+    def token_slots(self) -> int:
+        """Return the token-slots of all ranks, layers and passes so far, whose ranks no step knew before."""
+        return round(self._loads_3[2] * self._live.slots.state.num_ranks)
+
+    def waited(self) -> dict[str, float]:
+        """Return this rank's seconds until counts were there, and until replicas were solved and rows listed."""
+        return {name: self._live.recorder.seconds(f"wait {name}") for name in ("counts", "solve")}
+
     def timeline(self) -> Timeline:
         """Return the latest events of this rank; their micro-batches are forward passes, recomputation included."""
         return self._live.recorder.timeline()

@@ -248,6 +248,7 @@ def rl_step(
         **value_metrics,
         **mismatch,
         **step_metrics.balance_metrics(batch, recomputed, update, learner.policy.shape, clock.skews),
+        **clock.row_metrics(),
         **step_metrics.prompt_metrics(batch),
         "canary": canary and asdict(canary),
         "sampler_check": watch.metrics(),
@@ -403,7 +404,7 @@ def _recompute(
             record=settings.replay == "R2",
         )
         recomputed = replace(recomputed, ran_at_home=context.ran_at_home, live=context.live)
-        clock.keep_skew("recompute", context.live)
+        clock.keep_execution("recompute", context)
     if settings.replay == "R2":
         with clock.stage("plan"):
             batch = plan_recorded_routes(batch, recomputed.routes, policy, config, previous=previous, cluster=cluster)
@@ -528,5 +529,5 @@ def _update_policy(
             num_ranks=dist.get_world_size(),
             before_first_step=before_first_step,
         )
-        clock.keep_skew("update", context.live)
+        clock.keep_execution("update", context)
         return replace(update, ran_at_home=context.ran_at_home, live=context.live)

@@ -1,18 +1,20 @@
-"""`Stopwatch`: seconds of each stage of a step, and skews of those that balanced live."""
+"""`Stopwatch`: seconds of each stage of a step, skews of those that balanced live, and rows with known addresses."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
 from relibra.cluster import Cluster
 from relibra.errors import EngineError, library_errors
 from relibra.parallel import LiveBalancing, LiveSkew
-from relibra.rl.batch.training_batch import balancing
+from relibra.rl.batch.training_batch import BatchExecution, balancing
 from relibra.rl.config.settings import PlanSettings
 from relibra.rl.model.host_weights import on_device
 from relibra.rl.run.ranks import begin_stage, is_peer_loss
@@ -20,11 +22,17 @@ from relibra.rl.run.ranks import begin_stage, is_peer_loss
 
 @dataclass
 class Stopwatch:
-    """Seconds per stage of a step, and the skew in the stages that balanced live."""
+    """Seconds per stage of a step, and the skew in the stages that balanced live.
+
+    rows     token-slots that passes sent to experts: "known" ones had an address before the step, of "all"
+    waited   seconds of this rank in live balancing, by what was waited for
+    """
 
     step: int
     seconds: dict[str, float] = field(default_factory=dict)
     skews: dict[str, LiveSkew] = field(default_factory=dict)
+    rows: Counter[str] = field(default_factory=Counter)
+    waited: Counter[str] = field(default_factory=Counter)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -43,9 +51,24 @@ class Stopwatch:
         """Balance a model live in a stage, its weights on the device, and keep its skew; collective."""
         with self.stage(name), on_device(model), balancing(model, settings, cluster) as live:
             yield
-            self.keep_skew(name, live)
+            self.keep_live(name, live)
 
-    def keep_skew(self, name: str, live: LiveBalancing | None) -> None:
-        """Keep the skew of a stage before and after balancing."""
+    def keep_execution(self, name: str, context: BatchExecution) -> None:
+        """Keep what a stage knew of its rows before, by its plan, and as `keep_live`."""
+        known, planned = context.planned_rows
+        self.rows.update(known=known, all=planned)
+        self.keep_live(name, context.live)
+
+    def keep_live(self, name: str, live: LiveBalancing | None) -> None:
+        """Keep the skew of a stage before and after balancing, its rows and its waits."""
         if live is not None:
             self.skews[name] = live.skew()
+            self.rows["all"] += live.token_slots
+            self.waited.update(live.waited())
+
+    def row_metrics(self) -> dict[str, Any]:
+        """Return the share of rows whose address was known before the step, and waits; None: no expert was balanced."""
+        return {
+            "known_rows": self.rows["known"] / self.rows["all"] if self.rows["all"] else None,
+            "wait_seconds": {name: round(seconds, 4) for name, seconds in self.waited.items()} or None,
+        }

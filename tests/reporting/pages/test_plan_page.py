@@ -22,6 +22,7 @@ from relibra.reporting.data.byte_ledger import byte_ledger
 from relibra.reporting.data.compared_plans import ComparedStep, compare_plan, compare_static
 from relibra.reporting.data.comparison import ComparisonRow
 from relibra.reporting.data.number_format import percent
+from relibra.reporting.data.ways_to_send import ways_to_send
 from relibra.reporting.html.page import templates
 from relibra.reporting.pages.plan_page import balancer_values, render_plan_page
 from relibra.reporting.pages.step_values import duration_rows, step_headline, waterfall
@@ -170,6 +171,20 @@ def test_the_ledger_speaks_of_what_is_sent() -> None:
     duplicate = re.findall(r"[\d.]+(?=</td>)", header[header.index("duplicate, GB") :])[:3]
     assert duplicate[:2] == ["0", "0"]
     assert float(duplicate[2]) > 0
+
+
+def test_ways_to_send_have_a_row_each() -> None:
+    step = traced_step()
+    after, expert = step.after, step.model.expert
+    page = rendered(step, MADE)
+    ways = ways_to_send(after.plan, after.demand, CLUSTER, expert, step.model.top_k, after.rows)
+    for way in ways:
+        cells = _row(page, f"{way.way} (the plan)" if way.used else way.way)
+        assert cells[:3] == [f"{size / 1e9:.3g}" for size in way[2:5]]
+        assert cells[3:5] == [f"{way.messages:,}", "0"]
+        assert cells[5:8] == [percent(factor) for factor in way[7:10]]
+        assert cells[8:] == [format_seconds(way.seconds), format_seconds(way.seconds_counting)]
+    assert sum(way.used for way in ways) == 1
 
 
 def test_limits_are_those_of_the_simulator() -> None:

@@ -16,7 +16,7 @@ from relibra.reporting.data.samples import MAX_CHARACTERS, MAX_STEPS, Samples, r
 from relibra.reporting.html.page import render
 from relibra.reporting.html.run_figures import section_figures
 from relibra.reporting.pages.report_page import SAMPLES_AT_ONCE, write_report
-from relibra.reporting.pages.run_values import run_values
+from relibra.reporting.pages.run_values import key_figures, run_values
 from relibra.simulation.training_passes import Kept, PredictedIteration
 from tests.reporting.recordings import HOSTILE, full_row, sample_row
 from tests.reporting.test_report_page import Elements, one_line, own_page
@@ -65,6 +65,12 @@ def test_sections_without_numbers_are_left_out() -> None:
     metrics = Metrics(rows=({"step": 0}, {"step": 1, "reward": None, "evaluation": None, "alarms": None}))
     assert _sections_of(metrics).strip() == ""
     assert _sample_browser(Samples()).strip() == ""
+
+
+def test_known_addresses_and_waits_without_them_are_key_figures() -> None:
+    rows = [list(row) for row in key_figures([Metrics(rows=(full_row(0), full_row(1) | {"known_rows": 0.25}))])]
+    found = [figure for name, figure in rows if "known before the step" in name or "live layers wait" in name]
+    assert found == ["50.0%", "0.500", "0.250"]
 
 
 def test_stages_stand_as_measured_beside_predicted() -> None:

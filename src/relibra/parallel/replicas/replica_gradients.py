@@ -79,13 +79,22 @@ class GradientReturn:
         for name, rows in arriving.items():
             if not rows:
                 continue
-            of_home, sums = of_homes[name], dict[int, Tensor]()
+            of_home = of_homes[name]
             assert of_home is not None, "experts at home run on every rank, without tokens on a dummy row"
-            for n, row in rows.items():
-                slot, wide = slot_of[n], torch.promote_types(row.dtype, torch.float32)
-                sums[slot] = (sums[slot] if slot in sums else of_home[slot].to(wide)) + row.to(wide)
-            for slot, total in sums.items():  # rounded once
+            for slot, total in sum_at_homes(of_home, rows, slot_of).items():  # rounded once
                 of_home[slot] = total
+
+
+def sum_at_homes(of_home: Tensor, rows: Mapping[int, Tensor], slot_of: Mapping[int, int]) -> dict[int, Tensor]:
+    """Return the sums of the gradients of homes `[E / R, ...]` and of those that arrived, by home slot, in float32.
+
+    rows, slot_of   gradients `[...]` and their home slots, by number of the push
+    """
+    sums: dict[int, Tensor] = {}
+    for n, row in rows.items():
+        slot, wide = slot_of[n], torch.promote_types(row.dtype, torch.float32)
+        sums[slot] = (sums[slot] if slot in sums else of_home[slot].to(wide)) + row.to(wide)
+    return sums
 
 
 class LayerReplicas:

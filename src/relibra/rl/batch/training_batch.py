@@ -231,6 +231,15 @@ class BatchExecution:
         """Return how often a micro-batch did not follow the plan, so far; the same on all ranks. 0 without a plan."""
         return 0 if self.execution is None else len(self.execution.ran_at_home)
 
+    @property
+    def planned_rows(self) -> tuple[int, int]:
+        """Return the token-slots of all ranks so far that followed the plan, and that should have; 0 without one."""
+        if self.execution is None or self.batch.plan is None or self.batch.demand is None:
+            return 0, 0
+        rows_M = self.batch.plan.scheduled(self.batch.demand).load_MLE.sum(axis=(1, 2))
+        known, at_home = (int(rows_M[run].sum()) for run in (self.execution.followed, self.execution.ran_at_home))
+        return known, known + at_home
+
 
 @contextmanager
 def executing(
