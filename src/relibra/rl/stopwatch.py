@@ -68,7 +68,6 @@ class Stopwatch:
 
     def row_metrics(self) -> dict[str, Any]:
         """Return the share of rows whose address was known before the step, and waits; None: no expert was balanced."""
-        return {
-            "known_rows": self.rows["known"] / self.rows["all"] if self.rows["all"] else None,
-            "wait_seconds": {name: round(seconds, 4) for name, seconds in self.waited.items()} or None,
-        }
+        waited = {name: round(seconds, 4) for name, seconds in self.waited.items()}
+        known = self.rows["known"] / self.rows["all"] if self.rows["all"] else None
+        return {"known_rows": known, "wait_seconds": waited if any(waited.values()) else None}

@@ -4,7 +4,7 @@ Dispatch carries a hidden state from its source rank to the rank that computes i
 backward pass their gradients travel the same ways reversed. A rank sends one message to every other rank that gets rows
 from it: a link costs alpha x messages + beta x bytes in each direction, both at once; links inside and between nodes
 work at the same time. Each rank has a fixed part of its node's network, so the busiest rank decides. Between nodes a
-`cluster.Transport` may send a message per expert, which rows that go to a rank alone are grouped by, and have fences.
+`cluster.Transport` may have fences and, where rows go straight to ranks, a message per expert of each rank.
 
 With hierarchical dispatch (`planning.traffic.relays`) a token crosses to another node once, whatever ranks compute
 for it there, and is forwarded inside. The stage inside nodes then follows the one between them, and combine runs them

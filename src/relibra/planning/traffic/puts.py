@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import no_type_check
-
 import numpy as np
 from jaxtyping import Int, Int64
 from numpy import ndarray
 
-from relibra.planning.traffic.split import split_expert
-from relibra.routing.compiled import compiled
+from relibra.planning.traffic.split import split_tokens
 
 
 def expert_puts(
@@ -25,31 +22,7 @@ def expert_puts(
     """
     L, R, _ = tokens_LRE.shape
     puts_LRR = np.zeros((L, R, R), dtype=np.int64)
-    _count_puts(tokens_LRE, home_LE.astype(np.int64), replica_LRB, quota_LRB, ranks_per_node, puts_LRR)
+    for at in range(L):
+        split = split_tokens(tokens_LRE[at], home_LE[at], replica_LRB[at], quota_LRB[at], ranks_per_node)
+        np.add.at(puts_LRR[at].T, split.rank_I, split.tokens_RI.T > 0)
     return puts_LRR
-
-
-@compiled
-@no_type_check
-def _count_puts(tokens_LRE, home_LE, replica_LRB, quota_LRB, ranks_per_node, puts_LRR) -> None:
-    L, R, E = tokens_LRE.shape
-    B = replica_LRB.shape[2]
-    rank_I, left_I, column_I = np.empty(R * B + 1, np.int64), np.empty(R * B + 1, np.int64), np.arange(R * B + 1)
-    remainder_I, open_X = np.empty(R * B + 1, np.int64), np.empty(R * B + 1, np.int64)
-    supply_R = np.empty(R, np.int64)
-    for layer in range(L):
-        for e in range(E):
-            rank_I[0], left_I[0], n = home_LE[layer, e], 0, 1
-            for s in range(R):
-                supply_R[s] = tokens_LRE[layer, s, e]
-                left_I[0] += supply_R[s]
-            for x in range(R * B):
-                if replica_LRB[layer, x // B, x % B] == e:
-                    rank_I[n], left_I[n] = x // B, quota_LRB[layer, x // B, x % B]
-                    left_I[0] -= left_I[n]
-                    n += 1
-            split_RI = np.zeros((R, n), np.int64)
-            split_expert(supply_R, rank_I[:n], left_I[:n], ranks_per_node, remainder_I, open_X, column_I, split_RI)
-            for s in range(R):
-                for i in range(n):
-                    puts_LRR[layer, s, rank_I[i]] += split_RI[s, i] > 0
