@@ -94,7 +94,6 @@ def test_metrics_are_finite_and_training_agrees_with_the_sampler(run):
         assert row["alarms"] == []
         assert row["ran_at_home"] == 0
         assert row["known_rows"] == 1
-        assert row["wait_seconds"] is None
         assert row["router_disagreement"] == 0
         assert 1 <= row["planned_skew"] <= row["rank_skew"] + 1e-9 <= 2 + 2e-9
         assert 1 <= row["expert_skew"] <= 4

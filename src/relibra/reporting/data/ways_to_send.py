@@ -3,8 +3,8 @@
 Bytes, messages and factors are those of the forward dispatches (`byte_ledger`), seconds those of rows forward and
 backward, as a simulated step has them. A plan knows counts before the step; a router's have to be exchanged in each
 layer before any row has an address (MoE-Hub, arXiv 2605.05888). Gathering needs no counts of experts: a rank takes
-every token, and picks. Per choice sends less than that while few choices share a rank, once per rank always (MegaScale-
-MoE, arXiv 2505.11432).
+every token, and picks. Per choice sends less while a token has fewer choices than there are ranks, once per rank never
+more (MegaScale-MoE, arXiv 2505.11432).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Way = Literal["per choice", "once per rank", "once per node", "gather all"]
 class SentRows(NamedTuple):
     """A step's rows, sent in one way.
 
-    used                                       it is the plan's
-    useful_bytes, duplicate_bytes, forwarded_bytes   as in `ByteLedger`
-    messages, fences                           of all ranks
-    data_factor, routing_factor, port_factor   as in `ByteLedger`, of all layers together
-    seconds                                    with counts known before the step
-    seconds_counting                           with counts exchanged in each layer's forward pass
+    used               it is the plan's
+    ..._bytes, ..._factor   as in `ByteLedger`, of all layers together
+    messages, fences   of all ranks; with puts per expert, a put for each expert of a rank that gets rows, also where
+                       rows go to the rank once
+    seconds            with counts known before the step
+    seconds_counting   with counts exchanged in each layer's forward pass
     """
 
     way: Way
