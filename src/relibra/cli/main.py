@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import relibra
-from relibra.cli import bench, calibrate, compare, explain, export, plan, report, simulate, sweep, trace, train
+from relibra.cli import bench, calibrate, compare, explain, export, plan, report, simulate, sweep, trace, train, upcycle
 from relibra.cli.serve import app as serve
 from relibra.environment import shows_tracebacks
 from relibra.errors import RelibraError, library_errors
@@ -30,7 +30,7 @@ app = typer.Typer(
 )
 _VERBS: tuple[Callable[..., None], ...] = (
     train.train, export.export, report.report, plan.plan, compare.compare, calibrate.calibrate, explain.explain,
-    simulate.simulate, sweep.sweep,
+    simulate.simulate, sweep.sweep, upcycle.upcycle,
 )  # fmt: skip
 for _verb in _VERBS:
     app.command()(_verb)

@@ -10,7 +10,7 @@ from relibra.cli.inputs.workload import Workload, open_request
 from relibra.cli.outputs.files import named, writing
 from relibra.cli.outputs.simulated_faults import FAULT_UNITS, fault_facts
 from relibra.cli.outputs.simulated_iteration import UNITS, iteration_facts
-from relibra.cli.outputs.simulated_step import SimulatedPlan, execution_of, simulate_balancer
+from relibra.cli.outputs.simulated_step import SimulatedPlan, simulate_balancer
 from relibra.cli.outputs.terminal import print_note, print_result, progress
 from relibra.errors import ConfigError
 
@@ -40,7 +40,7 @@ def simulate(request: SimulateRequest) -> None:
         with progress(f"planning and simulating {name} (the first run compiles kernels)"):
             found[name] = simulate_balancer(replace(request, balancer=name), workload)
     if request.timeline is not None:
-        _write_timeline(request.timeline, request, workload, found[request.balancer])
+        _write_timeline(request.timeline, workload, found[request.balancer])
     facts = _facts(request, workload, found)
     if request.iteration:
         with progress("planning and simulating the iteration"):
@@ -70,20 +70,21 @@ def _facts(request: SimulateRequest, workload: Workload, plans: dict[str, Simula
         "static_memory_bytes": static.memory.total,
         "memory": dict(chosen.memory.parts),
         "pipeline_stages": request.pipeline_stages,
+        "static_stage_layers": static.stage_layers(),
         "recompute": request.recompute,
         "layers_of_model": {"simulated": chosen.model.layers, "of": chosen.model.part_of or chosen.model.layers},
         "steps_served": request.steps,
     }
 
 
-def _write_timeline(path: Path, request: SimulateRequest, workload: Workload, simulated: SimulatedPlan) -> None:
+def _write_timeline(path: Path, workload: Workload, simulated: SimulatedPlan) -> None:
     from relibra.simulation import simulated_timeline, with_mini_batches
 
     plan = simulated.plan
-    scheduled, execution = with_mini_batches(plan.scheduled(workload.demand), execution_of(request))
+    scheduled, _ = with_mini_batches(plan.scheduled(workload.demand))
     ranks = list(range(min(plan.num_ranks, MAX_TIMELINE_RANKS)))
     made = simulated_timeline(
-        plan, scheduled, simulated.machine, simulated.model, execution, ranks=ranks,
+        plan, scheduled, simulated.machine, simulated.model, simulated.how, ranks=ranks,
         micro_batches=[0], distinct=workload.count_rows(plan, scheduled),
     )  # fmt: skip
     with writing(path):

@@ -19,7 +19,10 @@ from relibra.cli.outputs.terminal import print_note, print_result, progress
 from relibra.errors import ConfigError, RelibraError
 from relibra.planning.budget import MOST_SLOTS
 
-SETTINGS = ("ranks", "ranks_per_node", "slots", "micro_batch_tokens", "pipeline_stages", "balancer")
+SETTINGS = (
+    *("ranks", "ranks_per_node", "slots", "micro_batch_tokens", "pipeline_stages", "stage_cut", "pipeline"),
+    "balancer",
+)
 """Fields of a simulation that a sweep varies."""
 MAX_POINTS = 500
 STOPPED = "stopped by Ctrl-C"
@@ -41,6 +44,8 @@ class SweepRequest(SimulationRequest):
     micro_batch_tokens T,...  Most tokens per rank in a micro-batch; default: those of the run, else 2048; one, or a
         comma-separated list.
     pipeline_stages N,...  Pipeline stages; one, or a comma-separated list.
+    stage_cut CUT,...  even: stages of even numbers of expert layers; best: those that end first; one, or both.
+    pipeline KIND,...  1f1b: ranks keep a stage; round: parts of the layers go to groups of ranks in turn; one, or both.
     balancer NAME,...  Balancers that relibra compare lists; one, or a comma-separated list.
     plot FILE  Also plot it: .png (matplotlib) or .html (plotly).
     """
@@ -50,6 +55,8 @@ class SweepRequest(SimulationRequest):
     slots: str | None = None  # type: ignore[assignment]
     micro_batch_tokens: str | None = None  # type: ignore[assignment]
     pipeline_stages: str = "1"  # type: ignore[assignment]
+    stage_cut: str = "even"  # type: ignore[assignment]
+    pipeline: str = "1f1b"  # type: ignore[assignment]
     balancer: str = "relibra"
     plot: Path | None = None
     as_json: options.Json = False
@@ -65,6 +72,8 @@ class SweepRequest(SimulationRequest):
             _numbers("--slots", self.slots, 0, MOST_SLOTS),
             _numbers("--micro-batch-tokens", self.micro_batch_tokens, 1, 1 << 40),
             _numbers("--pipeline-stages", self.pipeline_stages, 1, 1 << 15),
+            _choices("--stage-cut", self.stage_cut, ("even", "best")),
+            _choices("--pipeline", self.pipeline, ("1f1b", "round")),
             _items("--balancer", self.balancer),
         )
         common = {f.name: getattr(self, f.name) for f in fields(SimulationRequest) if f.name not in SETTINGS}
@@ -130,9 +139,17 @@ class SweepPoint:
 def _items(option: str, text: str) -> list[str]:
     items = [item.strip() for item in text.split(",")]
     if "" in items:
-        example = "relibra,eplb" if option == "--balancer" else "8,16"
+        examples = {"--balancer": "relibra,eplb", "--stage-cut": "even,best", "--pipeline": "1f1b,round"}
+        example = examples.get(option, "8,16")
         raise ConfigError(f"{option} {text!r} has an empty item: write it like {example}")
     return list(dict.fromkeys(items))
+
+
+def _choices(option: str, text: str, names: tuple[str, ...]) -> list[str]:
+    for item in _items(option, text):
+        if item not in names:
+            raise ConfigError(f"{option} {text!r} has {item!r}: choose from {', '.join(names)}")
+    return _items(option, text)
 
 
 def _numbers(option: str, text: str | None, least: int, most: int) -> list[int | None]:
@@ -176,7 +193,8 @@ class Simulations:
             self._workloads[key] = open_workload(self._recording, point)
         workload = self._workloads[key]
         _refuse_schedule_of_fewer_ranks(workload)
-        place = (*key, point.pipeline_stages)  # the static layout leaves slots empty, so their number does not matter
+        # the static layout leaves slots empty, so their number does not matter
+        place = (*key, point.pipeline_stages, point.stage_cut, point.pipeline)
         if place not in self._statics:
             self._statics[place] = simulate_balancer(replace(point, balancer="static"), workload)
         static = self._statics[place]

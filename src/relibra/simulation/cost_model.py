@@ -21,6 +21,8 @@ from relibra.simulation.model_shape import ModelShape
 _OPTIMIZER_BYTES = 30
 """Bytes that AdamW touches per parameter: reads gradient, master and two moments (16), writes these three (12) and the
 bf16 weight (2)."""
+STATE_BYTES = 12
+"""Bytes of a parameter's fp32 master and two moments."""
 
 
 class Gathers(NamedTuple):
@@ -138,8 +140,12 @@ def optimizer_seconds(cluster: Cluster, layout: ParallelLayout, shared: int, exp
 
     raises    ClusterError when the machine's memory bandwidth is not known
     """
-    own = shared / (layout.data_parallel * layout.expert_parallel) + experts / layout.data_parallel
-    return own * _OPTIMIZER_BYTES / memory_bandwidth(cluster)
+    return owned_share(layout, shared, experts) * _OPTIMIZER_BYTES / memory_bandwidth(cluster)
+
+
+def owned_share(layout: ParallelLayout, shared: int, experts: int) -> float:
+    """Return the parameters that a rank updates: those with equal weights on other ranks are spread over them."""
+    return shared / (layout.data_parallel * layout.expert_parallel) + experts / layout.data_parallel
 
 
 def memory_bandwidth(cluster: Cluster) -> float:

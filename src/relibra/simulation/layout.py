@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from relibra.cluster import MAX_RANKS, Cluster
 from relibra.errors import ConfigError
@@ -19,12 +22,14 @@ class ParallelLayout:
     expert_parallel   R, ranks of one expert-parallel group; attention runs data-parallel on the same ranks
     pipeline_stages   consecutive parts of the layers, each on ranks of its own, run one forward one backward (1F1B)
     data_parallel     Q, expert-parallel groups of a stage; each runs its own micro-batches, gradients are summed
+    stage_sizes       expert layers of each stage; (): as even as whole layers allow
     raises            ConfigError for numbers below 1 or too many ranks
     """
 
     expert_parallel: int
     pipeline_stages: int = 1
     data_parallel: int = 1
+    stage_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("expert_parallel", "pipeline_stages", "data_parallel"):
@@ -73,11 +78,28 @@ class ParallelLayout:
             )
 
     def stage_layers(self, num_layers: int) -> list[slice]:
-        """Return the expert layers of each stage, as evenly as whole layers allow; the first stages take the remainder.
+        """Return the expert layers of each stage; where sizes are even, the first stages take the remainder.
+
+        raises   ConfigError when `stage_sizes` do not cut the layers into stages
 
         >>> ParallelLayout(expert_parallel=8, pipeline_stages=3).stage_layers(8)
         [slice(0, 3, None), slice(3, 6, None), slice(6, 8, None)]
         """
-        base, rest = divmod(num_layers, self.pipeline_stages)
-        ends = [base * (s + 1) + min(s + 1, rest) for s in range(self.pipeline_stages)]
-        return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        sizes = self.stage_sizes or even_sizes(num_layers, self.pipeline_stages)
+        if self.stage_sizes and (len(sizes), sum(sizes), min(sizes) > 0) != (self.pipeline_stages, num_layers, True):
+            raise ConfigError(
+                f"layout {self} has stages of {sizes} expert layers: give {self.pipeline_stages} sizes of at least 1 "
+                f"that add up to {num_layers}"
+            )
+        return layer_slices(sizes)
+
+
+def even_sizes(num_layers: int, parts: int) -> tuple[int, ...]:
+    """Return sizes of parts that differ by at most one layer, the larger ones first."""
+    return tuple(len(part) for part in np.array_split(np.arange(num_layers), parts))
+
+
+def layer_slices(sizes: Sequence[int]) -> list[slice]:
+    """Return the layers of consecutive parts."""
+    ends = np.cumsum(sizes).tolist()
+    return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]

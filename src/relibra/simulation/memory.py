@@ -17,7 +17,7 @@ from relibra.cluster import Cluster
 from relibra.planning.costs.copies import slot_bytes
 from relibra.planning.plan import StepPlan
 from relibra.routing.demand import ScheduledDemand
-from relibra.simulation.cost_model import gathered_bytes, owned_parameters, rows_and_scores
+from relibra.simulation.cost_model import gathered_bytes, owned_parameters, owned_share, rows_and_scores
 from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.model_shape import ModelShape
 from relibra.simulation.step.group_run import Execution, mini_batches_of
@@ -84,14 +84,15 @@ def memory_use(
     rows_MR, _ = rows_and_scores(plan, demand, model)
     load_MLR, static_MLR = plan.rank_load(demand), StepPlan.static(demand, plan.topology).rank_load(demand)
     found = []
-    for stage, layers in enumerate(layout.stage_layers(len(plan.layer_ids))):
-        parts = _parts(model, layout, how, stage, rows_MR, load_MLR[:, layers])
+    cut = layout.stage_layers(len(plan.layer_ids)) if how.round_cut is None else how.round_cut.parts()
+    for stage, layers in enumerate(cut):
+        parts = _parts(model, layout, how, stage, layers, rows_MR, load_MLR)
         slots = slot_bytes(plan, model.expert, num_layers=layers.stop - layers.start, trained=not how.forward_only)
         found.append(
             MemoryUse(
                 stage=stage,
                 parts={**parts, "slots": float(slots)},
-                activations_static=_parts(model, layout, how, stage, rows_MR, static_MLR[:, layers])["activations"],
+                activations_static=_parts(model, layout, how, stage, layers, rows_MR, static_MLR)["activations"],
                 capacity=round(cluster.memory_bytes * model.layers / (model.part_of or model.layers)),
                 keeps_activations=not (how.recompute_activations or how.forward_only),
             )
@@ -125,7 +126,7 @@ def memory_for_slots(
     load_MLR = static.rank_load(demand)[:, np.arange(max(L, model.moe_layers)) % L]
     room = (1 - RESERVE) * cluster.memory_bytes - held_bytes
     of_layers = [
-        (room - sum(_parts(model, layout, how, stage, rows_MR, load_MLR[:, layers]).values()))
+        (room - sum(_parts(model, layout, how, stage, layers, rows_MR, load_MLR).values()))
         / (layers.stop - layers.start)
         for stage, layers in enumerate(layout.stage_layers(load_MLR.shape[1]))
     ]
@@ -137,6 +138,7 @@ def _parts(
     layout: ParallelLayout,
     how: Execution,
     stage: int,
+    layers: slice,
     rows_MR: ndarray,
     load_MLR: Int64[ndarray, "M L R"],
 ) -> dict[str, float]:
@@ -145,31 +147,36 @@ def _parts(
     Masters and moments are sharded over all ranks that hold the same weights. With `Execution.shard_dense` (FSDP) a
     rank holds bf16 weights of two layers at a time, and embedding and output matrix for the whole pass; otherwise all
     of them. Gradients are accumulated unsharded until the last micro-batch. Stage s of D keeps activations of at most
-    D - s micro-batches (1F1B).
-
-    load_MLR   of the stage's layers
+    D - s micro-batches (1F1B). Of round-robin stages, a rank holds the weights of two parts and activations of one
+    micro-batch in one; the rest waits in host memory.
     """
-    first, last, trained = stage == 0, stage == how.pipeline_stages - 1, not how.forward_only
+    first, last, trained = layers.start == 0, layers.stop == load_MLR.shape[1], not how.forward_only
+    load_MLR = load_MLR[:, layers]
     num_layers, value_bytes = load_MLR.shape[1], model.expert.bytes_per_value
     of_group = -(-len(rows_MR) // layout.data_parallel)
     most = max(map(len, mini_batches_of(of_group, how.mini_batches)), default=0)  # a pipeline drains behind each
-    in_flight = min(how.pipeline_stages - stage, most) if trained else 1
+    in_flight = min(how.pipeline_stages - stage, most) if trained and how.round_cut is None else 1
     dense_layers = model.dense_layers if first else 0
     shared, experts = owned_parameters(model, layout, num_layers, first=first, last=last)
-    own = shared / (layout.data_parallel * layout.expert_parallel) + experts / layout.data_parallel
+    own = owned_share(layout, shared, experts)
     used = float(value_bytes * (shared + experts))
     if how.shard_dense:
         two_layers = value_bytes * experts * min(2, num_layers) / num_layers
         used = min(used, two_layers + sum(gathered_bytes(model, first=first, last=last)))
     shard_bytes = _MASTER_BYTES if trained else value_bytes * how.shard_dense
+    weights = used + shard_bytes * own
+    if how.fetches:
+        weights = 2 * value_bytes * (shared / (layout.expert_parallel if how.shard_dense else 1) + experts)
+        weights += how.shard_dense * sum(gathered_bytes(model, first=first, last=last))
+        how = replace(how, recompute_activations=False)  # a part is recomputed as a whole
     activations, layer_bytes = _activations(model, rows_MR, load_MLR, dense_layers, in_flight, how)
     logits = _LOGIT_BYTES * model.vocabulary * float(rows_MR.max(initial=0.0)) if last else 0.0
     if not how.whole_logits:
         logits = min(logits, _CHUNK_BYTES * model.layers / (model.part_of or model.layers))
     return {
-        "weights": used + shard_bytes * own,
+        "weights": weights,
         "gradients": trained * 4.0 * (shared + experts),
-        "optimizer": trained * _MOMENT_BYTES * own,
+        "optimizer": trained * (not how.fetches) * _MOMENT_BYTES * own,
         "activations": activations,
         "logits": max(0.0, logits - layer_bytes),
     }

@@ -17,15 +17,24 @@ from relibra.planning.traffic.distinct_rows import distinct_rows_of_step
 from relibra.routing.demand_rows import sample_of_rows
 from relibra.routing.statistics import co_activation
 from relibra.routing.synthetic import TraceShape, domain_trace
-from relibra.simulation import Execution, ParallelLayout, model_shape, simulate_groups, simulate_step, with_mini_batches
+from relibra.simulation import (
+    Execution,
+    ParallelLayout,
+    memory_use,
+    model_shape,
+    simulate_groups,
+    simulate_step,
+    with_mini_batches,
+)
 from relibra.simulation.cost_model import gathered_bytes, gradient_reduction_seconds, owned_parameters, spread_seconds
 from relibra.simulation.step.group_run import run_group
 from relibra.simulation.step.passes import backward_pass, forward_pass
+from relibra.simulation.step.stage_choice import choose_stages
 from relibra.simulation.step.stage_costs import stage_costs
 from relibra.simulation.step.training_step import costs_of
 from tests.planning.cases import make_demand
 from tests.simulation.reference import gradients_after_the_end, pass_seconds
-from tests.simulation.steps import free_links, machine, random_step, tiny_model
+from tests.simulation.steps import FREE, free_links, machine, random_step, tiny_model
 
 SEEDS = st.integers(0, 2**32 - 1)
 DISPATCHES = st.sampled_from(["flat", "hierarchical"])
@@ -112,12 +121,12 @@ def assert_fast_equals_slow(seed, overlap, recompute, slower, live):
     slow, waited = pass_seconds(costs, backward=False, overlap=overlap)
     np.testing.assert_allclose(fast.seconds_M, slow, rtol=1e-12)
     if overlap:
-        np.testing.assert_allclose(fast.waited_R, waited, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(fast.waited_MR.sum(axis=0), waited, rtol=1e-9, atol=1e-9)
     fast = backward_pass(costs, overlap=overlap, recompute_activations=recompute)
     slow, waited = pass_seconds(costs, backward=True, overlap=overlap, recompute=recompute)
     np.testing.assert_allclose(fast.seconds_M, slow, rtol=1e-12)
     if overlap:
-        np.testing.assert_allclose(fast.waited_R, waited, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(fast.waited_MR.sum(axis=0), waited, rtol=1e-9, atol=1e-9)
 
 
 def test_a_push_to_another_node_rests_while_rows_travel():
@@ -318,8 +327,9 @@ def test_sums_of_gradients_count_from_the_end_of_their_own_stage(seed, stages):
     how = Execution(pipeline_stages=stages, shard_dense=seed % 2 == 0)
     run = run_group(costs_of(plan, demand, cluster, model, how), how)
     (mini_batch,) = run.mini_batches
-    start_D = mini_batch.start_2DM[1, :, -1]
+    start_D = mini_batch.start_XM[: stages - 1 : -1, -1]
     end_D = start_D + mini_batch.last_backward_D
+    np.testing.assert_allclose(mini_batch.end_D, end_D)
     assert max(end_D) == pytest.approx(mini_batch.seconds)
     layout = ParallelLayout(expert_parallel=plan.num_ranks, pipeline_stages=stages)
     layers_D = [part.stop - part.start for part in layout.stage_layers(4)]
@@ -338,6 +348,63 @@ def test_sums_of_gradients_count_from_the_end_of_their_own_stage(seed, stages):
     waits = simulate_step(plan, demand, cluster, model, replace(how, overlap=False))
     assert waits.terms["gradients"] == pytest.approx(max(whole_D))
     assert simulate_step(plan, demand, replace(cluster, hides_copies=False), model, how).terms == waits.terms
+
+
+@given(SEEDS, st.sampled_from(["even", "best"]), st.sampled_from(["1f1b", "round"]), st.booleans())
+@FEW
+def test_one_stage_is_the_step_without_stages(seed, cut, pipeline, recompute):
+    plan, demand, cluster, model = random_step(seed, micro_batches=4)
+    plain = Execution(mini_batches=1 + seed % 3, recompute_activations=recompute)
+    whole = simulate_step(plan, demand, cluster, model, plain)
+    how = choose_stages(plan, demand, cluster, model, plain, cut=cut, pipeline=pipeline)
+    assert (how.round_cut is not None) == (pipeline == "round")
+    step = simulate_step(plan, demand, cluster, model, how)
+    assert step.seconds == pytest.approx(whole.seconds, rel=1e-9)
+    assert step.terms == pytest.approx(whole.terms, rel=1e-9)
+    assert step.bytes == whole.bytes
+    assert memory_use(plan, demand, cluster, model, how).parts == memory_use(plan, demand, cluster, model, plain).parts
+
+
+@given(SEEDS, st.booleans(), st.integers(2, 3))
+@FEW
+def test_best_stages_end_no_later_than_even_ones(seed, recompute, stages):
+    plan, demand, cluster, model = random_step(seed, layers=4, micro_batches=5)
+    plain = Execution(pipeline_stages=stages, recompute_activations=recompute, mini_batches=2)
+    for pipeline in ("1f1b", "round"):
+        even, best = (
+            simulate_step(plan, demand, cluster, model, how)
+            for how in (
+                choose_stages(plan, demand, cluster, model, plain, cut=cut, pipeline=pipeline)
+                for cut in ("even", "best")
+            )
+        )
+        assert best.seconds_without_relocation <= even.seconds_without_relocation * (1 + 1e-12)
+        for step in (even, best):
+            assert step.seconds == pytest.approx(sum(step.terms.values()))
+            assert min(step.terms.values()) >= -1e-9
+            assert step.token_slots_R.sum() == demand.tokens_MLRE.sum()
+            assert step.sent_bytes["dispatch"].sum() == pytest.approx(step.sent_bytes["combine"].sum())
+            assert step.layout.num_ranks == stages * plan.num_ranks
+
+
+def test_round_robin_stages_wait_for_weights_from_the_host():
+    plan, demand, cluster, model = random_step(5, layers=4, micro_batches=8)
+    how = Execution(pipeline_stages=2)
+    how = choose_stages(plan, demand, cluster, model, how, cut="even", pipeline="round")
+    free, slow = (
+        simulate_step(plan, demand, replace(cluster, host=link), model, how)
+        for link in (FREE, replace(cluster.host, bytes_per_second=1e-3))
+    )
+    assert slow.terms["pipeline"] > free.terms["pipeline"]
+    assert slow.terms["optimizer"] > free.terms["optimizer"]  # master and moments come from the host and go back
+    assert slow.terms["compute"] == pytest.approx(free.terms["compute"])
+    held = memory_use(plan, demand, cluster, model, how).parts
+    whole = memory_use(plan, demand, cluster, model, Execution(pipeline_stages=2)).parts
+    assert held["optimizer"] == 0 < whole["optimizer"]
+    with pytest.raises(ConfigError, match="leave out round_cut"):
+        replace(how, forward_only=True)
+    with pytest.raises(ConfigError, match=r"of \(1, 2\) expert layers: give 2 sizes of at least 1 that add up to 4"):
+        simulate_step(plan, demand, cluster, model, Execution(pipeline_stages=2, stage_sizes=(1, 2)))
 
 
 @given(SEEDS)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import ParameterInfo
@@ -148,11 +148,17 @@ class SimulationRequest(WorkloadRequest):
     """One training step, planned by one balancer and simulated.
 
     pipeline_stages N  Pipeline stages, each on ranks of its own.
+    stage_cut  even: stages of even numbers of expert layers; best: those that end first, counting dense layers and the
+        output matrix.
+    pipeline  1f1b: ranks keep a stage; round: --pipeline-stages groups of ranks are a pool, to which parts of the
+        layers go in turn, forward and backward apart, with weights from host memory.
     recompute  Compute activations again in the backward pass instead of keeping them.
     """
 
     balancer: options.Balancer = "relibra"
     pipeline_stages: Annotated[int, within(1, 1 << 15)] = 1
+    stage_cut: Literal["even", "best"] = "even"
+    pipeline: Literal["1f1b", "round"] = "1f1b"
     recompute: Annotated[bool, typer.Option("--recompute")] = False
 
 

@@ -62,7 +62,7 @@ def fault_facts(request: SimulateRequest, workload: Workload, chosen: SimulatedP
     found: dict[str, tuple[float, float, float, int]] = {}
     for name, plan in [*plans.items(), ("", chosen.plan)]:
         left, fetched_R = without_rank(plan, scheduled, lost, anew=not name)
-        step, _ = simulate_plan(left, request, workload, chosen.model)
+        step, *_ = simulate_plan(left, request, workload, chosen.model)
         seconds = step.seconds_without_relocation - step.terms["copies"] + chosen.step.terms["copies"]
         pause = float(fetched_R.max()) * each + (0.0 if name else chosen.plan.plan_seconds)
         found[f"take over, {name}" if name else "fetch and re-place"] = (seconds, pause, 0.0, R)

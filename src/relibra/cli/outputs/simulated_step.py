@@ -23,6 +23,7 @@ class SimulatedPlan:
     machine, model  that were simulated; the model has the layers, experts and choices of the routes
     step            with its part of the moves, which are spread over the steps that they serve
     moving_seconds  of all moves, once before the step
+    how             it was executed, in which stages
     skew            load of the busiest ranks / mean load of ranks, over micro-batches and layers
     demand, rows    that were simulated; rows between ranks, None: not counted
     """
@@ -32,6 +33,7 @@ class SimulatedPlan:
     tokens: int
     plan: StepPlan
     step: SimulatedStep
+    how: Execution
     moving_seconds: float
     memory: MemoryUse
     skew: float
@@ -67,6 +69,14 @@ class SimulatedPlan:
         own, other, same = self.plan, static.plan, ("home_LE", "micro_batch_S", "rank_S")
         return not own.num_copies and all(np.array_equal(getattr(own, name), getattr(other, name)) for name in same)
 
+    def stage_layers(self) -> str:
+        """Return the expert layers of each stage, or of parts forward | both | backward of a round, x rounds."""
+        cut = self.how.round_cut
+        if cut is None:
+            return "+".join(str(cut.stop - cut.start) for cut in self.step.layout.stage_layers(self.model.moe_layers))
+        sides = ("+".join(map(str, side)) for side in (cut.forward, (cut.fused,), cut.backward) if side)
+        return f"{' | '.join(sides)} x {cut.rounds}"
+
     def figures(self, static: SimulatedPlan) -> dict[str, object]:
         """Return the figures of the step beside the static layout of the same workload, for JSON."""
         step, tokens = self.step, self.tokens
@@ -82,6 +92,7 @@ class SimulatedPlan:
             "skew": self.skew,
             "copies": self.plan.num_copies,
             "kept_static": self.equals(static),
+            "stage_layers": self.stage_layers(),
             "memory_bytes": self.memory.total,
             "memory_warning": self.memory.warning,
         }
@@ -107,7 +118,7 @@ def simulate_balancer(request: SimulationRequest, workload: Workload) -> Simulat
     raises    ConfigError, before anything is planned, for a layout that does not fit
     """
     from relibra.planning.planner import plan_step
-    from relibra.simulation import ParallelLayout, cut_model, memory_use, with_mini_batches
+    from relibra.simulation import ParallelLayout, cut_model, memory_use
 
     machine, demand = workload.machine, workload.demand
     model = cut_model(workload.model, demand)
@@ -122,14 +133,14 @@ def simulate_balancer(request: SimulationRequest, workload: Workload) -> Simulat
         history_MLE=workload.history_MLE,
         never_worse=request.balancer == "relibra",
     )
-    scheduled, execution = with_mini_batches(plan.scheduled(demand), execution_of(request))
-    step, rows = simulate_plan(plan, request, workload, model)
+    step, execution, scheduled, rows = simulate_plan(plan, request, workload, model)
     return SimulatedPlan(
         machine=machine,
         model=model,
         tokens=int(demand.load_MLE[:, 0].sum()) // model.top_k,
         plan=plan,
         step=step.with_relocation_over(request.steps),
+        how=execution,
         moving_seconds=step.terms["relocation"],
         memory=memory_use(plan, scheduled, machine, model, execution),
         skew=plan.skew(scheduled),
@@ -140,11 +151,15 @@ def simulate_balancer(request: SimulationRequest, workload: Workload) -> Simulat
 
 def simulate_plan(
     plan: StepPlan, request: SimulationRequest, workload: Workload, model: ModelShape
-) -> tuple[SimulatedStep, DistinctRows | None]:
-    """Return the simulated step of a plan, and the rows between ranks; None: not counted."""
+) -> tuple[SimulatedStep, Execution, ScheduledDemand, DistinctRows | None]:
+    """Return the simulated step of a plan, how it is executed, its demand, and its rows between ranks if counted."""
     from relibra.simulation import simulate_step, with_mini_batches
+    from relibra.simulation.step.stage_choice import choose_stages
 
+    machine = workload.machine
     scheduled, execution = with_mini_batches(plan.scheduled(workload.demand), execution_of(request))
-    distinct = workload.count_rows(plan, scheduled)
-    step = simulate_step(plan, scheduled, workload.machine, model, execution, distinct=distinct)
-    return step, distinct
+    rows = workload.count_rows(plan, scheduled)
+    execution = choose_stages(
+        plan, scheduled, machine, model, execution, cut=request.stage_cut, pipeline=request.pipeline, distinct=rows
+    )
+    return simulate_step(plan, scheduled, machine, model, execution, distinct=rows), execution, scheduled, rows

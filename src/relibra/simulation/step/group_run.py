@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float64, Int64
+from jaxtyping import Bool, Float64, Int64
 from numpy import ndarray
 
 from relibra.cluster import Cluster
@@ -15,8 +16,9 @@ from relibra.planning.costs.copies import CopyCosts
 from relibra.planning.costs.step_bytes import StepBytes, add_bytes, sent_bytes
 from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.step.passes import TERMS, Note, PassSeconds, backward_pass, forward_pass
-from relibra.simulation.step.pipeline_schedule import BACKWARD, FORWARD, run_schedule
+from relibra.simulation.step.pipeline_schedule import PipelineTask, round_tasks, run_tasks, stage_tasks
 from relibra.simulation.step.stage_costs import StageCosts
+from relibra.simulation.step.stage_cuts import RoundCut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,9 @@ class Execution:
     """How a plan is executed.
 
     pipeline_stages          parts of the layers, each on ranks of its own
+    stage_sizes              expert layers of each; (): even (`choose_stages` finds sizes)
+    round_cut                stages take turns at the ranks of a pool (`RoundCut`), which recompute activations and get
+                             weights from host memory, unless each holds one part; None: 1F1B
     mini_batches             optimizer steps: their number (parts as equal as possible), or a tuple with the
                              micro-batches of each
     forward_only             log-probabilities under the current policy: no backward pass, no optimizer
@@ -42,6 +47,8 @@ class Execution:
     """
 
     pipeline_stages: int = 1
+    stage_sizes: tuple[int, ...] = ()
+    round_cut: RoundCut | None = None
     mini_batches: int | tuple[int, ...] = 1
     forward_only: bool = False
     overlap: bool = True
@@ -61,7 +68,24 @@ class Execution:
 
     def layout(self, num_ranks: int, groups: int) -> ParallelLayout:
         """Return the layout of `groups` expert-parallel groups of `num_ranks` ranks."""
-        return ParallelLayout(expert_parallel=num_ranks, pipeline_stages=self.pipeline_stages, data_parallel=groups)
+        return ParallelLayout(
+            expert_parallel=num_ranks,
+            pipeline_stages=self.pipeline_stages,
+            data_parallel=groups,
+            stage_sizes=self.stage_sizes,
+        )
+
+    @property
+    def fetches(self) -> bool:
+        """Return whether weights wait in host memory for their turn."""
+        return self.round_cut is not None and len(self.round_cut.parts()) != self.pipeline_stages
+
+    def tasks(self, num_parts: int, num_micro_batches: int) -> list[list[PipelineTask]]:
+        """Return the tasks of each stage's ranks in a mini-batch."""
+        D, M = self.pipeline_stages, num_micro_batches
+        if self.round_cut is None:
+            return [stage_tasks(s, D, M, forward_only=self.forward_only) for s in range(D)]
+        return round_tasks(num_parts, D, self.round_cut.round_M(M, D))
 
     def __post_init__(self) -> None:
         sizes = (self.mini_batches,) if isinstance(self.mini_batches, int) else self.mini_batches
@@ -69,6 +93,10 @@ class Execution:
             raise ConfigError(
                 f"execution in {self.pipeline_stages} pipeline stages and {self.mini_batches} mini-batches: both are "
                 "at least 1, and so are the micro-batches of each mini-batch"
+            )
+        if self.round_cut is not None and self.forward_only:
+            raise ConfigError(
+                "a forward pass in round-robin stages: their cut has a backward pass, leave out round_cut"
             )
 
 
@@ -80,8 +108,10 @@ class MiniBatchRun:
     seconds          from its first forward to its last backward pass
     busy             seconds of the busiest stage, by term
     copying          seconds of copies in that stage
-    last_backward_D  seconds of the last micro-batch's backward pass in each stage: sums of gradients run beside it
-    start_2DM        when each pass starts, counted from the start of the mini-batch
+    last_backward_D  seconds of the last backward pass of each stage's ranks: sums of gradients run beside it
+    end_D            when they end it, counted from the start of the mini-batch
+    store_seconds    of the last gradients on their way to host memory
+    start_XM         when each part of each micro-batch starts, counted from the start of the mini-batch
     """
 
     number_M: Int64[ndarray, " M"]
@@ -89,12 +119,9 @@ class MiniBatchRun:
     busy: dict[str, float]
     copying: float
     last_backward_D: Float64[ndarray, " D"]
-    start_2DM: Float64[ndarray, "2 D M"]
-
-    @property
-    def end_D(self) -> Float64[ndarray, " D"]:
-        """Return when each stage ends its last backward pass, counted from the start of the mini-batch."""
-        return self.start_2DM[BACKWARD, :, -1] + self.last_backward_D if len(self.number_M) else self.last_backward_D
+    end_D: Float64[ndarray, " D"]
+    store_seconds: float
+    start_XM: Float64[ndarray, "X M"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,49 +143,106 @@ class GroupRun:
     flops: float
 
 
-def run_group(
-    costs_D: list[StageCosts], how: Execution, notes: Mapping[tuple[int, int], Note] | None = None
-) -> GroupRun:
+class PartRun(NamedTuple):
+    """All micro-batches in one part of the model: a forward pass, a backward pass, or one after the other.
+
+    passes           forward or backward, or both
+    sent             bytes of each rank by kind, without those handed to the next part
+    token_slots_MR   of a forward pass
+    """
+
+    passes: list[PassSeconds]
+    backward_M: Float64[ndarray, " M"]
+    sent: dict[str, Float64[ndarray, "M R"]]
+    token_slots_MR: Int64[ndarray, "M R"]
+
+    @property
+    def seconds_M(self) -> Float64[ndarray, " M"]:
+        """Return the seconds of each micro-batch."""
+        return sum((item.seconds_M for item in self.passes), np.zeros(len(self.backward_M)))
+
+
+def run_part(costs: StageCosts, how: Execution, *, forward: bool, backward: bool, note: Note | None = None) -> PartRun:
+    """Return the passes of a part; a forward pass right before the backward pass makes recomputation needless."""
+    recompute = how.recompute_activations or (how.round_cut is not None and not forward)
+    passes, backward_M = [], np.zeros(len(costs.rows_MR))
+    if forward:
+        passes.append(forward_pass(costs, overlap=how.overlap, note=note))
+    if backward:
+        if note is not None and forward:
+            note = _later(note, passes[0].seconds_M[:, None])
+        passes.append(backward_pass(costs, overlap=how.overlap, recompute_activations=recompute, note=note))
+        backward_M = passes[-1].seconds_M
+    return PartRun(
+        passes=passes,
+        backward_M=backward_M,
+        sent=_sent(costs, forwards=forward + (backward and recompute), forward=forward, backward=backward),
+        token_slots_MR=costs.load_MLR.sum(axis=1) * forward,
+    )
+
+
+def _later(note: Note, more_M1: ndarray) -> Note:
+    return lambda stage, layer, start_MR, end_MR, *rest: note(stage, layer, start_MR + more_M1, end_MR + more_M1, *rest)
+
+
+def run_group(costs_X: list[StageCosts], how: Execution, notes: Mapping[int, Note] | None = None) -> GroupRun:
     """Return the passes of a group and when each starts.
 
-    notes    recorders of the events of (stage, direction)
+    costs_X  of each stage, or of each part of a `RoundCut`
+    notes    recorders of the events of each part
     """
-    passes_2D: list[list[PassSeconds]] = [[], []]
-    for stage, costs in enumerate(costs_D):
-        forward, backward = ((notes or {}).get((stage, direction)) for direction in (FORWARD, BACKWARD))
-        passes_2D[FORWARD].append(forward_pass(costs, overlap=how.overlap, note=forward))
-        if not how.forward_only:
-            passes_2D[BACKWARD].append(
-                backward_pass(
-                    costs, overlap=how.overlap, recompute_activations=how.recompute_activations, note=backward
-                )
-            )
-    pairs_D = [list(pair) for pair in zip(*(item for item in passes_2D if item), strict=True)]
-    last = len(costs_D) - 1
-    sent_D = [_sent(costs, how, int(s > 0), int(s < last)) for s, costs in enumerate(costs_D)]
+    last = len(costs_X) - 1
+    kinds = [(s, True, False) for s in range(last + 1)]
+    kinds += [] if how.forward_only else [(s, False, True) for s in range(last, -1, -1)]
+    if how.round_cut is not None:
+        fused = len(how.round_cut.forward)
+        kinds = [(x, x <= fused, x >= fused) for x in range(last + 1)]
+    parts = [
+        run_part(costs_X[x], how, forward=forward, backward=backward, note=(notes or {}).get(part))
+        for part, (x, forward, backward) in enumerate(kinds)
+    ]
+    M, R = costs_X[0].rows_MR.shape
+    numbers, device_XM = mini_batches_of(M, how.mini_batches), np.zeros((len(parts), M), dtype=np.int64)
+    for number_M in numbers:
+        for stage, tasks in enumerate(how.tasks(len(parts), len(number_M))):
+            for part, m in tasks:
+                device_XM[part, number_M[m]] = stage
+    hops_XM = np.diff(device_XM, axis=0, prepend=device_XM[:1]) != 0
+    own_MR = costs_X[0].rows_MR * costs_X[0].row_bytes
+    leaves_XM1 = np.append(hops_XM[1:], np.zeros((1, M), dtype=bool), axis=0)[:, :, None]
+
+    def of_stages(values_X: Iterable[ndarray]) -> ndarray:
+        total_DR: ndarray = np.zeros((how.pipeline_stages, R))
+        for device_M, value_MR in zip(device_XM, values_X, strict=True):
+            np.add.at(total_DR, device_M, value_MR)
+        return total_DR
+
+    kept = [costs_X[x] for x, _, backward in kinds if backward or how.forward_only]
+    sent = {kind: of_stages([part.sent[kind] for part in parts]) for kind in parts[0].sent}
     return GroupRun(
         mini_batches=tuple(
-            _mini_batch(pairs_D, costs_D, number, how)
-            for number in mini_batches_of(len(costs_D[0].rows_MR), how.mini_batches)
+            _mini_batch(parts, costs_X, number_M, device_XM[:, number_M], hops_XM[:, number_M], how)
+            for number_M in numbers
         ),
         spent={
-            name: np.stack([sum(item.spent[name] for item in pair) for pair in pairs_D]) for name in pairs_D[0][0].spent
+            name: of_stages([np.sum([item.spent[name] for item in part.passes], axis=0) for part in parts])
+            for name in parts[0].passes[0].spent
         },
-        waited_DR=np.stack([sum(item.waited_R for item in pair) for pair in pairs_D]),
-        sent={kind: np.stack([item[kind] for item in sent_D]) for kind in sent_D[0]},
+        waited_DR=of_stages([np.sum([item.waited_MR for item in part.passes], axis=0) for part in parts]),
+        sent=sent | {"handover": of_stages(own_MR * leaves_XM1)},
         bytes=add_bytes(
             sent_bytes(
                 costs,
                 costs.row_bytes,
                 costs.gate_bytes,
                 trained=not how.forward_only,
-                recomputed=how.recompute_activations,
+                recomputed=how.recompute_activations or (how.round_cut is not None and number > 0),
             )
-            for costs in costs_D
+            for number, costs in enumerate(kept)
         ),
-        token_slots_DR=np.stack([costs.load_MLR.sum(axis=(0, 1)) for costs in costs_D]),
-        uneven={name: _uneven(costs_D, name) for name in ("attention", "experts")},
-        flops=sum(costs.flops for costs in costs_D) / (3 if how.forward_only else 1),
+        token_slots_DR=of_stages([part.token_slots_MR for part in parts]).astype(np.int64),
+        uneven={name: _uneven(kept, name) for name in ("attention", "experts")},
+        flops=sum(costs.flops for costs in kept) / (3 if how.forward_only else 1),
     )
 
 
@@ -184,50 +268,67 @@ def mini_batches_of(micro_batches: int, mini_batches: int | tuple[int, ...]) -> 
 
 
 def _mini_batch(
-    pairs_D: list[list[PassSeconds]], costs_D: list[StageCosts], number_M: Int64[ndarray, " M"], how: Execution
+    parts: list[PartRun],
+    costs_X: list[StageCosts],
+    number_M: Int64[ndarray, " M"],
+    device_XM: Int64[ndarray, "X M"],
+    hops_XM: Bool[ndarray, "X M"],
+    how: Execution,
 ) -> MiniBatchRun:
-    D = len(pairs_D)
-    seconds_2DM = np.zeros((2, D, len(number_M)))
-    for stage, pair in enumerate(pairs_D):
-        for direction, item in enumerate(pair):
-            seconds_2DM[direction, stage] = item.seconds_M[number_M]
-    start_2DM, end = run_schedule(seconds_2DM, costs_D[0].handover_M[number_M], forward_only=how.forward_only)
-    busiest = int(np.argmax(seconds_2DM.sum(axis=(0, 2))))
-    busy = {name: float(sum(item.terms[name][number_M].sum() for item in pairs_D[busiest])) for name in TERMS}
+    seconds_XM = np.stack([part.seconds_M[number_M] for part in parts])
+    tasks_D = how.tasks(len(parts), len(number_M))
+    fetch_X = None
+    if how.fetches:  # both directions at once
+        stored_X = [costs.store_seconds * part.backward_M.any() for costs, part in zip(costs_X, parts, strict=True)]
+        fetch_X = np.maximum([costs.fetch_seconds for costs in costs_X], stored_X)
+    handover_XM = hops_XM * costs_X[0].handover_M[number_M]
+    (start_XM,) = run_tasks(tasks_D, seconds_XM[None], handover_XM, fetch_X)
+    end_D, last_backward_D = np.zeros((2, how.pipeline_stages))
+    for stage, tasks in enumerate(tasks_D):
+        if tasks:
+            part, m = tasks[-1]
+            end_D[stage] = start_XM[part, m] + seconds_XM[part, m]
+            last_backward_D[stage] = parts[part].backward_M[number_M[m]]
+    work_D = np.bincount(device_XM.ravel(), seconds_XM.ravel(), minlength=how.pipeline_stages)
+    here_XM = device_XM == int(np.argmax(work_D))
+
+    def of_busiest(value: Callable[[PassSeconds], ndarray]) -> float:
+        values_X = [sum(value(item)[number_M] for item in part.passes) for part in parts]
+        return float(np.stack(values_X)[here_XM].sum())
+
     return MiniBatchRun(
         number_M=number_M,
-        seconds=end,
-        busy=busy,
-        copying=float(sum(item.copying_M[number_M].sum() for item in pairs_D[busiest])),
-        last_backward_D=seconds_2DM[BACKWARD, :, -1] if len(number_M) else np.zeros(D),
-        start_2DM=start_2DM,
+        seconds=float(end_D.max()),
+        busy={name: of_busiest(lambda item, name=name: item.terms[name]) for name in TERMS},  # type: ignore[misc]
+        copying=of_busiest(lambda item: item.copying_M),
+        last_backward_D=last_backward_D,
+        end_D=end_D,
+        store_seconds=costs_X[-1].store_seconds if how.fetches else 0.0,
+        start_XM=start_XM,
     )
 
 
-def _sent(costs: StageCosts, how: Execution, before: int, after: int) -> dict[str, Float64[ndarray, " R"]]:
-    """Return the bytes that each rank of a stage sends, by kind.
+def _sent(costs: StageCosts, *, forwards: int, forward: bool, backward: bool) -> dict[str, Float64[ndarray, "M R"]]:
+    """Return the bytes that each rank of a part sends, by kind.
 
-    before, after   1 if the pipeline has a stage before it, after it; else 0
+    forwards   times that layers run forward
     """
-    backwards = 0 if how.forward_only else 1
-    forwards = 1 + (backwards if how.recompute_activations else 0)
     exchange, weights = costs.exchange, costs.gather_bytes
-    out_R, in_R, gates_R, gates_back_R = (
-        rows_MLR.sum(axis=(0, 1))
+    out_MR, in_MR, gates_MR, gates_back_MR = (
+        rows_MLR.sum(axis=1)
         for rows_MLR in (exchange.out_MLR, exchange.in_MLR, exchange.gates_out_MLR, exchange.gates_in_MLR)
     )
-    gathered = weights.root + (1 + backwards) * (weights.first + (len(costs.layer_ids) - 1) * weights.each)
-    own_R = costs.rows_MR.sum(axis=0) * costs.row_bytes
+    gathered = forward * weights.root
+    gathered += (forward + backward) * (weights.first + (len(costs.layer_ids) - 1) * weights.each)
     return {
-        "dispatch": (forwards + backwards) * costs.row_bytes * out_R,
-        "combine": (forwards + backwards) * costs.row_bytes * in_R,
-        "gates": costs.gate_bytes * (forwards * gates_R + backwards * gates_back_R),
-        "push": np.sum([_copied(copies) for copies in (costs.push, costs.push_again)[: 1 + backwards]], axis=0),
-        "return": backwards * _copied(costs.gradients),
-        "gather": np.full(len(own_R), len(costs.rows_MR) * gathered),
-        "handover": own_R * (after + backwards * before),
+        "dispatch": (forwards + backward) * costs.row_bytes * out_MR,
+        "combine": (forwards + backward) * costs.row_bytes * in_MR,
+        "gates": costs.gate_bytes * (forwards * gates_MR + backward * gates_back_MR),
+        "push": forward * _copied(costs.push) + backward * _copied(costs.push_again),
+        "return": backward * _copied(costs.gradients),
+        "gather": np.full(costs.rows_MR.shape, gathered),
     }
 
 
-def _copied(copies: CopyCosts) -> Float64[ndarray, " R"]:
-    return copies.sent_MLR.sum(axis=(0, 1)) * float(copies.bytes_each)
+def _copied(copies: CopyCosts) -> Float64[ndarray, "M R"]:
+    return copies.sent_MLR.sum(axis=1) * float(copies.bytes_each)

@@ -61,15 +61,15 @@ class PassSeconds:
     """Seconds of one pass in each micro-batch, by term and by stage.
 
     terms        TERMS: seconds on the way from its start to its end
-    spent        STAGES: seconds of each rank, summed over micro-batches and layers; stages may overlap
-    waited_R     seconds of each rank before exchanges, until the last rank was there
+    spent        STAGES: seconds of each rank, summed over layers; stages may overlap
+    waited_MR    seconds of each rank before exchanges, until the last rank was there
     copying_M    seconds of copies, hidden or not
     """
 
     seconds_M: Float64[ndarray, " M"]
     terms: dict[str, Float64[ndarray, " M"]]
-    spent: dict[str, Float64[ndarray, " R"]]
-    waited_R: Float64[ndarray, " R"]
+    spent: dict[str, Float64[ndarray, "M R"]]
+    waited_MR: Float64[ndarray, "M R"]
     copying_M: Float64[ndarray, " M"]
 
 
@@ -137,14 +137,14 @@ class _Walk:
         self.now_MR, self.met_M, self.free_M = np.zeros((M, R)), np.zeros(M), np.zeros(M)
         self.gathered_M, self.late_M = np.zeros(M), np.zeros(M)
         self.terms = {name: np.zeros(M) for name in TERMS}
-        self.spent = {name: np.zeros(R) for name in STAGES}
-        self.waited_R, self.copying_M = np.zeros(R), np.zeros(M)
+        self.spent = {name: np.zeros((M, R)) for name in STAGES}
+        self.waited_MR, self.copying_M = np.zeros((M, R)), np.zeros(M)
 
     def result(self) -> PassSeconds:
         """Return the sums, up to the end of the last rank."""
         self._meet("attention")
         return PassSeconds(
-            seconds_M=self.met_M, terms=self.terms, spent=self.spent, waited_R=self.waited_R, copying_M=self.copying_M
+            seconds_M=self.met_M, terms=self.terms, spent=self.spent, waited_MR=self.waited_MR, copying_M=self.copying_M
         )
 
     def attention(self, layer: int, seconds_MR: Float64[ndarray, "M R"]) -> None:
@@ -221,7 +221,7 @@ class _Walk:
     def _work(self, stage: str, layer: int, seconds_MR: Float64[ndarray, "M R"], label: str) -> None:
         start_MR = self.now_MR
         self.now_MR = start_MR + seconds_MR
-        self.spent[stage] += seconds_MR.sum(axis=0)
+        self.spent[stage] += seconds_MR
         if self.note is not None:
             busy_MR = seconds_MR > 0 if label == "replicas" else None
             self.note(stage, self._id(layer), start_MR, self.now_MR, None, busy_MR, label)
@@ -267,10 +267,10 @@ class _Walk:
         else:
             self.rows.append((self.met_M, end_M))
         self.terms[term] += seconds_ML[:, layer]
-        self.waited_R += (self.met_M[:, None] - start_MR).sum(axis=0)
+        self.waited_MR += self.met_M[:, None] - start_MR
         self.met_M = end_M
         self.now_MR = np.repeat(end_M[:, None], start_MR.shape[1], axis=1)
-        self.spent[stage] += (self.now_MR - start_MR).sum(axis=0)
+        self.spent[stage] += self.now_MR - start_MR
         if self.note is not None:
             row_bytes = self.costs.gate_bytes if links is None else self.costs.row_bytes
             label = "gate weights" if links is None else "rows"
@@ -309,8 +309,8 @@ class _Walk:
         part_MR, start_MR = copies.takes_part_MLR[:, layer], self.now_MR
         self.now_MR = np.where(part_MR, np.maximum(start_MR, done_M[:, None]), start_MR)
         begun_MR = np.broadcast_to(begun_M[:, None], start_MR.shape)
-        self.spent[f"wait {kind}"] += (self.now_MR - start_MR).sum(axis=0)
-        self.spent[kind] += ((self.now_MR - begun_MR) * part_MR).sum(axis=0)
+        self.spent[f"wait {kind}"] += self.now_MR - start_MR
+        self.spent[kind] += (self.now_MR - begun_MR) * part_MR
         if self.note is not None:
             self.note(f"wait {kind}", self._id(layer), start_MR, self.now_MR, None, part_MR, "")
             sent_MR = copies.sent_MLR[:, layer] * copies.bytes_each

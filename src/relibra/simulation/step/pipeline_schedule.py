@@ -1,25 +1,24 @@
-"""Pipeline schedule: start of each micro-batch in each stage under one forward one backward (1F1B), on an event heap.
+"""Pipeline schedules: when each micro-batch passes each part of the model, as events with known seconds.
 
-Each stage runs its tasks in a fixed order and one at a time; a task starts when its input has arrived from the
-neighbouring stage. One stage is the simple case: forward, backward, forward, backward, ...
+A micro-batch passes parts 0 .. J - 1 in order. Under one forward one backward (1F1B) part s < D is the forward pass of
+stage s and part 2 D - 1 - s its backward pass; with round-robin stages (RoundPipe, arXiv 2604.27085) devices are a
+pool, and each part of a round goes to the next device. A device runs its tasks in a fixed order, one at a time.
 """
 
 from __future__ import annotations
 
-import heapq
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Float64, Int64
 from numpy import ndarray
-
-FORWARD, BACKWARD = 0, 1
 
 
 class PipelineTask(NamedTuple):
-    """One pass of one micro-batch through one stage."""
+    """One micro-batch in one part of the model."""
 
-    direction: int
+    part: int
     micro_batch: int
 
 
@@ -30,70 +29,65 @@ def stage_tasks(
 
     A stage runs as many forward passes ahead as there are stages behind it, then one backward and one forward in turn.
 
-    >>> [("FB"[task.direction], task.micro_batch) for task in stage_tasks(0, 2, 3)]
-    [('F', 0), ('F', 1), ('B', 0), ('F', 2), ('B', 1), ('B', 2)]
+    >>> [tuple(task) for task in stage_tasks(0, 2, 3)]
+    [(0, 0), (0, 1), (3, 0), (0, 2), (3, 1), (3, 2)]
     """
+    back = 2 * num_stages - 1 - stage
     if forward_only:
-        return [PipelineTask(FORWARD, m) for m in range(num_micro_batches)]
+        return [PipelineTask(stage, m) for m in range(num_micro_batches)]
     ahead = min(num_stages - 1 - stage, num_micro_batches)
-    tasks = [PipelineTask(FORWARD, m) for m in range(ahead)]
+    tasks = [PipelineTask(stage, m) for m in range(ahead)]
     for m in range(ahead, num_micro_batches):
-        tasks += [PipelineTask(FORWARD, m), PipelineTask(BACKWARD, m - ahead)]
-    return tasks + [PipelineTask(BACKWARD, m) for m in range(num_micro_batches - ahead, num_micro_batches)]
+        tasks += [PipelineTask(stage, m), PipelineTask(back, m - ahead)]
+    return tasks + [PipelineTask(back, m) for m in range(num_micro_batches - ahead, num_micro_batches)]
 
 
-def run_schedule(
-    seconds_2DM: Float64[ndarray, "2 D M"], handover_M: Float64[ndarray, " M"], *, forward_only: bool = False
-) -> tuple[Float64[ndarray, "2 D M"], float]:
-    """Return when each task starts, and when the last one ends.
+def round_tasks(num_parts: int, num_devices: int, round_M: Int64[ndarray, " M"]) -> list[list[PipelineTask]]:
+    """Return the tasks of each device with round-robin stages: a part takes all micro-batches of its round in turn.
 
-    seconds_2DM   [forward or backward, stage, micro-batch]
-    handover_M    from the end of a task to the arrival of its output at the next stage; no rank is busy with it
+    A round goes on at the device behind the last one.
 
-    Events on the heap are ends of tasks, (time, stage, micro-batch, direction): ties have one order.
+    round_M   round of each micro-batch, ascending from 0
+
+    >>> [[tuple(task) for task in tasks] for tasks in round_tasks(3, 2, np.array([0, 0]))]
+    [[(0, 0), (0, 1), (2, 0), (2, 1)], [(1, 0), (1, 1)]]
     """
-    _, D, M = seconds_2DM.shape
-    tasks_D = [stage_tasks(s, D, M, forward_only=forward_only) for s in range(D)]
-    start_2DM, end_2DM = np.full(seconds_2DM.shape, np.nan), np.full(seconds_2DM.shape, np.nan)
-    next_D, free_D = [0] * D, [0.0] * D
-    heap: list[tuple[float, int, int, int]] = []
+    tasks_D: list[list[PipelineTask]] = [[] for _ in range(num_devices)]
+    for turn in range(num_parts * (1 + int(round_M.max(initial=-1)))):
+        number, part = divmod(turn, num_parts)
+        tasks_D[turn % num_devices] += [PipelineTask(part, m) for m in np.flatnonzero(round_M == number).tolist()]
+    return tasks_D
 
-    def arrival(stage: int, task: PipelineTask) -> float:
-        """Return when the input of a task arrives; NaN: not known yet."""
-        direction, m = task
-        before = stage - 1 if direction == FORWARD else stage + 1
-        if direction == FORWARD and stage == 0:
-            return 0.0
-        if direction == BACKWARD and stage == D - 1:
-            return float(end_2DM[FORWARD, stage, m])
-        return float(end_2DM[direction, before, m] + handover_M[m])
 
-    def start_next(stage: int) -> None:
-        if next_D[stage] == len(tasks_D[stage]):
-            return
-        task = tasks_D[stage][next_D[stage]]
-        ready = arrival(stage, task)
-        if np.isnan(ready):
-            return
-        next_D[stage] += 1
-        begin = max(ready, free_D[stage])
-        start_2DM[task.direction, stage, task.micro_batch] = begin
-        free_D[stage] = float(begin + seconds_2DM[task.direction, stage, task.micro_batch])
-        heapq.heappush(heap, (free_D[stage], stage, task.micro_batch, task.direction))
+def run_tasks(
+    tasks_D: Sequence[Sequence[PipelineTask]],
+    seconds_YXM: Float64[ndarray, "Y X M"],
+    handover_XM: Float64[ndarray, "X M"],
+    fetch_X: Float64[ndarray, " X"] | None = None,
+) -> Float64[ndarray, "Y X M"]:
+    """Return when each task starts: its device is free, its input has come, and its weights are fetched.
 
-    running = [False] * D
-    end = 0.0
-    for stage in range(D):
-        start_next(stage)
-        running[stage] = next_D[stage] > 0
-    while heap:
-        end, stage, m, direction = heapq.heappop(heap)
-        end_2DM[direction, stage, m] = end
-        running[stage] = False
-        for other in (stage - 1, stage, stage + 1):
-            if 0 <= other < D and not running[other]:
-                before = next_D[other]
-                start_next(other)
-                running[other] = next_D[other] > before
-    assert all(done == len(tasks) for done, tasks in zip(next_D, tasks_D, strict=True)), "the schedule has no deadlock"
-    return start_2DM, end
+    seconds_YXM   of each part and micro-batch, for Y settings that share the order of tasks
+    handover_XM   from the end of the part before to the arrival of its output; no device is busy with it
+    fetch_X       seconds in which a device gets the weights of a part; they begin with the part that it runs before,
+                  when the buffer of the part before that is free. None: weights stay
+    """
+    start_YXM, end_MY = np.zeros_like(seconds_YXM), np.zeros((seconds_YXM.shape[2], len(seconds_YXM)))
+    free_DY = np.zeros((len(tasks_D), len(seconds_YXM)))
+    begun_DY = np.zeros_like(free_DY)
+    passed_M, next_D, held_D = [0] * len(end_MY), [0] * len(tasks_D), [-1] * len(tasks_D)
+    waits = True
+    while waits:
+        waits = False
+        for d, tasks in enumerate(tasks_D):
+            while next_D[d] < len(tasks) and passed_M[tasks[next_D[d]].micro_batch] == tasks[next_D[d]].part:
+                part, m = tasks[next_D[d]]
+                start_Y = np.maximum(free_DY[d], end_MY[m] + handover_XM[part, m])
+                if fetch_X is not None and held_D[d] != part:
+                    start_Y = np.maximum(start_Y, begun_DY[d] + fetch_X[part])
+                    held_D[d], begun_DY[d] = part, start_Y
+                start_YXM[:, part, m] = start_Y
+                free_DY[d] = end_MY[m] = start_Y + seconds_YXM[:, part, m]
+                passed_M[m], next_D[d], waits = part + 1, next_D[d] + 1, True
+    assert all(n == len(tasks) for n, tasks in zip(next_D, tasks_D, strict=True)), "the schedule has no deadlock"
+    return start_YXM

@@ -15,7 +15,14 @@ from relibra.planning.costs.layer_costs import LayerCosts, layer_costs
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.distinct_rows import DistinctRows
 from relibra.routing.demand import ScheduledDemand
-from relibra.simulation.cost_model import Gathers, gathered_bytes, handover_seconds, rows_and_scores, spread_seconds
+from relibra.simulation.cost_model import (
+    Gathers,
+    gathered_bytes,
+    handover_seconds,
+    owned_parameters,
+    rows_and_scores,
+    spread_seconds,
+)
 from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.model_shape import ModelShape
 
@@ -34,6 +41,7 @@ class StageCosts(LayerCosts):
     load_MLR                   token-slots that each rank computes
     flops                      useful flops of all ranks, forward and backward
     row_bytes, gate_bytes      of one hidden state, and of one gate weight
+    fetch_seconds, store_seconds   of a rank's weights from host memory, and of its fp32 gradients there
     """
 
     layer_ids: Int64[ndarray, " L"]
@@ -48,6 +56,8 @@ class StageCosts(LayerCosts):
     flops: float
     row_bytes: int
     gate_bytes: int
+    fetch_seconds: float = 0.0
+    store_seconds: float = 0.0
 
     def gather(self, layer: int, *, root: bool) -> float:
         """Return a layer's all-gather seconds; layer 0 has the dense layers, with `root` also embedding and head."""
@@ -70,6 +80,7 @@ def stage_costs(
     distinct: DistinctRows | None = None,
     live: bool = False,
     shard_dense: bool = True,
+    parts: list[slice] | None = None,
 ) -> list[StageCosts]:
     """Return the costs of each stage of one expert-parallel group, whose micro-batches the plan's arrays hold.
 
@@ -81,6 +92,7 @@ def stage_costs(
     distinct        as for `exchange_costs`
     live            as for `layer_costs`
     shard_dense     weights outside of experts are spread over the ranks of the group (FSDP)
+    parts           expert layers of each stage; None: those of the layout
     """
     expert = model.expert
     rows_MR, score_flops_MR = rows_and_scores(plan, demand, model)
@@ -90,21 +102,23 @@ def stage_costs(
     costs = layer_costs(plan, demand, cluster, expert, distinct=distinct, live=live)
     load_MLR, nothing_MR = plan.rank_load(demand), np.zeros_like(rows_MR)
     found = []
-    for stage, layers in enumerate(layout.stage_layers(len(plan.layer_ids))):
-        first, last = stage == 0, stage == layout.pipeline_stages - 1
+    for layers in layout.stage_layers(len(plan.layer_ids)) if parts is None else parts:
+        first, last = layers.start == 0, layers.stop == len(plan.layer_ids)
         around_MR = (layers.stop - layers.start) * attention_MR + first * dense_MR + last * head_MR
         flops = 3 * float(around_MR.sum()) * cluster.flops_per_second
         flops += 3.0 * expert.flops_per_token_slot * float(load_MLR[:, layers].sum())
         gathered = gathered_bytes(model, first=first, last=last) if shard_dense else Gathers(0.0, 0.0, 0.0)
-        parts = {
+        own = {
             field.name: combine_arrays(lambda one, layers=layers: one[:, layers], getattr(costs, field.name))
             for field in fields(costs)
         }
+        shared, experts = owned_parameters(model, layout, layers.stop - layers.start, first=first, last=last)
+        held = shared / (plan.num_ranks if shard_dense else 1) + experts
         if last and overlap:
-            parts["push_again"] = parts["push_again"].without_last()
+            own["push_again"] = own["push_again"].without_last()
         found.append(
             StageCosts(
-                **parts,
+                **own,
                 layer_ids=plan.layer_ids[layers].astype(np.int64),
                 rows_MR=rows_MR,
                 attention_MR=attention_MR,
@@ -117,6 +131,8 @@ def stage_costs(
                 flops=flops,
                 row_bytes=expert.row_bytes,
                 gate_bytes=expert.bytes_per_value,
+                fetch_seconds=float(cluster.host.seconds(expert.bytes_per_value * held)),
+                store_seconds=float(cluster.host.seconds(4.0 * held)),
             )
         )
     return found

@@ -20,7 +20,6 @@ from relibra.routing.demand import ScheduledDemand
 from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.model_shape import ModelShape
 from relibra.simulation.step.group_run import Execution, GroupRun, MiniBatchRun, run_group
-from relibra.simulation.step.pipeline_schedule import BACKWARD, FORWARD, stage_tasks
 from relibra.simulation.step.training_step import costs_of_groups, ends_of_mini_batches, micro_batches_of_groups
 from relibra.timeline import MAX_EVENTS, Event, Timeline
 
@@ -31,7 +30,7 @@ _FURTHER_STAGES, _RECOMPUTED_STAGES = 4, 2
 
 
 class _Notes:
-    """Events of one (group, stage, direction), in order, for the chosen micro-batches, ranks and layers."""
+    """Events of one part in one group, in order, for the chosen micro-batches, ranks and layers."""
 
     def __init__(
         self, keep_X: Int64[ndarray, " X"], keep_Y: Int64[ndarray, " Y"], layers: Collection[int] | None
@@ -78,10 +77,10 @@ class _Notes:
 
 
 class _Track(NamedTuple):
-    """The run of one group, its events by (stage, direction), and the plan's numbers of its micro-batches."""
+    """The run of one group, its events by part, and the plan's numbers of its micro-batches."""
 
     run: GroupRun
-    notes: dict[tuple[int, int], _Notes]
+    notes: dict[int, _Notes]
     number_M: Int64[ndarray, " M"]
 
 
@@ -128,10 +127,14 @@ def simulated_timeline(
     for group, costs in enumerate(costs_of_groups(plan, demand, cluster, model, how, distinct)):
         keep_X = np.flatnonzero(np.isin(numbers[group], kept[group]))
         notes = {}
-        for stage in range(layout.pipeline_stages):
-            own = [layout.rank_in_group(rank) for rank in chosen.tolist() if layout.place(rank) == (stage, group)]
-            for direction in (FORWARD, BACKWARD):
-                notes[stage, direction] = _Notes(keep_X, np.array(own, dtype=np.int64), layers)
+        num_parts = len(costs) * (2 if how.round_cut is None and not how.forward_only else 1)
+        own_D = [
+            {layout.rank_in_group(rank) for rank in chosen.tolist() if layout.place(rank) == (stage, group)}
+            for stage in range(layout.pipeline_stages)
+        ]
+        for part in range(num_parts):
+            here = own_D if how.round_cut is not None else [own_D[min(part, 2 * len(own_D) - 1 - part)]]
+            notes[part] = _Notes(keep_X, np.array(sorted(set().union(*here)), dtype=np.int64), layers)
         tracks.append(_Track(run_group(costs, how, notes), notes, numbers[group]))
     ends = ends_of_mini_batches(plan, [track.run for track in tracks], cluster, model, how)
     events = [event for rank in chosen.tolist() for event in _events_of(rank, layout, tracks, ends, how)]
@@ -165,11 +168,11 @@ def _events_of(
     (stage, group), group_rank = layout.place(rank), layout.rank_in_group(rank)
     track, begin = tracks[group], 0.0
     for own, (slowest, gradients, optimizer) in zip(track.run.mini_batches, ends, strict=True):
-        for direction, m in stage_tasks(stage, how.pipeline_stages, len(own.number_M), forward_only=how.forward_only):
+        for part, m in how.tasks(len(own.start_XM), len(own.number_M))[stage]:
             position = int(own.number_M[m])
-            start = begin + float(own.start_2DM[direction, stage, m])
+            start = begin + float(own.start_XM[part, m])
             number = int(track.number_M[position])
-            yield from track.notes[stage, direction].events(rank, group_rank, number, position, start)
+            yield from track.notes[part].events(rank, group_rank, number, position, start)
         begin += slowest.seconds
         for name, seconds in (("gradients", gradients), ("optimizer", optimizer)):
             if seconds:

@@ -1,7 +1,7 @@
 """A training step under a plan, as events of computing, sending and waiting, on machines of any size.
 
 Expert-parallel groups are simulated one after the other, so memory does not grow with their number. Inside a group the
-walk through the layers is vectorised over micro-batches and ranks (`passes`), and pipeline stages are events on a heap
+walk through the layers is vectorised over micro-batches and ranks (`passes`), and pipeline stages are events
 (`pipeline_schedule`). Equal inputs give equal bytes.
 """
 
@@ -22,7 +22,13 @@ from relibra.planning.costs.step_bytes import add_bytes, moved_bytes
 from relibra.planning.plan import StepPlan
 from relibra.planning.traffic.distinct_rows import DistinctRows
 from relibra.routing.demand import ScheduledDemand
-from relibra.simulation.cost_model import gradient_reduction_seconds, optimizer_seconds, owned_parameters
+from relibra.simulation.cost_model import (
+    STATE_BYTES,
+    gradient_reduction_seconds,
+    optimizer_seconds,
+    owned_parameters,
+    owned_share,
+)
 from relibra.simulation.layout import ParallelLayout
 from relibra.simulation.model_shape import ModelShape
 from relibra.simulation.step.group_run import Execution, GroupRun, MiniBatchRun, run_group
@@ -111,12 +117,13 @@ def costs_of_groups(
     model: ModelShape,
     how: Execution,
     distinct: DistinctRows | None,
+    parts: list[slice] | None = None,
 ) -> Iterator[list[StageCosts]]:
     """Yield the costs (`costs_of`) of each expert-parallel group, whose micro-batches keep their order."""
     for number_M in micro_batches_of_groups(plan, demand):
         own = (plan, demand) if demand.group_M is None else only_micro_batches(plan, demand, number_M)
         rows = None if distinct is None else distinct.of_micro_batches(number_M)
-        yield costs_of(*own, cluster, model, how, rows)
+        yield costs_of(*own, cluster, model, how, rows, parts)
 
 
 def micro_batches_of_groups(plan: StepPlan, demand: ScheduledDemand) -> list[Int64[ndarray, " M"]]:
@@ -153,8 +160,12 @@ def costs_of(
     model: ModelShape,
     how: Execution,
     distinct: DistinctRows | None = None,
+    parts: list[slice] | None = None,
 ) -> list[StageCosts]:
-    """Return the costs of one group; raises ConfigError or PlanError when plan, model and cluster do not fit."""
+    """Return the costs of one group; raises ConfigError or PlanError when plan, model and cluster do not fit.
+
+    parts   expert layers of each; None: those of the stages
+    """
     layout = how.layout(plan.num_ranks, 1)
     layout.check(cluster, model)
     check_fit(plan, demand, cluster)
@@ -179,12 +190,15 @@ def costs_of(
             f"mini-batches of {sum(how.mini_batches)} micro-batches in all, the plan has {planned[0]}: "
             "each micro-batch belongs to one"
         )
+    if parts is None and how.round_cut is not None:
+        parts = how.round_cut.parts()
     return stage_costs(
         plan,
         demand,
         cluster,
         model,
         layout,
+        parts=parts,
         overlap=how.overlap,
         live=how.live,
         shard_dense=how.shard_dense,
@@ -263,8 +277,11 @@ def ends_of_mini_batches(
                 exposed -= slowest.seconds - float(slowest.end_D[stage])
             gradients = max(gradients, exposed)
             if cluster.memory_bytes_per_second:
-                optimizer = max(optimizer, optimizer_seconds(cluster, layout, *own))
-        found.append((slowest, gradients, optimizer))
+                seconds = optimizer_seconds(cluster, layout, *own)
+                if how.fetches:  # master and moments are in host memory
+                    seconds += float(cluster.host.seconds(STATE_BYTES * owned_share(layout, *own)))
+                optimizer = max(optimizer, seconds)
+        found.append((slowest, gradients + slowest.store_seconds, optimizer))
     return found
 
 
