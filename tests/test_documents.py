@@ -30,8 +30,8 @@ ORIGIN = {
 EXAMPLES = [
     pytest.param(path, marks=[pytest.mark.slow] * (path.name in ("execute_plan.py", "balance_live.py")), id=path.name)
     for path in sorted((ROOT / "examples").glob("*.py"))
-    # These need torchrun and TRL, and Megatron-core: tests/integrations.
-    if path.name not in ("trl_grpo.py", "megatron_core.py")
+    # These need torchrun and TRL, and Megatron-core: tests/integrations. Upcycling prints seconds.
+    if path.name not in ("trl_grpo.py", "megatron_core.py", "upcycle.py")
 ]
 
 

@@ -494,3 +494,30 @@ def test_steps_of_a_run_count_as_long_as_it_measured_them(run, run_folder, tmp_p
     assert spare["pause_seconds"] == pytest.approx(60 + 3 * 4.0)
     other = json.loads(run(*words, "--ranks", "2", "--ranks-per-node", "2")[1])
     assert other["step_seconds_before"] == other["seconds"], "measured on other ranks"
+
+
+def test_stages_are_cut_and_take_turns_as_asked(run, trace):
+    words = ("sweep", trace, *CUT, "--balancer", "static", "--pipeline-stages", "1,2")
+    found = json.loads(run(*words, "--stage-cut", "even,best", "--pipeline", "1f1b,round", "--json")[1])
+    rows = {(row["pipeline_stages"], row["pipeline"], row["stage_cut"]): row for row in found["rows"]}
+    assert len(rows) == 8
+    for kind in ("1f1b", "round"):
+        for cut in ("even", "best"):
+            assert rows[1, kind, cut]["seconds"] == pytest.approx(rows[1, "1f1b", "even"]["seconds"], rel=1e-9)
+        assert rows[2, kind, "best"]["seconds"] <= rows[2, kind, "even"]["seconds"]
+    assert rows[2, "1f1b", "even"]["stage_layers"] == "1+1"
+    assert rows[2, "round", "even"]["stage_layers"].startswith("1 | 1 | 1 x ")
+    one = run(
+        "simulate", trace, *CUT, "--balancer", "static", "--pipeline-stages", "2", "--pipeline", "round", "--json"
+    )
+    assert json.loads(one[1])["seconds"] == rows[2, "round", "even"]["seconds"]
+    told = run("sweep", trace, *CUT, "--stage-cut", "odd")[2]
+    assert "--stage-cut 'odd' has 'odd': choose from even, best" in told
+
+
+def test_a_timeline_of_stages_that_take_turns_has_all_ranks(run, trace, tmp_path):
+    path = tmp_path / "step.json"
+    words = ("--balancer", "static", "--pipeline-stages", "2", "--pipeline", "round", "--timeline", path)
+    assert run("simulate", trace, *CUT, *words)[0] == 0
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in events} | {event["tid"] for event in events} >= set(range(8))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -17,27 +16,13 @@ BATCHES, TOKENS = 10, 512
 """Sequences whose gradients give the utility of experts, and the tokens of each; the first one measures growth."""
 
 
-class Factor(StrEnum):
-    """Experts afterwards / experts before."""
-
-    DOUBLE = "2x"
-    TRIPLE = "3x"
-
-
-class Copies(StrEnum):
-    """Which experts are copied."""
-
-    UNIFORM = "uniform"
-    UTILITY = "utility"
-
-
 @documented
 def upcycle(
     model: Annotated[Path, typer.Argument()],
-    experts: Factor,
+    experts: Literal["2x", "3x"],
     data: Path,
     output: Path,
-    copies: Copies = Copies.UNIFORM,
+    copies: Literal["uniform", "utility"] = "uniform",
     keep_function: Annotated[bool, typer.Option("--keep-function")] = False,
     as_json: options.Json = False,
 ) -> None:
@@ -54,10 +39,10 @@ def upcycle(
     keep_function  Choose twice (thrice) as many experts, so that the output stays; routers whose gates or groups forbid
         it are refused.
 
-    Example: relibra upcycle runs/demo/policy --experts 2x --data README.md --output grown
+    Example: relibra upcycle models/my-moe --experts 2x --data text.txt --output grown
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from relibra.replay.routers import find_routers
     from relibra.rl.model import upcycle as growing
@@ -66,10 +51,11 @@ def upcycle(
     from relibra.rl.run.checkpoints.policy_folder import check_new, write_model_folder
 
     check_new(output)
-    if keep_function and copies is Copies.UTILITY:
+    if keep_function and copies == "utility":
         raise ConfigError("--keep-function with --copies utility: all experts need as many copies, choose one of them")
     tokenizer = load_tokenizer(str(model))
     with loading(f"model {str(model)!r}"), quiet_loading():
+        dtype = AutoConfig.from_pretrained(model).dtype or torch.float32
         old = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     ids_T = torch.tensor(tokenizer(data.read_text(encoding="utf-8"))["input_ids"][: BATCHES * TOKENS])
     if len(ids_T) < TOKENS:
@@ -77,7 +63,7 @@ def upcycle(
     batches = [ids_1T for ids_1T in ids_T[None].split(TOKENS, dim=1) if ids_1T.shape[1] == TOKENS]
     sites, factor = find_routers(old), int(experts[0])
     copies_LE = [[factor] * sites[0].num_experts] * len(sites)
-    if copies is Copies.UTILITY:
+    if copies == "utility":
         with progress("gradients of experts"):
             utility_LE = growing.expert_utility(old, batches).tolist()
         copies_LE = [growing.copies_by_utility(one_E, factor * len(one_E)) for one_E in utility_LE]
@@ -85,6 +71,7 @@ def upcycle(
     growth = growing.measure_growth(old, grown, copies_LE, batches[0])
     if keep_function:
         growing.check_kept(old, growth)
-    write_model_folder(grown.to(old.config.dtype), tokenizer.save_pretrained, output)
+    grown.generation_config = old.generation_config
+    write_model_folder(grown.to(dtype), tokenizer.save_pretrained, output)
     sizes = {"experts": sum(copies_LE[0]), "choices": find_routers(grown)[0].top_k, "tokens": TOKENS}
     print_result({**growth._asdict(), **sizes, "model": str(output)}, as_json=as_json)

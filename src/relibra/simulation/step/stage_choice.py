@@ -17,8 +17,6 @@ from relibra.simulation.step.group_run import Execution, mini_batches_of, run_pa
 from relibra.simulation.step.stage_cuts import RoundCut, best_cut, round_cuts
 from relibra.simulation.step.training_step import costs_of_groups, simulate_step
 
-StageCut = Literal["even", "best"]
-Pipeline = Literal["1f1b", "round"]
 _TRIED = 4
 """Round-robin cuts that are simulated, in one round and in as many as there can be: weights come once per round."""
 
@@ -30,8 +28,8 @@ def choose_stages(
     model: ModelShape,
     how: Execution,
     *,
-    cut: StageCut = "best",
-    pipeline: Pipeline = "1f1b",
+    cut: Literal["even", "best"] = "best",
+    pipeline: Literal["1f1b", "round"] = "1f1b",
     distinct: DistinctRows | None = None,
 ) -> Execution:
     """Return the execution with stages: of even numbers of expert layers, or those that end first.
@@ -42,8 +40,7 @@ def choose_stages(
     demand, distinct   as for `simulate_step`; cuts are those of the first group
     """
     how, L, D = how.on(cluster), model.moe_layers, how.pipeline_stages
-    even, numbers = even_sizes(L, D), mini_batches_of(len(plan.replica_MLRB), how.mini_batches)
-    most = max(map(len, numbers))
+    even, most = even_sizes(L, D), max(map(len, mini_batches_of(len(plan.replica_MLRB), how.mini_batches)))
     if pipeline == "round":
         how = replace(how, round_cut=RoundCut(even[:-1], even[-1], even[-2::-1], max(1, most // D)))
     if cut == "even" or (D == 1 and pipeline == "1f1b"):
@@ -55,6 +52,7 @@ def choose_stages(
     seconds_XLM = np.array([[run_part(c, alone, forward=f, backward=b).seconds_M for c in costs_L] for f, b in sides])
     found = [how]
     if pipeline == "1f1b":
+        numbers = mini_batches_of(seconds_XLM.shape[2], how.mini_batches)
         found.append(replace(how, stage_sizes=best_cut(seconds_XLM, costs_L[0].handover_M, D, numbers)))
     else:
         forward_L, backward_L = seconds_XLM.mean(axis=2).tolist()
