@@ -38,7 +38,7 @@ def test_no_expert_with_more_utility_per_copy_is_passed_over(utility_E, data):
     assert not taken or not left or min(taken) >= max(left)
 
 
-def test_choices_of_a_random_layer_are_twins_and_its_output_moves_38_percent():
+def test_all_choices_are_twins_and_a_layer_moves_by_38_percent():
     """16 experts to 32, 2 choices, 2,000 tokens whose expert layer sees them unmixed (side_systems.md, section 5)."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
