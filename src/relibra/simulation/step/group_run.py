@@ -146,15 +146,12 @@ class GroupRun:
 class PartRun(NamedTuple):
     """All micro-batches in one part of the model: a forward pass, a backward pass, or one after the other.
 
-    passes           forward or backward, or both
-    sent             bytes of each rank by kind, without those handed to the next part
-    token_slots_MR   of a forward pass
+    sent   bytes of each rank by kind, without those handed to the next part
     """
 
     passes: list[PassSeconds]
     backward_M: Float64[ndarray, " M"]
     sent: dict[str, Float64[ndarray, "M R"]]
-    token_slots_MR: Int64[ndarray, "M R"]
 
     @property
     def seconds_M(self) -> Float64[ndarray, " M"]:
@@ -177,7 +174,6 @@ def run_part(costs: StageCosts, how: Execution, *, forward: bool, backward: bool
         passes=passes,
         backward_M=backward_M,
         sent=_sent(costs, forwards=forward + (backward and recompute), forward=forward, backward=backward),
-        token_slots_MR=costs.load_MLR.sum(axis=1) * forward,
     )
 
 
@@ -218,7 +214,7 @@ def run_group(costs_X: list[StageCosts], how: Execution, notes: Mapping[int, Not
         return total_DR
 
     kept = [costs_X[x] for x, _, backward in kinds if backward or how.forward_only]
-    sent = {kind: of_stages([part.sent[kind] for part in parts]) for kind in parts[0].sent}
+    sent = {kind: of_stages(part.sent[kind] for part in parts) for kind in parts[0].sent}
     return GroupRun(
         mini_batches=tuple(
             _mini_batch(parts, costs_X, number_M, device_XM[:, number_M], hops_XM[:, number_M], how)
@@ -240,7 +236,7 @@ def run_group(costs_X: list[StageCosts], how: Execution, notes: Mapping[int, Not
             )
             for number, costs in enumerate(kept)
         ),
-        token_slots_DR=of_stages([part.token_slots_MR for part in parts]).astype(np.int64),
+        token_slots_DR=of_stages([costs_X[x].load_MLR.sum(axis=1) * f for x, f, _ in kinds]).astype(np.int64),
         uneven={name: _uneven(kept, name) for name in ("attention", "experts")},
         flops=sum(costs.flops for costs in kept) / (3 if how.forward_only else 1),
     )
