@@ -461,7 +461,7 @@ def test_policies_after_a_loss_are_scored_over_the_horizon(run, trace):
     assert worst == sorted(worst)
     assert worst[-1] == 1.0, "16 slots hold all 8 experts again"
     assert rows["take over, 4 slots"]["pause_seconds"] == 0.0
-    assert 0.0 < rows["take over, plan"]["pause_seconds"] < rows["fetch and re-place"]["pause_seconds"]
+    assert 0.0 < rows["take over, plan"]["pause_seconds"] <= rows["fetch and re-place"]["pause_seconds"]
     spare, shrink = rows["spare"], rows["shrink"]
     assert spare["step_seconds"] == pytest.approx(found["seconds"])
     assert spare["pause_seconds"] == pytest.approx(5 + 2 * found["seconds"])

@@ -36,11 +36,13 @@ def upcycle(
     data FILE  Text to measure with.
     output FOLDER  New folder for the model.
     copies  uniform: of all experts alike; utility: of those with the largest gradients, at most 3 of each.
-    keep_function  Choose twice (thrice) as many experts, so that the output stays; routers whose gates or groups forbid
-        it are refused.
+    keep_function  Choose twice (thrice) as many experts, so that the output stays, and twins train alike; routers whose
+        gates or groups forbid it are refused.
 
     Example: relibra upcycle models/my-moe --experts 2x --data text.txt --output grown
     """
+    from copy import deepcopy
+
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -53,11 +55,19 @@ def upcycle(
     check_new(output)
     if keep_function and copies == "utility":
         raise ConfigError("--keep-function with --copies utility: all experts need as many copies, choose one of them")
+    if copies == "utility" and experts == "3x":
+        raise ConfigError("--copies utility with --experts 3x: at most 3 of each expert are made, so all get 3")
+    if not (model / "config.json").is_file():
+        raise ConfigError(f"MODEL {model} has no config.json: give the folder of a model of transformers")
+    try:
+        text = data.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--data {data} cannot be read: {error}; give a file of UTF-8 text") from None
     tokenizer = load_tokenizer(str(model))
     with loading(f"model {str(model)!r}"), quiet_loading():
         dtype = AutoConfig.from_pretrained(model).dtype or torch.float32
-        old = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    ids_T = torch.tensor(tokenizer(data.read_text(encoding="utf-8"))["input_ids"][: BATCHES * TOKENS])
+        old = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+    ids_T = torch.tensor(tokenizer(text)["input_ids"][: BATCHES * TOKENS])
     if len(ids_T) < TOKENS:
         raise ConfigError(f"--data {data} has {len(ids_T)} tokens: give at least {TOKENS}, better {BATCHES * TOKENS}")
     batches = [ids_1T for ids_1T in ids_T[None].split(TOKENS, dim=1) if ids_1T.shape[1] == TOKENS]
@@ -65,13 +75,13 @@ def upcycle(
     copies_LE = [[factor] * sites[0].num_experts] * len(sites)
     if copies == "utility":
         with progress("gradients of experts"):
-            utility_LE = growing.expert_utility(old, batches).tolist()
+            utility_LE = growing.expert_utility(deepcopy(old).float(), batches).tolist()
         copies_LE = [growing.copies_by_utility(one_E, factor * len(one_E)) for one_E in utility_LE]
     grown = growing.grow(old, copies_LE, top_k=factor * sites[0].top_k if keep_function else None)
-    growth = growing.measure_growth(old, grown, copies_LE, batches[0])
+    growth = growing.measure_growth(old.float(), deepcopy(grown).float(), copies_LE, batches[0])
     if keep_function:
         growing.check_kept(old, growth)
     grown.generation_config = old.generation_config
-    write_model_folder(grown.to(dtype), tokenizer.save_pretrained, output)
+    write_model_folder(grown, tokenizer.save_pretrained, output)
     sizes = {"experts": sum(copies_LE[0]), "choices": find_routers(grown)[0].top_k, "tokens": TOKENS}
     print_result({**growth._asdict(), **sizes, "model": str(output)}, as_json=as_json)

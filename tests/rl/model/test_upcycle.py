@@ -62,6 +62,22 @@ def test_all_choices_are_twins_and_a_layer_moves_by_38_percent():
     assert float((after - before).norm() / before.norm()) == pytest.approx(0.38, abs=0.02)
 
 
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM"])
+def test_twins_of_bfloat16_models_differ_in_their_router(name):
+    model = tiny_causal_model(name).to(torch.bfloat16)
+    sites, held = find_routers(model), model.state_dict()
+    fine = [key for key in held if "e_score_correction_bias" in key]
+    model.load_state_dict({key: held[key].float() + 8 for key in fine}, strict=False, assign=True)
+    larger = grow(model, [[2] * sites[0].num_experts] * len(sites)).state_dict()
+    assert all(larger[key].dtype == torch.float32 for key in fine), "types stay those of the model"
+    changed = [key for key in larger if key.startswith(sites[0].name) and larger[key].shape != held[key].shape]
+    noisy = [key for key in changed if "bias" in key] or changed
+    assert noisy
+    for key in noisy:
+        first, second = larger[key].float().unflatten(0, (-1, 2)).unbind(dim=1)
+        assert (first != second).float().mean() > 0.95, "entries that are 0 stay"
+
+
 def test_three_choices_of_four_copies_are_counted_one_by_one():
     model = tiny_causal_model("DeepseekV3ForCausalLM").float()
     sites = find_routers(model)

@@ -13,6 +13,8 @@ from relibra.cli.outputs.terminal import print_note
 from relibra.errors import ConfigError, RelibraError
 
 FAULT_UNITS = {"curve": "samples per second until the next loss, by seconds until then", "best_from": "seconds"}
+TRAINING = ("recompute", "update")
+"""Stages of a run whose seconds follow the simulated step; the others keep theirs."""
 HORIZONS = (60.0, 600.0, 3600.0, 21_600.0, 86_400.0, 604_800.0)
 COVER_SLOTS = (1, 2, 4)
 DEFAULT_EVERY = 10
@@ -32,12 +34,16 @@ def fault_facts(request: SimulateRequest, workload: Workload, chosen: SimulatedP
     R, groups, restart = workload.machine.num_ranks, request.groups, request.restart_seconds
     if R == 1:
         raise ConfigError("--faults with --ranks 1: no rank is left that could go on, choose 2 or more")
+    if not chosen.tokens:
+        raise ConfigError(f"--faults: the step of {workload.recording.trace} has no tokens, choose another recording")
     recording = open_recording(workload.recording.run or workload.recording.trace, request.num_experts)
     kept, tables = recording.setting("checkpoint", "every"), [row.get("seconds") for row in recording.metrics.rows]
     every = request.checkpoint_every or (isinstance(kept, int) and kept) or DEFAULT_EVERY
-    measured = [float(sum(table.values())) for table in tables if isinstance(table, dict)]
-    if not measured or recording.setting("parallel", "ranks") != R:
-        measured = [chosen.step.seconds]
+    whole = [table for table in tables if isinstance(table, dict)]
+    if not whole or recording.setting("parallel", "ranks") != R:
+        whole = [{"update": chosen.step.seconds}]
+    measured = median(float(sum(table.values())) for table in whole)
+    trained = median(float(sum(table.get(stage, 0.0) for stage in TRAINING)) for table in whole)
     scheduled = chosen.plan.scheduled(workload.demand)
 
     # What cover costs while no rank is lost.
@@ -57,36 +63,40 @@ def fault_facts(request: SimulateRequest, workload: Workload, chosen: SimulatedP
         }
 
     # Policies: seconds of a step, seconds of a pause, steps that are made again, ranks.
+    world, before = R * groups * request.pipeline_stages, chosen.step.seconds_without_relocation
     lost = int(step_cover(chosen.plan, scheduled).argmin())
     each = chosen.model.expert.state_bytes / workload.machine.inter_receive.bytes_per_second
     found: dict[str, tuple[float, float, float, int]] = {}
     for name, plan in [*plans.items(), ("", chosen.plan)]:
         left, fetched_R = without_rank(plan, scheduled, lost, anew=not name)
         step, *_ = simulate_plan(left, request, workload, chosen.model)
-        seconds = step.seconds_without_relocation - step.terms["copies"] + chosen.step.terms["copies"]
-        pause = float(fetched_R.max()) * each + (0.0 if name else chosen.plan.plan_seconds)
-        found[f"take over, {name}" if name else "fetch and re-place"] = (seconds, pause, 0.0, R)
+        # The replicas of the lost experts are homes now: nobody pushes them. What copies hide stays in other terms.
+        pushed = step.terms["copies"] - chosen.step.terms["copies"]
+        seconds = max(step.seconds_without_relocation - pushed, before)
+        if not name or cover[name]["fits"]:
+            policy = f"take over, {name}" if name else "fetch and re-place"
+            found[policy] = (seconds, float(fetched_R.max()) * each, 0.0, world)
     if fewer := _on_fewer_ranks(request, workload):
-        found["shrink"] = (fewer[1] * chosen.tokens, restart, every / 2, fewer[0])
-    found["spare"] = (chosen.step.seconds, restart, every / 2, R + 1)
+        found["shrink"] = (fewer[1] * chosen.tokens, restart, every / 2, fewer[0] * world // R)
+    found["spare"] = (before, restart, every / 2, world + 1)
     if groups > 1:
         slower = reroute_slowdown(request.pipeline_stages, len(scheduled.tokens_MLRE), groups, [1])
-        found["peers take over"] = (chosen.step.seconds * slower, 0.0, 0.0, R)
-    as_measured = median(measured) / chosen.step.seconds
+        found["peers take over"] = (before * slower, 0.0, 0.0, world)
+    found = {name: (measured + trained * (one[0] / before - 1), *one[1:]) for name, one in found.items()}
     policies = [
         Recovery(
             policy=policy,
-            ranks=ranks * groups * request.pipeline_stages,
+            ranks=ranks,
             samples=int((scheduled.micro_batch_S >= 0).sum()) * groups,
-            step_seconds=seconds * as_measured,
-            pause_seconds=pause + redone * seconds * as_measured,
+            step_seconds=seconds,
+            pause_seconds=pause + redone * seconds,
         )
         for policy, (seconds, pause, redone, ranks) in found.items()
     ]
     return {
         "lost_rank": lost,
         "steps_between_checkpoints": every,
-        "step_seconds_before": median(measured),
+        "step_seconds_before": measured,
         "cover": cover,
         "policies": [{**asdict(one), "samples_per_second_per_rank": one.rate(inf) / one.ranks} for one in policies],
         "curve": [{"horizon": horizon, **{one.policy: one.rate(horizon) for one in policies}} for horizon in HORIZONS],
@@ -98,11 +108,13 @@ def _on_fewer_ranks(request: SimulationRequest, workload: Workload) -> tuple[int
     """Return the largest smaller number of ranks that fits experts and nodes, and its seconds per token; None: none."""
     refusals: list[RelibraError] = []
     for ranks in range(request.ranks - 1, 0, -1):
+        if workload.demand.load_MLE.shape[-1] % ranks:
+            continue
         try:
             own = replace(request, ranks=ranks)
             found = simulate_balancer(own, open_workload(workload.recording, own))
-            return ranks, found.step.seconds / found.tokens
+            return ranks, found.step.seconds_without_relocation / found.tokens
         except RelibraError as error:
             refusals.append(error)
-    print_note(f"shrink: left out, {refusals[0]}")
+    print_note(f"shrink: left out, {refusals[0] if refusals else 'no smaller number divides the experts'}")
     return None

@@ -29,7 +29,7 @@ Way = Literal["per choice", "once per rank", "once per node", "gather all"]
 class SentRows(NamedTuple):
     """A step's rows, sent in one way.
 
-    used               it is the plan's
+    used               the plan sends its rows in this way; no way where it sends once per node and pairs are unknown
     ..._bytes, ..._factor   as in `ByteLedger`, of all layers together
     messages, fences   of all ranks; with puts per expert, a put for each expert of a rank that gets rows, also where
                        rows go to the rank once
@@ -78,10 +78,10 @@ def ways_to_send(
         ("once per node", replace(plan, dispatch="hierarchical"), demand, cluster, distinct),
         ("gather all", flat, demand, whole, all_rows),
     ]
-    used = {"flat": "once per rank", "hierarchical": "once per node"}[plan.dispatch] if known else "per choice"
+    flat_way = "once per rank" if known else "per choice"
+    used = flat_way if plan.dispatch == "flat" or plan.num_nodes == 1 else "once per node"
     if plan.num_nodes == 1:
         del ways[2]
-        used = ways[known][0]
     counting = demand.tokens_MLRE[..., 0, 0].size * counts_seconds(cluster, plan.num_experts)
     found = []
     for way, own, own_demand, machine, rows in ways:

@@ -21,8 +21,8 @@ from relibra.replay.routers import DECODER_LAYER, find_routers
 MOST_COPIES = 3
 """Of an expert, itself included."""
 NOISE = 1e-3
-"""Largest change of the router bias of a copy; without biases, of its router row / the mean weight: equal twins whose
-gates are equal too never part."""
+"""Largest change of the router bias of a copy; without biases, of its router row / the mean weight; at least what its
+type can tell apart. Twins with equal rows and gates never part."""
 ROUNDING = 1e-5
 """Largest relative change of the logits of a model that keeps its function."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -74,7 +74,7 @@ def grow(model: Any, copies_LE: Sequence[Sequence[int]], *, top_k: int | None = 
         for name in names:
             if getattr(config, name, None) == old:
                 setattr(config, name, new)
-    grown = type(model)(config).to(model.dtype)
+    grown = type(model)(config)
     if {(site.num_experts, site.top_k) for site in find_routers(grown)} != {(experts, chosen)}:
         raise EngineError(f"models with router {family} do not grow: their configuration names experts in another way")
     sources = {
@@ -89,15 +89,19 @@ def grow(model: Any, copies_LE: Sequence[Sequence[int]], *, top_k: int | None = 
             source_P, router = sources[int(layer[1])]
             axes = [axis for axis, sizes in enumerate(zip(old.shape, new.shape, strict=True)) if sizes == (E, experts)]
             old = old.index_select(axes[0], source_P) if axes else old
-            if top_k is None and name.startswith(router) and ("bias" in name or not biased):
+            if axes and top_k is None and name.startswith(router) and ("bias" in name or not biased):
                 copy_P = torch.nonzero(torch.diff(source_P, prepend=source_P[:1] - 1) == 0).flatten()
-                noise = 2 * torch.rand(old.index_select(axes[0], copy_P).shape, generator=random) - 1
-                size = NOISE * (1.0 if biased else float(old.abs().mean()))
-                old.index_add_(axes[0], copy_P, (size * noise).to(old))
+                rows = old.index_select(axes[0], copy_P)
+                least = NOISE * (1.0 if biased else float(old.abs().mean()))
+                size = (2 * torch.finfo(old.dtype).eps * rows.float().abs()).clamp(min=least)
+                noise = 2 * torch.rand(rows.shape, generator=random) - 1
+                noise = size * (noise + noise.sign()) / 2  # none is so small that it is rounded away
+                old.index_copy_(axes[0], copy_P, (rows.float() + noise).to(old.dtype))
         if old is None or old.shape != new.shape:
             raise EngineError(f"models with router {family} do not grow: tensor {name} has no axis of {E} experts")
         state[name] = old
-    grown.load_state_dict(state)
+    grown.load_state_dict(state, assign=True)  # each tensor keeps its type: families hold some in float32
+    grown.tie_weights()
     return grown.eval()
 
 
@@ -130,7 +134,7 @@ def measure_growth(model: Any, grown: Any, copies_LE: Sequence[Sequence[int]], i
 
 def check_kept(model: nn.Module, growth: Growth) -> None:
     """Raise ConfigError where doubled choices change the output."""
-    if growth.output_change > ROUNDING:
+    if not growth.output_change <= ROUNDING:  # also where it is not a number
         family = type(find_routers(model)[0].module).__name__
         raise ConfigError(
             f"--keep-function: with router {family} more choices change the output by {growth.output_change:.2g} (at "

@@ -66,7 +66,7 @@ def launch(
 
     resume      folder of a run to resume; None: a new run
     supervise   after a lost rank, start again from the last checkpoint, MAX_RESTARTS times without a newer one
-    shrink      then go on from it on fewer ranks
+    shrink      when restarts are used up, continue from the last checkpoint on fewer ranks
     force       train although the estimated memory does not fit
     returns     None under `torchrun` on every rank but the first
     raises      ConfigError if a package is missing, the run folder cannot be created, or the GPUs have too little
@@ -197,7 +197,7 @@ def _prepare_cluster(config: RunConfig) -> None:
 
 
 def _run_supervised(config: RunConfig, run: Path, restarts: int, log: ShrinkLog | None, *, force: bool) -> bool:
-    """Run the processes, and again from the last checkpoint after a lost rank; then, as a hand would, on fewer ranks.
+    """Run the processes, again from the last checkpoint after a lost rank, then as `--resume parallel.ranks=N` would.
 
     restarts   without a newer checkpoint
     log        gets what each shrink cost; None: the run ends when restarts are used up
@@ -210,7 +210,7 @@ def _run_supervised(config: RunConfig, run: Path, restarts: int, log: ShrinkLog 
         except (LostRankError, NoRoomError) as error:
             before, checkpoint = checkpoint, latest_checkpoint(run)
             left = 0 if isinstance(error, NoRoomError) else left if checkpoint == before else restarts
-            fewer = shrink_config(config, run) if log and checkpoint and not left else None
+            fewer = shrink_config(config) if log and checkpoint and not left else None
             if checkpoint is None or not (left or fewer):
                 raise
             print(printable(str(error)), file=sys.stderr)

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from relibra.errors import ConfigError
 from relibra.rl.config.model_folder import expert_count
 from relibra.rl.config.run_config import RunConfig, load_config
-from relibra.rl.run.run_folder import read_settings
 
-POLL_SECONDS = 0.2
+POLL_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Shrunk:
 
     checkpoint            steps before the checkpoint that it goes on from
     steps_redone          steps after that, which had been finished
-    seconds               from the first loss without a newer checkpoint until the run was back; None: it never was
+    seconds               from the first loss at this checkpoint until lost steps are done again; None: they were not
     step_seconds_before   of a step on all ranks, the median of the last five; None: none was finished
     step_seconds          the same now, without the first step, which compiles; None: no second one was finished
     """
@@ -50,14 +50,15 @@ def fewer_ranks(ranks: int, num_experts: int) -> int | None:
     return next((fewer for fewer in range(ranks - 1, 0, -1) if num_experts % fewer == 0), None)
 
 
-def shrink_config(config: RunConfig, run: Path) -> RunConfig | None:
-    """Return the settings of a run on fewer ranks, as `--resume RUN parallel.ranks=N` reads them; None: it has one.
-
-    raises   ConfigError where its settings do not fit these ranks
-    """
+def shrink_config(config: RunConfig) -> RunConfig | None:
+    """Return the settings of a run on the most fewer ranks that they and the experts allow; None: there are none."""
     experts = expert_count(config.model.path) if config.model.path else config.model.num_experts
-    fewer = fewer_ranks(config.parallel.ranks, experts)
-    return None if fewer is None else load_config(None, [f"parallel.ranks={fewer}"], base=read_settings(run))
+    ranks = config.parallel.ranks
+    while (fewer := fewer_ranks(ranks, experts)) is not None:
+        with suppress(ConfigError):
+            return load_config(None, [f"parallel.ranks={fewer}"], base=config.model_dump(mode="json"))
+        ranks = fewer
+    return None
 
 
 def measure_cost(shrunk: Shrunk, old: Mapping[int, str], lines: Mapping[int, str], seconds: float) -> Shrunk:
