@@ -67,7 +67,7 @@ class Stopwatch:
             self.waited.update(live.waited())
 
     def row_metrics(self) -> dict[str, Any]:
-        """Return the share of rows whose address was known before the step, and waits; None: no expert was balanced."""
+        """Return the share of rows whose address was known before the step, and waits; None: there were none."""
         waited = {name: round(seconds, 4) for name, seconds in self.waited.items()}
         known = self.rows["known"] / self.rows["all"] if self.rows["all"] else None
         return {"known_rows": known, "wait_seconds": waited if any(waited.values()) else None}

@@ -91,10 +91,10 @@ def cover_plan(plan: StepPlan, demand: ScheduledDemand, slots: int) -> StepPlan:
     for layer, home_E in enumerate(plan.home_LE):
         replica_MLRB[:, layer] = cover_replicas(load_MLE[:, layer].sum(axis=0), home_E, slots_R)
         quota_MLRB[:, layer] = optimal_quotas(load_MLE[:, layer], home_E, replica_MLRB[0, layer])
-    return with_kept_replicas(plan, replica_MLRB, quota_MLRB)
+    return with_resident_replicas(plan, replica_MLRB, quota_MLRB)
 
 
-def with_kept_replicas(plan: StepPlan, replica_MLRB: ndarray, quota_MLRB: ndarray) -> StepPlan:
+def with_resident_replicas(plan: StepPlan, replica_MLRB: ndarray, quota_MLRB: ndarray) -> StepPlan:
     """Return a plan with other replicas, anywhere, in slots of layers; nothing is proven about it, or predicted."""
     return replace(
         plan, replica_MLRB=replica_MLRB, quota_MLRB=quota_MLRB, resident=True, scope="cluster",

@@ -16,17 +16,17 @@ from numpy import ndarray
 from relibra.planning.balancers.shares import optimal_quotas
 from relibra.planning.plan import StepPlan
 from relibra.routing.demand import ScheduledDemand
-from relibra.simulation.fault_coverage import cover_replicas, with_kept_replicas
+from relibra.simulation.fault_coverage import cover_replicas, with_resident_replicas
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
     """How a run goes on after the loss of a rank.
 
-    ranks           that are held, spare ones included
+    ranks           of the run and its spares; the lost one counts where it is not replaced
     samples         of a step
     step_seconds    of a step from then on
-    pause_seconds   before the first of these steps, steps that are made again included
+    pause_seconds   before the first new step, those of redone steps included
     """
 
     policy: str
@@ -127,4 +127,4 @@ def without_rank(
     for s in own:
         rank_S[s] = tokens_MR[plan.micro_batch_S[s]].argmin()
         tokens_MR[plan.micro_batch_S[s], rank_S[s]] += demand.length_S[s]
-    return replace(with_kept_replicas(plan, replica_MLRB, quota_MLRB), rank_S=rank_S), fetched_R
+    return replace(with_resident_replicas(plan, replica_MLRB, quota_MLRB), rank_S=rank_S), fetched_R

@@ -18,7 +18,7 @@ def expert_puts(
 ) -> Int64[ndarray, "L R R2"]:
     """Return how many experts of each rank (last axis) get token-slots from each source rank, homes and replicas.
 
-    Full micro-batches without replicas put to E / R experts of every rank: (R - G) E / R between nodes.
+    If all ranks route to all experts, without replicas, a rank makes (R - G) E / R puts to other nodes.
     """
     L, R, _ = tokens_LRE.shape
     puts_LRR = np.zeros((L, R, R), dtype=np.int64)

@@ -73,7 +73,7 @@ def launch(
                 memory; EngineError if a rank failed or was killed: the run folder keeps the finished steps
     """
     if shrink and not supervise:
-        raise ConfigError("--shrink says how a run goes on that is watched: add --supervise")
+        raise ConfigError("--shrink needs --supervise: it continues a supervised run on fewer ranks")
     for package in ("torch", "transformers", "accelerate", "tensorboard"):
         if find_spec(package) is None:
             raise ConfigError(f"training needs the package {package!r}: {INSTALL_TRAINING}")

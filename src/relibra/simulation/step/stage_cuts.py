@@ -20,7 +20,7 @@ from relibra.simulation.layout import even_sizes, layer_slices
 from relibra.simulation.step.pipeline_schedule import run_tasks, stage_tasks
 
 _MOST_NUMBERS = 4_000_000
-"""All cuts are tried where their seconds of stages and micro-batches are at most so many numbers."""
+"""All cuts are tried if stages x micro-batches x cuts are at most this many numbers."""
 _ROUNDING = 1 + 1e-9
 
 
@@ -30,7 +30,7 @@ class RoundCut(NamedTuple):
     forward    of the forward parts before the fused one, from the first layer
     fused      layers whose backward pass follows their forward pass at once
     backward   of the backward parts after it, from the last layer down
-    rounds     of a mini-batch, where each then has at least a micro-batch per device; else fewer
+    rounds     per mini-batch; fewer if a round would have fewer micro-batches than devices
     """
 
     forward: tuple[int, ...]
