@@ -3,8 +3,8 @@
 Bytes, messages and factors are those of the forward dispatches (`byte_ledger`), seconds those of rows forward and
 backward, as a simulated step has them. A plan knows counts before the step; a router's have to be exchanged in each
 layer before any row has an address (MoE-Hub, arXiv 2605.05888). Gathering needs no counts of experts: a rank takes
-every token, and picks. Per choice sends fewer rows than gathering while choices are fewer than ranks; once per rank never
-sends more (MegaScale-MoE, arXiv 2505.11432).
+every token, and picks. Per choice sends fewer rows than gathering while a token has fewer choices than there are
+ranks; once per rank never sends more (MegaScale-MoE, arXiv 2505.11432).
 """
 
 from __future__ import annotations
