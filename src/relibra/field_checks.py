@@ -69,7 +69,7 @@ def _part(kind: Any, value: Any, where: str, error: type[RelibraError]) -> Any:
     if isinstance(kind, type) and is_dataclass(kind):
         return build(kind, value, where, error)
     if isinstance(value, list):
-        return tuple(tuple(row) if isinstance(row, list) else row for row in value)
+        return tuple(_part(None, row, where, error) for row in value)
     return value
 
 

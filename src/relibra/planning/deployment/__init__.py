@@ -6,4 +6,6 @@ deployment_plan, deployment_files          the decision, and its file
 search                                     the best plan of a pair of accelerators
 colocated, decision                        the same model without separation, and which of both is better
 expert_redundancy                          copies of hot experts on expert nodes
+expert_workers, expert_placement           experts that are picked together on one worker, and the placement of a server
+worker_choice                              which copy computes a choice; rows per token and loads of workers
 """
