@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from relibra.serving.channel import listen, worker_address
+from relibra.serving.exchange.addressing import Addressed, address_choices
 from relibra.serving.exchange.attention_side import ExchangeShape, SlotExchange
 from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
 from relibra.serving.layout import Transport
@@ -85,21 +86,20 @@ def _attend(pattern: Pattern, rank: int, folder: Path) -> dict:
     dist.barrier()
     addresses = [(folder / f"address-{number}").read_text() for number in range(pattern.experts)]
     shape = ExchangeShape(
-        experts_of=tuple((number,) for number in range(pattern.experts)),
+        experts_of=tuple(((number,),) for number in range(pattern.experts)),
         max_tokens=pattern.rows,
         top_k=pattern.experts,
         hidden=pattern.hidden,
         dtype=torch.float32,
-        num_layers=1,
     )
     exchange = SlotExchange(addresses, shape, attention=rank, slot=0, secret=SECRET, timeout=WAIT_SECONDS)
     dist.barrier()
     rows_XH = torch.randn(pattern.rows * pattern.experts, pattern.hidden)
     exchange.rows(len(rows_XH)).copy_(rows_XH)
-    counts_P = np.full(pattern.experts, pattern.rows)
+    everywhere = all_to_all(pattern.rows, pattern.experts)
 
     def m2n() -> Tensor:
-        exchange.dispatch(0, counts_P)
+        exchange.dispatch(0, everywhere, np.ones(len(rows_XH), dtype=np.float32))
         return exchange.collect(0)
 
     gloo = _Baseline(pattern, rank)
@@ -110,14 +110,18 @@ def _attend(pattern: Pattern, rank: int, folder: Path) -> dict:
     return {**found, "counters": dict(vars(exchange.counters))}
 
 
+def all_to_all(tokens: int, workers: int) -> Addressed:
+    """Return rows of tokens that go to the only expert of every worker."""
+    expert_TK = np.tile(np.arange(workers), (tokens, 1))
+    return address_choices(expert_TK, expert_TK, workers, workers)
+
+
 def _serve(pattern: Pattern, rank: int, folder: Path) -> dict:
     number = rank - pattern.attention
     listener, address = listen(worker_address(pattern.transport, folder, str(number)))
     (folder / f"address-{number}").write_text(address)
     most = pattern.rows * pattern.experts
-    shape = ExpertShape(
-        worker=number, num_experts=1, num_layers=1, hidden=pattern.hidden, dtype=torch.float32, max_rows=most
-    )
+    shape = ExpertShape(worker=number, experts=((number,),), hidden=pattern.hidden, dtype=torch.float32, max_rows=most)
     inbox = ExpertInbox(listener, shape, SECRET)
     dist.barrier()
     while inbox.counters.buffers < 2 * pattern.attention:

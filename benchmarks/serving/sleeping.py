@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.multiprocessing.spawn import spawn
 
+from benchmarks.serving.m2n import all_to_all
 from relibra.planning.deployment.pipeline_time import StageSeconds
 from relibra.serving.channel import listen, worker_address
 from relibra.serving.exchange.attention_side import ExchangeShape, SlotExchange
@@ -78,8 +79,8 @@ def _work(rank: int, one: SleepingDeployment, folder: Path) -> None:
 
 def _attend(one: SleepingDeployment, rank: int, folder: Path) -> dict:
     shape = ExchangeShape(
-        experts_of=tuple((number,) for number in range(one.experts)),
-        max_tokens=ROWS, top_k=one.experts, hidden=HIDDEN, dtype=torch.float32, num_layers=one.layers,
+        experts_of=tuple(((number,),) * one.layers for number in range(one.experts)),
+        max_tokens=ROWS, top_k=one.experts, hidden=HIDDEN, dtype=torch.float32,
     )  # fmt: skip
     addresses = [_address(folder / f"address-{number}") for number in range(one.experts)]
     exchanges = [
@@ -106,14 +107,14 @@ def _attend(one: SleepingDeployment, rank: int, folder: Path) -> dict:
 
 def _decode(one: SleepingDeployment, token: ComputeToken, end_S: np.ndarray, exchange: SlotExchange) -> None:
     """Run the steps of a micro-batch; the network takes its time outside of the token."""
-    counts = np.full(one.experts, ROWS)
+    everywhere, gates = all_to_all(ROWS, one.experts), np.ones(ROWS * one.experts, dtype=np.float32)
     for step in range(one.steps):
         for layer in range(one.layers):
             token.acquire()
             time.sleep(one.stage.attention)
             token.release()
             time.sleep(one.stage.hop)
-            exchange.dispatch(layer, counts)
+            exchange.dispatch(layer, everywhere, gates)
             exchange.collect(layer)
             time.sleep(one.stage.hop)
         end_S[step] = time.perf_counter()
@@ -123,7 +124,7 @@ def _serve(one: SleepingDeployment, rank: int, folder: Path) -> dict:
     number = rank - one.attention
     listener, address = listen(worker_address("shared", folder, str(number)))
     shape = ExpertShape(
-        worker=number, num_experts=1, num_layers=one.layers, hidden=HIDDEN, dtype=torch.float32,
+        worker=number, experts=((number,),) * one.layers, hidden=HIDDEN, dtype=torch.float32,
         max_rows=ROWS * one.experts,
     )  # fmt: skip
     inbox = ExpertInbox(listener, shape, SECRET)

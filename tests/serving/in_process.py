@@ -12,10 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from relibra.engine.sequence import Sequence
+from relibra.planning.deployment.expert_placement import ExpertPlacement
 from relibra.serving.channel import listen, worker_address
 from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
 from relibra.serving.launch import Worker
-from relibra.serving.layout import WorkerLayout, place_experts
+from relibra.serving.layout import WorkerLayout, experts_of, homes_by_number, place_copies
 from relibra.serving.roles.attention_worker import AttentionWorker
 from relibra.serving.roles.checkpoint import load_experts, open_checkpoint, read_structure
 from relibra.serving.roles.expert_worker import ExpertWorker
@@ -55,21 +56,24 @@ class Served:
 
 
 @contextmanager
-def expert_threads(folder: Path, layout: WorkerLayout, secret: bytes) -> Iterator[tuple[list[ExpertWorker], list]]:
+def expert_threads(
+    folder: Path, layout: WorkerLayout, secret: bytes, placement: ExpertPlacement | None = None
+) -> Iterator[tuple[list[ExpertWorker], list]]:
     """Run expert workers as threads; yield them, and the address and the experts of each."""
     workers, places = [], []
     with ExitStack() as stack:
         sockets = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        tensors = open_checkpoint(folder)
+        tensors, structure = open_checkpoint(folder), read_structure(folder)
+        homes = homes_by_number(len(structure.experts), structure.num_experts, layout.experts)
+        held = experts_of(place_copies(homes, layout.spare_experts) if placement is None else placement.held_LNE)
         for number in range(layout.experts):
             structure = read_structure(folder)
-            own = place_experts(structure.num_experts, layout.experts, layout.spare_experts)[number]
+            own = held[number]
             layers = load_experts(structure, tensors, own)
             listener, address = listen(worker_address(layout.transport, sockets, str(number)))
             shape = ExpertShape(
                 worker=number,
-                num_experts=len(own),
-                num_layers=len(layers),
+                experts=own,
                 hidden=structure.hidden,
                 dtype=structure.dtype,
                 max_rows=layout.max_tokens * structure.top_k,
@@ -87,11 +91,11 @@ def expert_threads(folder: Path, layout: WorkerLayout, secret: bytes) -> Iterato
 
 
 @contextmanager
-def served_in_process(folder: Path, layout: WorkerLayout) -> Iterator[Served]:
+def served_in_process(folder: Path, layout: WorkerLayout, placement: ExpertPlacement | None = None) -> Iterator[Served]:
     """Run a whole deployment as threads of this process."""
     secret = secrets.token_bytes(16)
     with ExitStack() as stack:
-        experts, places = stack.enter_context(expert_threads(folder, layout, secret))
+        experts, places = stack.enter_context(expert_threads(folder, layout, secret, placement))
         attention = [AttentionWorker(folder, layout, number) for number in range(layout.attention)]
         served = Served(attention, experts)
         for worker in attention:

@@ -18,23 +18,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relibra.errors import EngineError
+from relibra.planning.deployment.worker_choice import choose_workers
 from relibra.serving.channel import connect, listen, worker_address
 from relibra.serving.exchange import expert_side
+from relibra.serving.exchange.addressing import address_choices
 from relibra.serving.exchange.attention_side import ExchangeShape, SlotExchange, WorkerLostError
 from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
 from relibra.serving.exchange.messages import ANSWER, Done, Hello, Rows
-from relibra.serving.layout import place_experts, place_table
+from relibra.serving.layout import held_by
 
 SECRET = b"secret"
-HIDDEN, MAX_TOKENS, TOP_K = 4, 16, 2
+HIDDEN, MAX_TOKENS, TOP_K, LAYERS, NUM_EXPERTS = 4, 16, 2, 3, 5
 TRANSPORTS = ("shared", "tcp")
 ATTENTION = ExchangeShape(
-    experts_of=((0, 1),), max_tokens=MAX_TOKENS, top_k=TOP_K, hidden=HIDDEN, dtype=torch.float32, num_layers=3
+    experts_of=(((0, 1),) * LAYERS,), max_tokens=MAX_TOKENS, top_k=TOP_K, hidden=HIDDEN, dtype=torch.float32
 )
 EXPERTS = ExpertShape(
-    worker=0, num_experts=2, num_layers=3, hidden=HIDDEN, dtype=torch.float32, max_rows=64, timeout=10.0
+    worker=0, experts=((0, 1),) * LAYERS, hidden=HIDDEN, dtype=torch.float32, max_rows=64, timeout=10.0
 )
-HELLO = Hello(secret=SECRET, attention=0, slot=0, sizes=EXPERTS.sizes, capacity=32, shared_rows=0)
+HELLO = Hello(secret=SECRET, attention=0, slot=0, sizes=EXPERTS.sizes, capacity=16, choices=32, shared_rows=0)
 
 
 @contextlib.contextmanager
@@ -51,14 +53,14 @@ def expert_output(expert, rows):
 
 
 class Workers:
-    """Expert workers as threads; expert `e` computes `expert_output(e, rows)`."""
+    """Expert workers as threads, with the same experts in all layers; `e` computes `expert_output(e, rows)`."""
 
     def __init__(self, stack, transport, experts_of, silent=()):
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        self.experts_of, self.addresses, self.inboxes = experts_of, [], []
+        self.experts_of, self.addresses, self.inboxes = tuple((own,) * LAYERS for own in experts_of), [], []
         for number, experts in enumerate(experts_of):
             listener, address = listen(worker_address(transport, folder, str(number)))
-            shape = replace(EXPERTS, worker=number, num_experts=len(experts))
+            shape = replace(EXPERTS, worker=number, experts=(experts,) * LAYERS)
             inbox = ExpertInbox(listener, shape, SECRET)
             thread = threading.Thread(target=self.run, args=(inbox, experts, number in silent))
             thread.start()
@@ -73,11 +75,10 @@ class Workers:
         while (message := inbox.next()) is not None:
             if silent:
                 continue
-            first = 0
-            for expert, count in zip(experts, message.counts_E.tolist(), strict=True):
-                rows = slice(first, first + count)
-                message.result_YH[rows] = expert_output(expert, message.rows_YH[rows])
-                first += count
+            message.result_YH.zero_()
+            chosen = np.repeat(experts, message.counts_E).tolist()
+            for expert, row, gate in zip(chosen, message.row_C.tolist(), message.gate_C.tolist(), strict=True):
+                message.result_YH[row] += gate * expert_output(expert, message.rows_YH[row])
             message.answer(inbox.counters)
 
     def exchange(self, stack, attention=0, slot=0, timeout=10.0):
@@ -87,14 +88,48 @@ class Workers:
         return exchange
 
 
-def there_and_back(exchange, expert_Y, layer=0):
-    """Send a row per entry of `expert_Y`; return rows and results, both in the order of the places."""
-    place_Y = place_table(exchange.shape.experts_of, exchange.lost).place_rows(np.asarray(expert_Y, dtype=np.int64))
-    rows = torch.arange(len(place_Y) * HIDDEN, dtype=torch.float32).view(-1, HIDDEN)
-    exchange.rows(len(rows)).copy_(rows)
-    counts = np.bincount(place_Y, minlength=sum(map(len, exchange.shape.experts_of)))
-    exchange.dispatch(layer, counts)
-    return rows, exchange.collect(layer), np.sort(np.asarray(expert_Y)[np.argsort(place_Y, kind="stable")])
+def there_and_back(exchange, expert_TK, layer=0):
+    """Send tokens with these experts (a list: one each) and gates; return their sums, and those that are right."""
+    expert_TK = np.asarray(expert_TK, dtype=np.int64)
+    expert_TK = expert_TK[:, None] if expert_TK.ndim == 1 else expert_TK
+    held_LNE = held_by(exchange.shape.experts_of, NUM_EXPERTS)
+    held_LNE[:, list(exchange.lost)] = False
+    worker_TK = choose_workers(expert_TK, held_LNE[layer], 1.05)
+    tokens_TH = torch.arange(len(expert_TK) * HIDDEN, dtype=torch.float32).view(-1, HIDDEN)
+    gate_TK = (1 + np.arange(expert_TK.size, dtype=np.float32) % 3).reshape(expert_TK.shape)
+    addressed = address_choices(expert_TK, worker_TK, *held_LNE[layer].shape)
+    exchange.rows(len(addressed.token_Y)).copy_(tokens_TH[addressed.token_Y])
+    exchange.dispatch(layer, addressed, gate_TK.ravel()[addressed.choice_C])
+    sums_TH = torch.zeros_like(tokens_TH)
+    sums_TH.index_add_(0, torch.from_numpy(addressed.token_Y), exchange.collect(layer))
+    right = [
+        sum((float(g) * expert_output(int(e), row) for e, g in zip(own, gates, strict=True)), torch.zeros(HIDDEN))
+        for own, gates, row in zip(expert_TK, gate_TK, tokens_TH, strict=True)
+    ]
+    return sums_TH, torch.stack(right) if right else tokens_TH, addressed
+
+
+def assert_right(answer):
+    sums, right, _ = answer
+    assert torch.equal(sums, right)
+
+
+@given(workers=st.integers(1, 4), seed=st.integers(0, 10**6))
+@settings(deadline=None)
+def test_a_token_goes_to_a_worker_once_with_its_choices(workers, seed):
+    rng = np.random.default_rng(seed)
+    expert_TK = np.argsort(rng.random((int(rng.integers(0, 9)), 6)))[:, :3]
+    worker_TK = rng.integers(0, workers, expert_TK.shape)
+    found = address_choices(expert_TK, worker_TK, workers, 6)
+    visited = sorted({(int(n), t) for (t, _), n in np.ndenumerate(worker_TK)})
+    assert found.token_Y.tolist() == [t for _, t in visited]
+    assert found.rows_N.tolist() == [sum(n == worker for n, _ in visited) for worker in range(workers)]
+    choices = sorted((int(worker_TK[t, k]), int(e), t, k) for (t, k), e in np.ndenumerate(expert_TK))
+    assert found.choice_C.tolist() == [3 * t + k for *_, t, k in choices]
+    first_N = np.cumsum(found.rows_N) - found.rows_N
+    rows = [int(first_N[n]) + row for (n, *_), row in zip(choices, found.row_C.tolist(), strict=True)]
+    assert [found.token_Y[row] for row in rows] == [t for *_, t, _ in choices]
+    assert all(found.counts_NE[n, e] == sum(one[:2] == (n, e) for one in choices) for n, e, *_ in choices)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -102,16 +137,19 @@ def there_and_back(exchange, expert_Y, layer=0):
 @settings(max_examples=15, deadline=None)
 def test_every_row_comes_back_to_its_place(transport, data):
     workers = data.draw(st.integers(1, 3))
-    experts_of = place_experts(5, workers, 0)
-    calls = data.draw(st.lists(st.lists(st.integers(0, 4), max_size=MAX_TOKENS * TOP_K), min_size=1, max_size=4))
+    experts_of = ((0, 1, 2, 3, 4), (0, 2, 4), (1,))[:workers]
+    pairs = st.lists(st.lists(st.integers(0, 4), min_size=2, max_size=2, unique=True), max_size=MAX_TOKENS)
+    calls = data.draw(st.lists(pairs, min_size=1, max_size=4))
     with contextlib.ExitStack() as stack:
         exchange = Workers(stack, transport, experts_of).exchange(stack)
+        rows = empty = 0
         for layer, chosen in enumerate(calls):
-            expert_Y = np.sort(np.asarray(chosen, dtype=np.int64))
-            rows, results, _ = there_and_back(exchange, expert_Y, layer % 3)
-            expected = [expert_output(int(e), row) for e, row in zip(expert_Y, rows, strict=True)]
-            assert torch.equal(results, torch.stack(expected) if expected else results)
-        assert exchange.counters.rows == sum(map(len, calls))
+            answer = there_and_back(exchange, np.array(chosen).reshape(-1, 2), layer % LAYERS)
+            assert_right(answer)
+            rows, empty = rows + len(answer[2].token_Y), empty + int((answer[2].rows_N == 0).sum())
+        assert exchange.counters.rows == rows
+        assert exchange.counters.empty_messages == empty
+        assert exchange.counters.bytes == 4 * HIDDEN * rows + 8 * sum(map(np.size, calls))
         assert exchange.counters.calls == len(calls)
         assert exchange.counters.group_creations == 0
         assert exchange.counters.buffers == 2
@@ -120,16 +158,14 @@ def test_every_row_comes_back_to_its_place(transport, data):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_many_attention_workers_and_slots_do_not_mix(transport):
     with contextlib.ExitStack() as stack:
-        workers = Workers(stack, transport, place_experts(4, 2, 0))
+        workers = Workers(stack, transport, ((0, 1), (2, 3)))
         exchanges = [workers.exchange(stack, attention=a, slot=s) for a in range(3) for s in range(2)]
         wrong = []
 
         def work(number, exchange):
             for call in range(20):
-                expert_Y = np.sort(np.random.default_rng([number, call]).integers(0, 4, 10))
-                rows, results, _ = there_and_back(exchange, expert_Y)
-                expected = torch.stack([expert_output(int(e), row) for e, row in zip(expert_Y, rows, strict=True)])
-                if not torch.equal(results, expected):
+                sums, right, _ = there_and_back(exchange, np.random.default_rng([number, call]).integers(0, 4, 10))
+                if not torch.equal(sums, right):
                     wrong.append((number, call))
 
         threads = [threading.Thread(target=work, args=item) for item in enumerate(exchanges)]
@@ -150,10 +186,7 @@ def test_worker_that_does_not_answer_is_named_within_timeout(transport):
             there_and_back(exchange, [0, 1], layer=2)
         assert time.monotonic() - began < 3
         assert set(exchange.lost) == {1}
-        with pytest.raises(EngineError, match="1 experts that no other worker holds"):
-            there_and_back(exchange, [0])
-        exchange.dispatch(0, np.array([1, 0]))  # the other worker still answers
-        assert len(exchange.collect(0)) == 1
+        assert_right(there_and_back(exchange, [0]))  # the other worker still answers
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -168,10 +201,9 @@ def test_copies_take_over_and_a_worker_can_rejoin(transport):
         workers.inboxes[1].release()
         with pytest.raises(WorkerLostError, match="expert worker 1"):
             there_and_back(exchange, [0, 0, 1, 2])
-        rows, results, experts = there_and_back(exchange, [0, 0, 1, 2])
-        assert torch.equal(results, torch.stack([expert_output(int(e), r) for e, r in zip(experts, rows, strict=True)]))
+        assert_right(there_and_back(exchange, [0, 0, 1, 2]))
         again = Workers(stack, transport, experts_of)
-        exchange.rejoin(1, again.addresses[1], experts_of[1])
+        exchange.rejoin(1, again.addresses[1], again.experts_of[1])
         assert not exchange.lost
         there_and_back(exchange, [0, 0, 1, 2])
         assert again.inboxes[1].counters.rows > 0
@@ -193,13 +225,27 @@ def test_strangers_are_refused(transport, secret, changes, named):
             SlotExchange(addresses, shape, secret=secret, attention=0, slot=0, timeout=5.0)
 
 
-@pytest.mark.parametrize(
-    ("layer", "counts"), [(0, [40, 0]), (0, [1 << 31, 0]), (0, [1]), (3, [1, 0])], ids=["40", "2^31", "counts", "layer"]
-)
-def test_a_message_that_does_not_fit_its_channel_ends_it(layer, counts):
+def message(count=1, counts=(1, 0), rows=(0,), gates=1, layer=0):
+    rows, gates = np.array(rows, "<u4").tobytes(), np.ones(gates, "<f4").tobytes()
+    return Rows(layer=layer, first_row=0, count=count, counts=np.array(counts, "<u4").tobytes(), rows=rows, gates=gates)
+
+
+UNFIT = {
+    "rows": message(count=17),
+    "choices": message(counts=(33, 0), rows=[0] * 33, gates=33),
+    "2^31": message(counts=(1 << 31, 0)),
+    "counts": message(counts=(1,)),
+    "layer": message(layer=LAYERS),
+    "place": message(rows=(1,)),
+    "gates": message(gates=2),
+}
+
+
+@pytest.mark.parametrize("unfit", UNFIT)
+def test_a_message_that_does_not_fit_its_channel_ends_it(unfit):
     with contextlib.ExitStack() as stack:
         channel = stack.enter_context(greeted(Workers(stack, "tcp", ((0, 1),)).addresses[0]))
-        channel.send(Rows(layer=layer, first_row=0, counts=np.array(counts, "<u4").tobytes()))
+        channel.send(UNFIT[unfit])
         with pytest.raises(ConnectionError):
             channel.receive(ANSWER)
 
@@ -211,11 +257,10 @@ def test_worker_that_cannot_rejoin_is_lost_and_copies_answer(transport):
         workers = Workers(stack, transport, experts_of)
         exchange = workers.exchange(stack)
         with pytest.raises(EngineError):
-            exchange.rejoin(1, workers.addresses[1], (0,))  # it holds other experts than that
+            exchange.rejoin(1, workers.addresses[1], ((0,),) * LAYERS)  # it holds other experts than that
         assert set(exchange.lost) == {1}
-        rows, results, experts = there_and_back(exchange, [0, 1, 1])
-        assert torch.equal(results, torch.stack([expert_output(int(e), r) for e, r in zip(experts, rows, strict=True)]))
-        exchange.rejoin(1, workers.addresses[1], (0, 1))
+        assert_right(there_and_back(exchange, [0, 1, 1]))
+        exchange.rejoin(1, workers.addresses[1], workers.experts_of[1])
         assert not exchange.lost
         there_and_back(exchange, [0, 1, 1])
 
@@ -230,10 +275,10 @@ def test_opening_channels_again_leaves_no_file_open():
             gc.collect()  # what earlier tests left
             return len(os.listdir("/proc/self/fd"))
 
-        exchange.rejoin(0, workers.addresses[0], (0, 1))
+        exchange.rejoin(0, workers.addresses[0], workers.experts_of[0])
         before = open_files()
         for _ in range(20):
-            exchange.rejoin(0, workers.addresses[0], (0, 1))
+            exchange.rejoin(0, workers.addresses[0], workers.experts_of[0])
         assert open_files() <= before + 5
 
 
@@ -260,15 +305,14 @@ def test_sender_that_reads_nothing_delays_no_longer_than_timeout():
         stack.callback(inbox.release)
         welcoming = threading.Thread(target=inbox.next, args=(0.5,))
         welcoming.start()
-        hello = msgspec.structs.replace(HELLO, capacity=rows, sizes=shape.sizes)
+        hello = msgspec.structs.replace(HELLO, capacity=rows, choices=rows, sizes=shape.sizes)
         channel = stack.enter_context(greeted(address, hello))
         welcoming.join()
-        counts = np.array([rows, 0], "<u4").tobytes()
-        channel.send(Rows(layer=0, first_row=0, counts=counts), memoryview(bytes(4 * rows * hidden)))
-        message = inbox.next(10.0)
-        assert message is not None
+        channel.send(message(rows, (rows, 0), range(rows), rows), memoryview(bytes(4 * rows * hidden)))
+        found = inbox.next(10.0)
+        assert found is not None
         began = time.monotonic()
-        message.answer(inbox.counters)
+        found.answer(inbox.counters)
         assert time.monotonic() - began < 5.0
         assert channel.receive(ANSWER) == Done()
         with pytest.raises(ConnectionError):  # half of a message is not waited for

@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from relibra.environment import module_program, worker_environment
-from relibra.errors import EngineError
+from relibra.errors import ConfigError, EngineError
+from relibra.planning.deployment.expert_placement import ExpertPlacement
 from relibra.serving.channel import Channel, worker_address
-from relibra.serving.layout import WorkerLayout, place_experts
+from relibra.serving.layout import WorkerLayout, experts_of, homes_by_number, place_copies
 from relibra.serving.roles.checkpoint import read_structure
 
+Layers = Sequence[Sequence[int]]
+"""Experts of a worker in each layer."""
 FolderStamp = tuple[tuple[str, int, int], ...]
 """Name, bytes and time of the last change of each file of weights."""
 _log = logging.getLogger(__name__)
@@ -50,22 +53,42 @@ class RunningWorkers:
     """A deployment that is running; a context manager that stops it."""
 
     def __init__(
-        self, folder: Path, layout: WorkerLayout, *, dtype: str = "auto", threads: int = 1, timeline: bool = False
+        self,
+        folder: Path,
+        layout: WorkerLayout,
+        *,
+        placement: ExpertPlacement | None = None,
+        dtype: str = "auto",
+        threads: int = 1,
+        timeline: bool = False,
     ) -> None:
         """Start all workers and wait until attention is connected to the experts.
 
         `experts` then has the address of each expert worker and the experts that it holds, `most_cache_bytes` what the
         KV cache of an attention worker takes when it is full.
 
+        placement   experts of each worker; None: by number, with copies of any
         threads   of torch in each worker
         timeline  workers record what they do and when
         raises    ConfigError, EngineError for a model or layout that cannot be split, before any process starts; else
                   with the sentence of the first worker that failed
         """
-        placement = place_experts(read_structure(folder, dtype).num_experts, layout.experts, layout.spare_experts)
-        self.layout = layout
+        structure = read_structure(folder, dtype)
+        num_layers, num_experts = len(structure.experts), structure.num_experts
+        if placement is None:
+            self.home_LNE = homes_by_number(num_layers, num_experts, layout.experts)
+            held_LNE = place_copies(self.home_LNE, layout.spare_experts)
+        else:
+            self.home_LNE, held_LNE = placement.home_LNE, placement.held_LNE
+            layers, workers, experts = held_LNE.shape
+            if (placement.layer_ids, experts) != (structure.layer_ids, num_experts) or workers != layout.experts:
+                raise ConfigError(
+                    f"the placement is of {layers} layers with {experts} experts on {workers} workers, {folder} has "
+                    f"{num_layers} with {num_experts} on {layout.experts}: make one of this model (relibra serve place)"
+                )
+        self.layout, self.layer_ids, self.num_experts = layout, structure.layer_ids, num_experts
         self.workers: list[Worker] = []
-        self.experts: list[tuple[str, Sequence[int]]] = [("", experts) for experts in placement]
+        self.experts: list[tuple[str, Layers]] = [("", own) for own in experts_of(held_LNE)]
         self._starts, self._stopping = 0, False
         self._sockets = Path(tempfile.mkdtemp(prefix="relibra-"))
         secret = secrets.token_bytes(16).hex()
@@ -137,7 +160,7 @@ class RunningWorkers:
         self._await_experts(number, time.monotonic() + LOADING_SECONDS)
         _log.warning("%s is back", self.workers[number].name)
 
-    def restart_attention(self, number: int) -> list[tuple[str, Sequence[int]]]:
+    def restart_attention(self, number: int) -> list[tuple[str, Layers]]:
         """Start an attention worker again; return where it found the experts; raises as `restart_experts` does."""
         index = self.layout.experts + number
         self._end(self.workers[index])

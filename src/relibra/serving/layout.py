@@ -1,4 +1,4 @@
-"""How many workers of each role serve a model, which experts each holds, and which copy of an expert computes a row."""
+"""How many workers of each role serve a model, and which experts each holds."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
-from jaxtyping import Float64, Int64, Shaped
+from jaxtyping import Bool, Float64, Int64, Shaped
 from numpy import ndarray
 from pydantic import Field
 
 from relibra.errors import ConfigError, EngineError
 from relibra.field_checks import check_fields
+from relibra.planning.deployment.expert_workers import place_by_number
+from relibra.planning.deployment.worker_choice import LOAD_CAP
 
 Transport = Literal["shared", "tcp"]
 """How rows travel: through memory that both processes map, or over TCP."""
@@ -27,6 +29,7 @@ class WorkerLayout:
     experts         expert workers: each holds some experts of every layer
     micro_batches   of each attention worker: the attention of one runs while experts run another
     spare_experts   experts that each expert worker holds beyond its share, so that others have copies
+    cap             load of the busiest worker / mean up to which tokens choose copies that save rows
     transport       of rows between the two
     max_tokens      most tokens of one forward pass of one micro-batch: sizes every buffer
     max_batch       most requests that one attention worker decodes at once, over its micro-batches
@@ -40,6 +43,7 @@ class WorkerLayout:
     experts: WorkerCount = 1
     micro_batches: Annotated[int, Field(ge=1, le=4)] = 2
     spare_experts: Annotated[int, Field(ge=0)] = 0
+    cap: Annotated[float, Field(ge=1)] = LOAD_CAP
     transport: Transport = "shared"
     max_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 512
     max_batch: Annotated[int, Field(ge=1, le=1 << 16)] = 64
@@ -68,58 +72,67 @@ class WorkerLayout:
         return -(-self.max_batch // self.micro_batches)
 
 
-def split_experts(num_experts: int, workers: int) -> tuple[tuple[int, ...], ...]:
-    """Return the experts of each worker, in ascending order; the first workers take the remainder.
+ExpertsOf = tuple[tuple[tuple[int, ...], ...], ...]
+"""Experts of each worker in each layer, ascending: by worker, then layer."""
 
-    raises   ConfigError with more workers than experts
 
-    >>> split_experts(5, 2)
-    ((0, 1, 2), (3, 4))
-    """
+def experts_of(held_LNE: Bool[ndarray, "L N E"]) -> ExpertsOf:
+    """Return the experts of each worker in each layer."""
+    workers = range(held_LNE.shape[1])
+    return tuple(tuple(tuple(np.flatnonzero(own_E).tolist()) for own_E in held_LNE[:, worker]) for worker in workers)
+
+
+def held_by(experts_of: Sequence[Sequence[Sequence[int]]], num_experts: int) -> Bool[ndarray, "L N E"]:
+    """Return which experts each worker holds in each layer."""
+    held_LNE = np.zeros((len(experts_of[0]), len(experts_of), num_experts), dtype=np.bool_)
+    for worker, layers in enumerate(experts_of):
+        for layer, own in enumerate(layers):
+            held_LNE[layer, worker, list(own)] = True
+    return held_LNE
+
+
+def homes_by_number(num_layers: int, num_experts: int, workers: int) -> Bool[ndarray, "L N E"]:
+    """Return homes of experts in runs, the same in all layers; raises ConfigError with more workers than experts."""
     if workers > num_experts:
         raise ConfigError(
             f"--experts {workers} is more than the {num_experts} experts of a layer: use at most {num_experts} workers"
         )
-    return tuple(tuple(part.tolist()) for part in np.array_split(np.arange(num_experts), workers))
+    home_NE = place_by_number(num_experts, workers) == np.arange(workers)[:, None]
+    return np.repeat(home_NE[None], num_layers, axis=0)
 
 
-Placement = tuple[tuple[int, ...], ...]
-"""Experts of each worker, ascending; the same in all layers."""
+def place_copies(
+    home_LNE: Bool[ndarray, "L N E"], spare: int, load_LE: Int64[ndarray, "L E"] | None = None
+) -> Bool[ndarray, "L N E"]:
+    """Return which experts each worker holds: its own, and in each layer up to `spare` copies of the most loaded ones.
 
-
-def place_experts(num_experts: int, workers: int, spare: int, load_E: Int64[ndarray, " E"] | None = None) -> Placement:
-    """Return which experts each worker holds.
-
-    spare    experts that a worker holds beyond its share: copies of the most loaded ones
-    load_E   rows of each expert so far; None: unknown, all alike
-    raises   ConfigError with more workers than experts, or more spare experts than there are others
+    load_LE   rows of each expert so far; None: unknown, all alike
+    raises    ConfigError for more spare experts than there are others
     """
-    base = split_experts(num_experts, workers)
-    if not spare:
-        return base
+    _, workers, num_experts = home_LNE.shape
     slots = -(-num_experts // workers) + spare
-    if slots > num_experts or workers < 2:
+    if spare and (slots > num_experts or workers < 2):
         raise ConfigError(
             f"--spare-experts {spare} on {workers} workers: a worker then holds {slots} of {num_experts} experts, and "
             "two copies on one worker are of no use; use more workers or fewer spare experts"
         )
-    return add_copies(base, np.ones(num_experts) if load_E is None else load_E + 1.0, spare)
+    loads = np.ones((len(home_LNE), num_experts)) if load_LE is None else load_LE + 1.0
+    return np.stack([add_copies(home_NE, load_E, spare) for home_NE, load_E in zip(home_LNE, loads, strict=True)])
 
 
-def add_copies(base: Placement, load_E: Float64[ndarray, " E"], spare: int) -> Placement:
-    """Return a placement with up to `spare` more experts per worker; what a worker holds in `base` stays.
+def add_copies(home_NE: Bool[ndarray, "N E"], load_E: Float64[ndarray, " E"], spare: int) -> Bool[ndarray, "N E"]:
+    """Return what workers of a layer hold with up to `spare` more experts each; what a worker has stays.
 
     A copy goes to the expert with the most load per copy that some worker with room does not hold, and to the least
     loaded of these workers; ties: lower id. MegaScale-Infer (arXiv 2504.02263) gives copies by the same rule; there,
     experts move too.
     """
-    held_NE = np.array([np.isin(np.arange(len(load_E)), experts) for experts in base])
-    room_N = np.full(len(base), spare)
+    held_NE, room_N = home_NE.copy(), np.full(len(home_NE), spare)
     while True:
         share_E = load_E / held_NE.sum(axis=0)
         open_E = (~held_NE & (room_N > 0)[:, None]).any(axis=0)
         if not open_E.any():
-            return tuple(tuple(np.flatnonzero(row).tolist()) for row in held_NE)
+            return held_NE
         expert = int(np.argmax(np.where(open_E, share_E, -1.0)))
         fits_N = ~held_NE[:, expert] & (room_N > 0)
         worker = int(np.argmin(np.where(fits_N, (held_NE * share_E).sum(axis=1), np.inf)))
@@ -127,55 +140,19 @@ def add_copies(base: Placement, load_E: Float64[ndarray, " E"], spare: int) -> P
         room_N[worker] -= 1
 
 
-def worker_imbalance(placement: Placement, load_E: Shaped[ndarray, " E"]) -> float:
-    """Return the load of the busiest worker / that of the mean, where copies share rows evenly."""
-    held_NE = np.array([np.isin(np.arange(len(load_E)), experts) for experts in placement])
-    load_N = (held_NE * (load_E / held_NE.sum(axis=0))).sum(axis=1)
-    return float(load_N.max() / max(load_N.mean(), 1e-9))
+def worker_imbalance(held_LNE: Bool[ndarray, "L N E"], load_LE: Shaped[ndarray, "L E"]) -> float:
+    """Return the load of the busiest workers / that of the mean, over all layers, where copies share rows evenly."""
+    load_LN = (held_LNE * (load_LE / held_LNE.sum(axis=1))[:, None]).sum(axis=2)
+    return float(load_LN.max(axis=1).sum() / max(load_LN.mean(axis=1).sum(), 1e-9))
 
 
-@dataclass(frozen=True, eq=False)
-class PlaceTable:
-    """Places of experts: a place is an expert of a worker, those of worker 0 first.
-
-    place_EX    places of the copies of each expert, by ascending worker; the first again where there are fewer
-    copies_E    copies of each expert
-    """
-
-    place_EX: Int64[ndarray, "E X"]
-    copies_E: Int64[ndarray, " E"]
-    num_places: int
-
-    def place_rows(self, expert_Y: Int64[ndarray, " Y"]) -> Int64[ndarray, " Y"]:
-        """Return the place of each row: rows of an expert are shared by its copies in even, consecutive parts."""
-        if self.place_EX.shape[1] == 1:
-            return self.place_EX[expert_Y, 0]
-        order_Y = np.argsort(expert_Y, kind="stable")
-        rows_E = np.bincount(expert_Y, minlength=len(self.copies_E))
-        nth_Y = np.empty_like(order_Y)
-        nth_Y[order_Y] = np.arange(len(order_Y)) - np.repeat(np.cumsum(rows_E) - rows_E, rows_E)
-        return self.place_EX[expert_Y, nth_Y * self.copies_E[expert_Y] // np.maximum(rows_E[expert_Y], 1)]
-
-
-def place_table(placement: Sequence[Sequence[int]], lost: Collection[int] = ()) -> PlaceTable:
-    """Return the places of experts on workers that are not lost; raises EngineError when an expert has no copy left."""
-    num_experts = 1 + max(max(experts) for experts in placement)
-    places: list[list[int]] = [[] for _ in range(num_experts)]
-    first = 0
-    for worker, experts in enumerate(placement):
-        for number, expert in enumerate(experts):
-            if worker not in lost:
-                places[expert].append(first + number)
-        first += len(experts)
-    gone = [expert for expert, own in enumerate(places) if not own]
-    if gone:
+def check_holders(held_LNE: Bool[ndarray, "L N E"], lost: Collection[int]) -> None:
+    """Raise EngineError where an expert has no copy left on workers that are not lost."""
+    there_N = ~np.isin(np.arange(held_LNE.shape[1]), list(lost))
+    gone_LE = ~held_LNE[:, there_N].any(axis=1)
+    if gone_LE.any():
+        layer, expert = np.argwhere(gone_LE)[0].tolist()
         raise EngineError(
-            f"expert workers {sorted(lost)} are lost, and with them {len(gone)} experts that no other worker holds "
-            f"(the first is {gone[0]}): requests end until they are back; --spare-experts keeps copies"
+            f"expert workers {sorted(lost)} are lost, and with them {gone_LE.sum()} experts that no other worker holds "
+            f"(the first is {expert} of layer {layer}): requests end until they are back; --spare-experts keeps copies"
         )
-    most = max(map(len, places))
-    return PlaceTable(
-        place_EX=np.array([own + own[:1] * (most - len(own)) for own in places], dtype=np.int64),
-        copies_E=np.array([len(own) for own in places], dtype=np.int64),
-        num_places=first,
-    )

@@ -70,16 +70,15 @@ class ExpertProcess:
         self._workers: list[tuple[ExpertWorker, threading.Thread]] = []
         self.recorder = worker_recorder(self._layout, "experts", spec["number"]) if spec["timeline"] else None
 
-    def hold(self, experts: Several[int], address: str) -> str:
-        """Load experts and answer for them from now on; return the address; raises as `read_structure` does."""
+    def hold(self, experts: Several[Several[int]], address: str) -> str:
+        """Load experts of each layer and answer for them from now on; return the address; raises as `load_experts`."""
         layout, dtype, folder = self._layout, self._spec["dtype"], Path(self._spec["folder"])
         structure = read_structure(folder, dtype)
         layers = load_experts(structure, open_checkpoint(folder), experts)
         listener, address = listen(address)
         shape = ExpertShape(
             worker=self._spec["number"],
-            num_experts=len(experts),
-            num_layers=len(layers),
+            experts=tuple(map(tuple, experts)),
             hidden=structure.hidden,
             dtype=structure.dtype,
             max_rows=layout.max_tokens * structure.top_k,

@@ -42,10 +42,12 @@ class ServeRequest:
 
     model  Folder of a transformers MoE model, written by save_pretrained.
     plan FILE  Plan of relibra serve plan --output: a worker for each node, its micro-batches.
+    placement FILE  Experts of each worker, of relibra serve place --output: its workers, copies and cap.
+    record FOLDER  Write the routes of answers as a trace; they tell what requests were about.
     attention  Attention workers; default: those of --plan, else 1.
-    experts  Expert workers; each holds some experts of every layer. Default: those of --plan, else 1.
-    spare_experts  Experts that a worker holds beyond its share: copies, which answer where one is lost.
-    rebalance_seconds  Time after which copies go to the experts with the most rows since; 0: never.
+    experts  Expert workers; each holds some experts of every layer. Default: those of --placement or --plan, else 1.
+    spare_experts  Experts of a layer that a worker holds beyond its share: copies, which answer where one is lost.
+    rebalance_seconds  Time after which copies go to the experts of each layer with the most choices since; 0: never.
     micro_batches  Micro-batches of each attention worker, 1 to 4; default: those of --plan, else 2.
     transport  Rows between workers: shared (memory that both map) or tcp.
     host  Address to listen at.
@@ -68,9 +70,11 @@ class ServeRequest:
 
     model: Annotated[Path, typer.Argument()]
     plan: Path | None = None
+    placement: Path | None = None
+    record: Path | None = None
     attention: Annotated[int | None, within(1)] = None
     experts: Annotated[int | None, within(1)] = None
-    spare_experts: int = 0
+    spare_experts: int | None = None
     rebalance_seconds: float = 0.0
     micro_batches: Annotated[int | None, within(1)] = None
     transport: str = "shared"
@@ -101,12 +105,24 @@ def run(request: ServeRequest) -> None:
     Example: relibra serve runs/demo/policy --attention 1 --experts 1 --micro-batches 2 --port 8100
     """
     with missing_packages("relibra serve", INSTALL), uncollected_imports():
+        from relibra.planning.deployment.deployment_files import read_expert_placement
         from relibra.serving.layout import WorkerLayout
         from relibra.serving.roles.checkpoint import count_positions, read_config
         from relibra.serving.server.serve import ServerSettings, serve
 
-    check_outputs(named("--timeline", request.timeline), named("--plan", request.plan))
+    inputs = [*named("--plan", request.plan), *named("--placement", request.placement)]
+    check_outputs(named("--timeline", request.timeline), inputs)
     planned = planned_workers(request.plan, request.model) if request.plan is not None else {}
+    placement = None if request.placement is None else read_expert_placement(request.placement)
+    if placement is not None:
+        given = {"experts": request.experts, "spare_experts": request.spare_experts}
+        placed = {"experts": placement.workers, "spare_experts": placement.spare, "cap": placement.cap}
+        for name, number in given.items():
+            if number not in (None, placed[name]):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {number}: {request.placement} has {placed[name]}; leave the option out"
+                )
+        planned |= placed
     values = planned | {name: value for name, value in vars(request).items() if value is not None}
     positions = count_positions(read_config(request.model))
     values["max_length"] = request.max_length or min(WorkerLayout.max_length, positions or WorkerLayout.max_length)
@@ -124,6 +140,7 @@ def run(request: ServeRequest) -> None:
         request.model,
         layout,
         chosen(ServerSettings),
+        placement=placement,
         dtype=request.dtype,
         threads=request.threads or max(1, len(os.sched_getaffinity(0)) // (layout.attention + layout.experts)),
         print_line=print_note,

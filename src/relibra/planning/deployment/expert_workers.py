@@ -81,7 +81,7 @@ def place_together(
     token_Y = np.argsort(expert_TK.ravel(), kind="stable") // top_k
     picks_TP = np.zeros((tokens, len(worker_P)), dtype=np.bool_)
     picks_TP[np.arange(tokens)[:, None], expert_TK] = True
-    best_P, fewest = worker_P, np.inf
+    best_P, fewest = worker_P, tokens * workers + 1
     for start in range(starts * -(-FEW_EXPERTS // num_experts)):
         order_P = rng.permutation(len(worker_P)) if start else np.arange(len(worker_P))
         found_P = rng.permutation(worker_P) if start else worker_P.copy()
@@ -89,7 +89,7 @@ def place_together(
         np.add.at(visits_TN, (np.arange(tokens)[:, None], found_P[expert_TK]), 1)
         for price in (SOFT_PRICE, tokens * top_k) if start else (tokens * top_k,):
             load_N = _swap(found_P, visits_TN, order_P, load_P, token_Y, picks_TP, limit, price)
-        if load_N.max() <= limit and (rows := np.count_nonzero(visits_TN)) < fewest:
+        if load_N.max() <= limit and (rows := int(np.count_nonzero(visits_TN))) < fewest:
             best_P, fewest = found_P, rows
     return best_P[:num_experts]
 

@@ -1,5 +1,6 @@
 """M2N exchange: rows of M attention workers to N expert workers and back (MegaScale-Infer, section 5).
 
-In: rows grouped by expert in a buffer that is made once. Out: the experts' rows at the same places. Open `messages.py`
-first (what is sent), then `attention_side.py` and `expert_side.py`.
+In: a row per token and worker in a buffer that is made once, with the token's choices there and their gates. Out: the
+weighted sum of its experts there, at the same place. Open `messages.py` first (what is sent), then `addressing.py`,
+`attention_side.py` and `expert_side.py`.
 """

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Float32
 from numpy import ndarray
 from torch import Tensor
 
 from relibra.errors import EngineError
 from relibra.serving.channel import UNIX, Channel, connect
+from relibra.serving.exchange.addressing import Addressed
 from relibra.serving.exchange.messages import (
     ANSWER,
     MOST_BYTES,
@@ -26,31 +26,31 @@ from relibra.serving.exchange.messages import (
     make_buffers,
     shared_file,
 )
+from relibra.serving.layout import ExpertsOf
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeShape:
     """Sizes that all channels of an attention worker share.
 
-    experts_of     experts of each expert worker, ascending
+    experts_of     experts of each expert worker in each layer, ascending
     max_tokens     most tokens of one exchange
     """
 
-    experts_of: tuple[tuple[int, ...], ...]
+    experts_of: ExpertsOf
     max_tokens: int
     top_k: int
     hidden: int
     dtype: torch.dtype
-    num_layers: int
 
     @property
     def rows(self) -> int:
         """Most rows of one exchange, to all workers together."""
-        return self.max_tokens * self.top_k
+        return self.max_tokens * min(self.top_k, len(self.experts_of))
 
-    def capacity(self, worker: int) -> int:
-        """Return the most rows of one message to a worker: a token goes to each expert once."""
-        return self.max_tokens * min(self.top_k, len(self.experts_of[worker]))
+    def choices(self, worker: int) -> int:
+        """Return the most choices of one message to a worker: a token goes to each expert once."""
+        return self.max_tokens * min(self.top_k, max(map(len, self.experts_of[worker])))
 
 
 class WorkerLostError(EngineError):
@@ -98,24 +98,37 @@ class SlotExchange:
             raise
 
     def rows(self, count: int) -> Float[Tensor, "Y H"]:
-        """Return the buffer of the next exchange's rows, ordered by place: write them there before `dispatch`."""
+        """Return the buffer of the next exchange's rows, ordered by worker: write them there before `dispatch`."""
         return self._rows_XH[:count]
 
-    def dispatch(self, layer: int, counts_P: Int64[ndarray, " P"]) -> None:
-        """Send each worker the rows of its places, `counts_P` of each; return before anyone has computed."""
+    def dispatch(self, layer: int, addressed: Addressed, gate_C: Float32[ndarray, " C"]) -> None:
+        """Send each worker its rows, and the experts and gates of each; return before anyone has computed.
+
+        gate_C   weights in the order of `addressed.choice_C`
+        """
         self.counters.calls += 1
-        first, place = 0, 0
-        counts = np.ascontiguousarray(counts_P, dtype="<u4")
-        for worker, experts in enumerate(self.shape.experts_of):
-            own = counts[place : place + len(experts)]
-            count = self._sent_N[worker] = int(own.sum())
-            sent_YH = self._rows_XH[first : first + count]
-            if worker not in self.lost:
-                rows = Rows(layer=layer, first_row=first, counts=own.tobytes())
+        first = choice = 0
+        row_C = addressed.row_C.astype("<u4", copy=False)
+        for worker, layers in enumerate(self.shape.experts_of):
+            count = self._sent_N[worker] = int(addressed.rows_N[worker])
+            counts = addressed.counts_NE[worker, list(layers[layer])].astype("<u4")
+            own, sent_YH = slice(choice, choice + int(counts.sum())), self._rows_XH[first : first + count]
+            first, choice = first + count, own.stop
+            if not count:
+                self.counters.empty_messages += 1
+            elif worker not in self.lost:
+                rows = Rows(
+                    layer=layer,
+                    first_row=first - count,
+                    count=count,
+                    counts=counts.tobytes(),
+                    rows=row_C[own].tobytes(),
+                    gates=gate_C[own].astype("<f4", copy=False).tobytes(),
+                )
                 with self._noting_loss(worker, layer):
                     self._channels[worker].send(rows, None if self._shared else bytes_of(sent_YH))
                 self.counters.rows += count
-            first, place = first + count, place + len(experts)
+                self.counters.bytes += sent_YH.nbytes + len(rows.rows) + len(rows.gates)
 
     def collect(self, layer: int) -> Float[Tensor, "Y H"]:
         """Wait for all workers; return the results in the order of the rows. The next `dispatch` overwrites them.
@@ -125,7 +138,7 @@ class SlotExchange:
         """
         first, missing = 0, []
         for worker, count in enumerate(self._sent_N):
-            if worker not in self.lost:
+            if count and worker not in self.lost:
                 with self._noting_loss(worker, layer):
                     self._await_answer(worker)
                     if not self._shared:
@@ -139,10 +152,10 @@ class SlotExchange:
             raise WorkerLostError(str(missing[0]))
         return self._results_XH[:first]
 
-    def rejoin(self, worker: int, address: str, experts: Sequence[int]) -> None:
+    def rejoin(self, worker: int, address: str, experts: tuple[tuple[int, ...], ...]) -> None:
         """Open a channel to a worker that was started again, or holds other experts; raises EngineError."""
         experts_of = list(self.shape.experts_of)
-        experts_of[worker] = tuple(experts)
+        experts_of[worker] = experts
         self.shape = replace(self.shape, experts_of=tuple(experts_of))
         self._addresses[worker] = address
         self._open(worker)
@@ -180,8 +193,9 @@ class SlotExchange:
             secret=self._secret,
             attention=self.attention,
             slot=self.slot,
-            sizes=(worker, len(shape.experts_of[worker]), shape.num_layers, shape.hidden, str(shape.dtype)),
-            capacity=shape.capacity(worker),
+            sizes=(worker, shape.experts_of[worker], shape.hidden, str(shape.dtype)),
+            capacity=shape.max_tokens,
+            choices=shape.choices(worker),
             shared_rows=shape.rows if self._shared else 0,
         )
         if worker in self._channels:

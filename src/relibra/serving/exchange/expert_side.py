@@ -14,13 +14,14 @@ from functools import partial
 
 import numpy as np
 import torch
-from jaxtyping import Float, UInt32
+from jaxtyping import Float, Float32, Int64, UInt32
 from numpy import ndarray
 from torch import Tensor
 
 from relibra.errors import EngineError
 from relibra.serving.channel import Channel
 from relibra.serving.exchange.messages import (
+    CHOICE_BYTES,
     HELLO,
     MOST_BYTES,
     ROWS,
@@ -28,6 +29,7 @@ from relibra.serving.exchange.messages import (
     ExchangeCounters,
     Failure,
     Hello,
+    Sizes,
     bytes_of,
     make_buffers,
 )
@@ -43,23 +45,22 @@ LONGEST_SENTENCE = 2000
 class ExpertShape:
     """What an expert worker holds.
 
-    num_experts   experts of each layer in this worker
-    max_rows      most rows that a channel may ask memory for
-    timeout       seconds that a send may take
+    experts    of each layer, ascending
+    max_rows   most rows that a channel may ask memory for, and most choices of a message
+    timeout    seconds that a send may take
     """
 
     worker: int
-    num_experts: int
-    num_layers: int
+    experts: tuple[tuple[int, ...], ...]
     hidden: int
     dtype: torch.dtype
     max_rows: int
     timeout: float = 60.0
 
     @property
-    def sizes(self) -> tuple[int, int, int, int, str]:
-        """Return what the two ends of a channel have to agree on: worker, experts, layers, hidden size, dtype."""
-        return self.worker, self.num_experts, self.num_layers, self.hidden, str(self.dtype)
+    def sizes(self) -> Sizes:
+        """Return what the two ends of a channel have to agree on."""
+        return self.worker, self.experts, self.hidden, str(self.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,32 +74,41 @@ class SlotChannel:
 
     def receive(self) -> Message:
         """Wait for the next message; raises OSError when the other end is gone, EngineError where it does not fit."""
-        found, hello = self.channel.receive(ROWS, most_bytes=MOST_BYTES), self.hello
-        _, num_experts, num_layers, *_ = hello.sizes
-        if len(found.counts) != 4 * num_experts or found.layer >= num_layers:
+        hello, experts = self.hello, self.hello.sizes[1]
+        found = self.channel.receive(ROWS, most_bytes=MOST_BYTES + CHOICE_BYTES * hello.choices)
+        if found.layer >= len(experts) or len(found.counts) != 4 * len(experts[found.layer]):
             raise EngineError(f"layer {found.layer} with {len(found.counts)} bytes of counts does not fit its channel")
-        counts_E = np.frombuffer(found.counts, "<u4")
-        count, first = int(counts_E.sum(dtype=np.uint64)), found.first_row if hello.shared_rows else 0
-        if count > hello.capacity or first + count > len(self.rows_XH):
+        counts_E, choices = np.frombuffer(found.counts, "<u4"), len(found.rows) // 4
+        if choices > hello.choices or int(counts_E.sum(dtype=np.uint64)) != choices:
+            raise EngineError(f"{choices} choices do not fit their counts or a channel of at most {hello.choices}")
+        if not len(found.rows) == len(found.gates) == 4 * choices:
+            raise EngineError(f"{choices} choices have {len(found.rows)} bytes of rows and {len(found.gates)} of gates")
+        row_C, gate_C = np.frombuffer(found.rows, "<u4").astype(np.int64), np.frombuffer(found.gates, "<f4").copy()
+        count, first = found.count, found.first_row if hello.shared_rows else 0
+        if count > hello.capacity or first + count > len(self.rows_XH) or row_C.max(initial=-1) >= count:
             raise EngineError(f"{count} rows from {first} do not fit a channel of at most {hello.capacity} rows")
         place = slice(first, first + count)
         if not hello.shared_rows:
             self.channel.fill(bytes_of(self.rows_XH[place]))
-        return Message(self, found.layer, counts_E, self.rows_XH[place], self.results_XH[place])
+        choices_C = torch.from_numpy(row_C), torch.from_numpy(gate_C)
+        return Message(self, found.layer, counts_E, *choices_C, self.rows_XH[place], self.results_XH[place])
 
 
 @dataclass(frozen=True, eq=False)
 class Message:
     """Rows of one layer of one micro-batch.
 
-    counts_E   rows of each expert of this worker
-    rows_YH    ordered by expert, in the memory in which they arrived
-    result_YH  where the results belong
+    counts_E   choices of each expert of this worker
+    row_C      row of each choice, by expert; gate_C: its weight
+    rows_YH    tokens, in the memory in which they arrived
+    result_YH  where their weighted sums belong
     """
 
     slot: SlotChannel
     layer: int
     counts_E: UInt32[ndarray, " E"]
+    row_C: Int64[Tensor, " C"]
+    gate_C: Float32[Tensor, " C"]
     rows_YH: Float[Tensor, "Y H"]
     result_YH: Float[Tensor, "Y H"]
 
@@ -116,6 +126,7 @@ class Message:
         """Send what was written into `result_YH`."""
         counters.calls += 1
         counters.rows += len(self.result_YH)
+        counters.bytes += self.result_YH.nbytes
         self._reply(Done(), None if self.slot.hello.shared_rows else bytes_of(self.result_YH))
 
     def fail(self, sentence: str) -> None:
@@ -251,12 +262,11 @@ class ExpertInbox:
             if hello.secret != self._secret:
                 raise EngineError("the secret is that of another deployment")
             if hello.sizes != shape.sizes:
-                names = "worker, experts, layers, hidden size, dtype"
-                raise EngineError(
-                    f"the two ends were started for different models ({names}: {hello.sizes} instead of {shape.sizes})"
-                )
-            if max(hello.capacity, hello.shared_rows) > shape.max_rows:
-                raise EngineError(f"a channel of {hello.capacity} rows is more than the {shape.max_rows} allowed")
+                names = ("worker", "experts", "hidden size", "dtype")
+                unlike = [name for name, *two in zip(names, hello.sizes, shape.sizes, strict=True) if two[0] != two[1]]
+                raise EngineError(f"the two ends were started for different models: they differ in {', '.join(unlike)}")
+            if (most := max(hello.capacity, hello.choices, hello.shared_rows)) > shape.max_rows:
+                raise EngineError(f"a channel of {most} rows or choices is more than the {shape.max_rows} allowed")
             rows = hello.shared_rows or hello.capacity
             return SlotChannel(channel, hello, *make_buffers(rows, shape.hidden, shape.dtype, file))
         finally:

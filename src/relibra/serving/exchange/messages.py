@@ -16,10 +16,16 @@ import torch
 from msgspec import msgpack
 from torch import Tensor
 
-VERSION: Literal[4] = 4
+VERSION: Literal[5] = 5
 MOST_BYTES = 1 << 18
-"""Of a message without its rows: four per expert, and some."""
+"""Of a message without its rows and choices: some per expert."""
+CHOICE_BYTES = 8
+"""Of a choice in a message: its row and its gate."""
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+
+
+Sizes = tuple[int, tuple[tuple[int, ...], ...], int, str]
+"""What the ends of a channel agree on: number of the worker, its experts in each layer, hidden size, dtype."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,16 +34,18 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     attention, slot     numbers of the attention worker and of its micro-batch
     sizes               `ExpertShape.sizes` of the expert worker that is meant
     capacity            most rows of one message
+    choices             most choices of one message
     shared_rows         rows of the slot's buffers in shared memory, whose file comes next; 0: no shared memory
     """
 
     secret: bytes
     attention: Count
     slot: Count
-    sizes: tuple[int, int, int, int, str]
+    sizes: Sizes
     capacity: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+    choices: Count
     shared_rows: Count
-    version: Literal[4] = VERSION
+    version: Literal[5] = VERSION
 
 
 class Rows(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,12 +53,18 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
 
     layer      MoE layer, from 0 in the order of layers
     first_row  row of the slot's buffer at which they lie, in shared memory
-    counts     rows of each expert of the worker, 4 bytes each, little-endian
+    count      rows, one per token
+    counts     choices of each expert that the worker holds in this layer, 4 bytes each, little-endian
+    rows       row of each choice, by expert, 4 bytes each
+    gates      weight of each choice in the sum of its row, float32
     """
 
     layer: Count
     first_row: Count
+    count: Count
     counts: bytes
+    rows: bytes
+    gates: bytes
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
@@ -104,11 +118,15 @@ class ExchangeCounters:
 
     calls             dispatches of a layer of a micro-batch, or answers to one
     rows              sent
+    bytes             of these rows, and of the choices and gates with them
+    empty_messages    those without rows, which are not sent
     group_creations   sets of peers made for a call: a channel opened, or a buffer allocated, after the first call
     """
 
     calls: int = 0
     rows: int = 0
+    bytes: int = 0
+    empty_messages: int = 0
     buffers: int = 0
     group_creations: int = 0
 

@@ -47,12 +47,12 @@ class MicroBatch:
         self.experts = experts
         self.engine = Engine(self._forward, model.config, limits, pad_id=pad_id)
         self._model, self._listener = model, listener
-        self._route_dtype = narrow_dtype(len(experts.load_E))
+        self._route_dtype = narrow_dtype(experts.load_LE.shape[1])
         self._work = threading.Condition()
         self._sequences: dict[int, Sequence] = {}
         self._fresh: list[Sequence] = []
         self._cancelled: list[int] = []
-        self._rejoining: dict[int, tuple[str, tuple[int, ...], int]] = {}
+        self._rejoining: dict[int, tuple[str, tuple[tuple[int, ...], ...], int]] = {}
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"micro-batch {experts.exchange.slot}", daemon=True)
         self._thread.start()
@@ -82,10 +82,10 @@ class MicroBatch:
                 self._cancelled.append(number)
                 self._work.notify()
 
-    def rejoin(self, worker: int, address: str, experts: Iterable[int]) -> None:
+    def rejoin(self, worker: int, address: str, experts: Iterable[Iterable[int]]) -> None:
         """Use an expert worker that was started again, or holds other experts, from the next step on."""
         with self._work:
-            self._rejoining[worker] = address, tuple(experts), REJOIN_TRIES
+            self._rejoining[worker] = address, tuple(map(tuple, experts)), REJOIN_TRIES
             self._work.notify()
 
     def close(self) -> None:
@@ -159,7 +159,8 @@ class MicroBatch:
         self, input_BN: Int[Tensor, "B N"], mask_BC: Bool[Tensor, "B C"], cache: SlottedCache, *, last: int = 1
     ) -> tuple[Float[Tensor, "B Z V"], Tensor | None]:
         """Run the model with remote experts, see `Forward`."""
-        with self.experts.forward_pass() as routes_LTK:
+        mask_T = mask_BC[:, -input_BN.shape[1] :].reshape(-1)
+        with self.experts.forward_pass(mask_T) as routes_LTK:
             logits_BZV = run_model(self._model, input_BN, mask_BC, cache, last)
         return logits_BZV, torch.stack(routes_LTK, dim=1).to(self._route_dtype)
 
@@ -187,15 +188,17 @@ class AttentionWorker:
             top_k=structure.top_k,
             hidden=structure.hidden,
             dtype=structure.dtype,
-            num_layers=len(structure.experts),
         )
         self.most_cache_bytes = _most_cache_bytes(self.model, layout)
         self.micro_batches: list[MicroBatch] = []
 
     def connect(self, experts: Several[Several[Any]], secret: bytes, listener: Listener) -> None:
-        """Open channels to expert workers, each as (address, experts), and start the threads; raises EngineError."""
+        """Open channels to expert workers, each as (address, experts by layer), and start the threads.
+
+        raises   EngineError
+        """
         layout, addresses = self.layout, [address for address, _ in experts]
-        self.shape = replace(self.shape, experts_of=tuple(tuple(held) for _, held in experts))
+        self.shape = replace(self.shape, experts_of=tuple(tuple(map(tuple, held)) for _, held in experts))
         exchanges = [
             SlotExchange(addresses, self.shape, attention=self.number, slot=slot, secret=secret, timeout=layout.timeout)
             for slot in range(layout.micro_batches)
@@ -205,7 +208,9 @@ class AttentionWorker:
         )
         pad_id = self.model.config.get_text_config().pad_token_id or 0
         self.micro_batches = [
-            MicroBatch(self.model, RemoteExperts(exchange, self.token, self._recorder), limits, pad_id, listener)
+            MicroBatch(
+                self.model, RemoteExperts(exchange, self.token, layout.cap, self._recorder), limits, pad_id, listener
+            )
             for exchange in exchanges
         ]
 
@@ -224,14 +229,14 @@ class AttentionWorker:
         for one in self.micro_batches:
             one.cancel(number)
 
-    def rejoin(self, expert_worker: int, address: str, experts: Several[int]) -> None:
+    def rejoin(self, expert_worker: int, address: str, experts: Several[Several[int]]) -> None:
         """Use an expert worker that was started again, or holds other experts."""
         for one in self.micro_batches:
             one.rejoin(expert_worker, address, experts)
 
-    def load(self) -> list[int]:
-        """Return the load of each expert: its rows since the start."""
-        return sum(one.experts.load_E for one in self.micro_batches).tolist()  # type: ignore[union-attr]
+    def load(self) -> list[list[int]]:
+        """Return the load of each expert in each layer: its choices since the start."""
+        return sum(one.experts.load_LE for one in self.micro_batches).tolist()  # type: ignore[union-attr]
 
     def counters(self) -> dict[str, int | float]:
         """Return counts of all micro-batches, the seconds in which one computed, and bytes and use of the KV cache."""

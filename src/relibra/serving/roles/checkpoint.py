@@ -90,6 +90,11 @@ class ModelStructure:
     hidden: int
     dtype: torch.dtype
 
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Decoder layer of each MoE layer."""
+        return tuple(int(found.group(1)) for path in self.experts if (found := DECODER_LAYER.search(path)))
+
 
 def read_config(folder: Path) -> Any:
     """Return the configuration of a model; raises ConfigError for a folder without one."""
@@ -159,25 +164,26 @@ def load_attention(structure: ModelStructure, tensors: Mapping[str, CheckpointTe
 
 
 def load_experts(
-    structure: ModelStructure, tensors: Mapping[str, CheckpointTensor], experts: Sequence[int]
+    structure: ModelStructure, tensors: Mapping[str, CheckpointTensor], experts: Sequence[Sequence[int]]
 ) -> list[nn.Module]:
     """Load some experts of every layer; return the experts module of each layer, which holds only those.
 
-    experts   logical ids, ascending: the order of the modules' experts
+    experts   logical ids of each layer, ascending: the order of the modules' experts
     """
     model: Any = structure.model
-    for path in structure.experts:
-        _shrink(model.get_submodule(path), structure.num_experts, len(experts))
-    renamed, own = _renamed(model, tensors), {}
+    for path, own in zip(structure.experts, experts, strict=True):
+        _shrink(model.get_submodule(path), structure.num_experts, len(own))
+    renamed, read = _renamed(model, tensors), {}
     for name, tensor in tensors.items():
-        if _inside(renamed[name], structure.experts):
-            number = _EXPERT_NUMBER.search(name)
-            if number is None:
-                whole = tensor.slice.get_shape()[0] != structure.num_experts
-                own[name] = tensor if whole else CheckpointTensor(tensor.slice, tuple(experts))
-            elif int(number.group(1)) in experts:
-                own[name] = tensor
-    info, _ = _convert(model, own, structure.dtype)
+        for path, own in zip(structure.experts, experts, strict=True):
+            if _inside(renamed[name], (path,)):
+                number = _EXPERT_NUMBER.search(name)
+                if number is None:
+                    whole = tensor.slice.get_shape()[0] != structure.num_experts
+                    read[name] = tensor if whole else CheckpointTensor(tensor.slice, tuple(own))
+                elif int(number.group(1)) in own:
+                    read[name] = tensor
+    info, _ = _convert(model, read, structure.dtype)
     lost = {name for name in info.missing_keys if _inside(name, structure.experts)}
     if lost:
         raise ConfigError(f"the checkpoint lacks {len(lost)} tensors of experts, such as {min(lost)!r}")

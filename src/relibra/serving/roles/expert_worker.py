@@ -1,4 +1,4 @@
-"""The loop of an expert worker: take the next message, run its experts on rows grouped by expert, answer."""
+"""The loop of an expert worker: take the next message, run its experts on their rows, answer with weighted sums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy import ndarray
 from torch import Tensor, nn
 
 from relibra.errors import RelibraError, in_a_line
-from relibra.serving.exchange.expert_side import ExpertInbox
+from relibra.serving.exchange.expert_side import ExpertInbox, Message
 from relibra.timeline import TimelineRecorder
 
 
@@ -36,7 +36,7 @@ class ExpertWorker:
         while (message := self.inbox.next()) is not None:
             began = time.perf_counter()
             try:
-                run_experts(self.layers[message.layer], message.rows_YH, message.counts_E, message.result_YH)
+                run_choices(self.layers[message.layer], message)
             except (RelibraError, RuntimeError, MemoryError) as error:
                 message.fail(f"layer {message.layer} failed for {message.sender}: {in_a_line(error)}")
                 continue
@@ -54,6 +54,18 @@ class ExpertWorker:
                     bytes=message.rows_YH.nbytes,
                     label=message.sender,
                 )
+
+
+def run_choices(experts: nn.Module, message: Message) -> None:
+    """Write the weighted sum of its experts here for each row of a message, added up in float32 by ascending expert."""
+    chosen_CH = message.rows_YH.index_select(0, message.row_C)
+    output_CH = torch.empty_like(chosen_CH)
+    run_experts(experts, chosen_CH, message.counts_E, output_CH)
+    result_YH = message.result_YH
+    sum_YH = result_YH.zero_() if result_YH.dtype == torch.float32 else torch.zeros(result_YH.shape)
+    sum_YH.index_add_(0, message.row_C, output_CH.float() * message.gate_C.unsqueeze(1))
+    if sum_YH is not result_YH:
+        result_YH.copy_(sum_YH)
 
 
 def run_experts(

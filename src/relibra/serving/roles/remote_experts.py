@@ -1,4 +1,4 @@
-"""The experts of a layer as the model sees them: rows go to expert workers, results come back and are combined here.
+"""The experts of a layer as the model sees them: rows go to expert workers, sums come back and are added up here.
 
 `transformers` calls the implementation that a model's configuration names in place of an experts module's own forward.
 Router, shared experts and residuals stay the model's own code.
@@ -14,14 +14,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from numpy import ndarray
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from relibra.errors import EngineError
+from relibra.planning.deployment.worker_choice import LOAD_CAP, choose_workers
+from relibra.serving.exchange.addressing import address_choices
 from relibra.serving.exchange.attention_side import SlotExchange, WorkerLostError
-from relibra.serving.layout import Placement, PlaceTable, place_table
+from relibra.serving.layout import check_holders, held_by
 from relibra.timeline import TimelineRecorder
 
 NAME = "relibra_remote"
@@ -36,28 +38,34 @@ class RemoteExperts:
 
     exchange    its channels to the expert workers
     token       held while this micro-batch computes, released while it waits for experts
-    load_E      rows of each expert since the start
+    cap         load of the busiest worker / mean up to which a token chooses copies that save rows
+    load_LE     choices of each expert in each layer since the start
     recorder    of this worker's timeline; None: nothing is recorded
     routes      expert ids of the forward pass under way, one tensor `[T, K]` per layer
     """
 
     exchange: SlotExchange
     token: ComputeToken
+    cap: float = LOAD_CAP
     recorder: TimelineRecorder | None = None
-    load_E: Int64[ndarray, " E"] = field(init=False)
+    load_LE: Int64[ndarray, "L E"] = field(init=False)
     routes: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Begin with all workers."""
-        self._since = 0.0
-        self._table = place_table(self.exchange.shape.experts_of)
-        self._table_of: tuple[Placement, frozenset[int]] = (self.exchange.shape.experts_of, frozenset())
-        self.load_E = np.zeros(len(self._table.copies_E), dtype=np.int64)
+        self._since, self._token_Y = 0.0, None
+        experts_of = self.exchange.shape.experts_of
+        num_experts = 1 + max(max(own, default=0) for layers in experts_of for own in layers)
+        self._held_LNE, self._held_of = held_by(experts_of, num_experts), (experts_of, frozenset[int]())
+        self.load_LE = np.zeros((len(self._held_LNE), num_experts), dtype=np.int64)
 
     @contextmanager
-    def forward_pass(self) -> Iterator[list[Tensor]]:
-        """Run the model inside; yield the routes `[T, K]` of each layer, which are there afterwards."""
-        self.routes = []
+    def forward_pass(self, mask_T: Bool[Tensor, " T"]) -> Iterator[list[Tensor]]:
+        """Run the model inside; yield the routes `[T, K]` of each layer, which are there afterwards.
+
+        mask_T   rows that are tokens; padding goes to no expert
+        """
+        self.routes, self._token_Y = [], None if mask_T.all() else mask_T.nonzero()[:, 0]
         self._take_token()
         try:
             with _calling(self.run_layer):
@@ -66,8 +74,14 @@ class RemoteExperts:
             self._give_token(-1)
 
     def run_layer(self, layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return the weighted sum of the experts' outputs of each token, added in the order of its choices."""
+        """Return the weighted sum of the experts' outputs of each token: of each worker's, added in their order."""
         self.routes.append(ids_TK)
+        if (token_Y := self._token_Y) is None:
+            return self._run_pieces(layer, hidden_TH, ids_TK, weights_TK)
+        sums_YH = self._run_pieces(layer, hidden_TH[token_Y], ids_TK[token_Y], weights_TK[token_Y])
+        return torch.zeros_like(hidden_TH).index_copy_(0, token_Y, sums_YH)
+
+    def _run_pieces(self, layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         most = self.exchange.shape.max_tokens
         if len(hidden_TH) <= most:
             return self._run_rows(layer, hidden_TH, ids_TK, weights_TK)
@@ -81,26 +95,26 @@ class RemoteExperts:
         ids_TK: Int64[Tensor, "T K"],
         weights_TK: Float[Tensor, "T K"],
     ) -> Float[Tensor, "T H"]:
-        top_k, expert_Y = ids_TK.shape[1], ids_TK.numpy().ravel()
-        self.load_E += np.bincount(expert_Y, minlength=len(self.load_E))
+        expert_TK, gate_Y = ids_TK.numpy(), weights_TK.float().numpy().ravel()
+        self.load_LE[layer] += np.bincount(expert_TK.ravel(), minlength=self.load_LE.shape[1])
         while True:
-            place_Y = self._places().place_rows(expert_Y)
-            order_Y = torch.from_numpy(np.argsort(place_Y, kind="stable"))
-            torch.index_select(hidden_TH, 0, order_Y // top_k, out=self.exchange.rows(len(place_Y)))
-            self.exchange.dispatch(layer, np.bincount(place_Y, minlength=self._table.num_places))
+            held_NE = self._held()[layer]
+            worker_TK = choose_workers(expert_TK, held_NE, self.cap)
+            addressed = address_choices(expert_TK, worker_TK, *held_NE.shape)
+            token_Y = torch.from_numpy(addressed.token_Y)
+            torch.index_select(hidden_TH, 0, token_Y, out=self.exchange.rows(len(token_Y)))
+            self.exchange.dispatch(layer, addressed, gate_Y[addressed.choice_C])
             self._give_token(layer)
             try:
                 result_YH = self.exchange.collect(layer)
                 break
             except WorkerLostError:
-                pass  # again, on the copies that are left; without them, `_places` raises
+                pass  # again, on the copies that are left; without them, `_held` raises
             finally:
                 self._record("await experts", layer)
                 self._take_token()
-        inverse_Y = torch.empty_like(order_Y)
-        inverse_Y[order_Y] = torch.arange(len(order_Y))
-        weighted_TKH = result_YH[inverse_Y].view(-1, top_k, result_YH.shape[1]) * weights_TK.unsqueeze(-1)
-        return weighted_TKH.sum(dim=1).to(hidden_TH.dtype)
+        sum_TH = torch.zeros(hidden_TH.shape).index_add_(0, token_Y, result_YH.float())
+        return sum_TH.to(hidden_TH.dtype)
 
     def _take_token(self) -> None:
         self.token.acquire()
@@ -118,16 +132,18 @@ class RemoteExperts:
             self.recorder.add(stage, start=self._since, seconds=seconds, layer=layer, micro_batch=slot)
         self._since = now
 
-    def _places(self) -> PlaceTable:
-        """Return the places of experts on the workers that are there; raises EngineError if an expert is nowhere."""
+    def _held(self) -> Bool[ndarray, "L N E"]:
+        """Return the experts of the workers that are there; raises EngineError if an expert is nowhere."""
         current = (self.exchange.shape.experts_of, frozenset(self.exchange.lost))
-        if current != self._table_of:
+        if current != self._held_of:
+            held_LNE = held_by(current[0], self.load_LE.shape[1])
             try:
-                self._table = place_table(*current)
+                check_holders(held_LNE, current[1])
             except EngineError as error:
                 raise EngineError(f"{error}. The first error: {next(iter(self.exchange.lost.values()))}") from None
-            self._table_of = current
-        return self._table
+            held_LNE[:, list(current[1])] = False
+            self._held_LNE, self._held_of = held_LNE, current
+        return self._held_LNE
 
 
 @contextmanager

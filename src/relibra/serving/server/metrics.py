@@ -18,6 +18,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0)
 WorkerCounts = Mapping[tuple[str, int], Mapping[str, int | float]]
 """Counts by role ("attention" or "experts") and number of the worker."""
+_WORKER = ("role", "worker")
 _Histogram = partial(Histogram, buckets=_SECONDS)
 METRICS: dict[str, tuple[Callable[..., Any], str, tuple[str, ...]]] = {
     "requests": (Counter, "Answers over HTTP, by path and status.", ("path", "status")),
@@ -29,7 +30,10 @@ METRICS: dict[str, tuple[Callable[..., Any], str, tuple[str, ...]]] = {
     "waiting": (Gauge, "Answers in the queue.", ()),
     "running": (Gauge, "Answers at the workers.", ()),
     "lost_workers": (Gauge, "Workers that are gone.", ()),
-    "busy_seconds": (Counter, "Seconds in which a worker computed.", ("role", "worker")),
+    "busy_seconds": (Counter, "Seconds in which a worker computed.", _WORKER),
+    "rows": (Counter, "Tokens that a worker sent to another: to experts, or summed up on the way back.", _WORKER),
+    "bytes": (Counter, "Bytes of these rows, and of the choices and gates with them.", _WORKER),
+    "empty_messages": (Counter, "Messages of a layer that had no rows, and were not sent.", _WORKER),
     "busy_share": (Gauge, "Share of time in which workers of a role computed, since the reading before.", ("role",)),
     "kv_cache_usage": (Gauge, "Share of the KV cache that requests under way may need; at 1 others wait.", ("worker",)),
     "kv_cache_bytes": (Gauge, "Bytes of the KV cache now.", ("worker",)),
@@ -82,7 +86,7 @@ class ServerMetrics:
             name: kind(f"relibra_{name}", about, labels, registry=self._registry)
             for name, (kind, about, labels) in METRICS.items()
         }
-        self._busy: dict[tuple[str, int], tuple[float, float]] = {}  # time of the reading before, and seconds then
+        self._before: dict[tuple[str, int], tuple[float, Mapping[str, int | float]]] = {}  # time of a reading, counts
 
     def answered(self, path: str, status: int) -> None:
         """Count an answer over HTTP."""
@@ -116,16 +120,19 @@ class ServerMetrics:
     def _update(self, workers: WorkerCounts, now: float) -> None:
         """Take over the counters of workers, which begin at 0 again where a worker was started again."""
         caches = [name for name, (_, _, labels) in METRICS.items() if labels == ("worker",)]
+        counters = [name for name, (_, _, labels) in METRICS.items() if labels == _WORKER]
         for name in ("busy_share", *caches):
             self._metrics[name].clear()
         shares: dict[str, list[float]] = {role: [] for role, _ in workers}
         for (role, number), counts in workers.items():
-            busy, (then, before) = counts["busy_seconds"], self._busy.get((role, number), (now, 0.0))
-            self._busy[role, number] = now, busy
-            more = busy - before if busy >= before else busy
-            self._metrics["busy_seconds"].labels(role, number).inc(more)
+            then, before = self._before.get((role, number), (now, {}))
+            self._before[role, number] = now, counts
+            again = counts["busy_seconds"] < before.get("busy_seconds", 0.0)
+            more = {name: counts[name] - (0 if again else before.get(name, 0)) for name in counters}
+            for name, count in more.items():
+                self._metrics[name].labels(role, number).inc(count)
             if now > then:
-                shares[role].append(more / (now - then))
+                shares[role].append(more["busy_seconds"] / (now - then))
             for name in counts.keys() & set(caches):
                 self._metrics[name].labels(number).set(counts[name])
         for role, found in shares.items():

@@ -25,6 +25,7 @@ from pydantic import Field
 from relibra.environment import keep_tokenizers_serial
 from relibra.errors import ConfigError
 from relibra.field_checks import check_fields
+from relibra.planning.deployment.expert_placement import ExpertPlacement
 from relibra.rl.rollout.served.api_key import is_key, place_of_key, read_key_text
 from relibra.serving.launch import RunningWorkers
 from relibra.serving.layout import WorkerLayout
@@ -32,6 +33,7 @@ from relibra.serving.server.admission import Admission
 from relibra.serving.server.app import make_app
 from relibra.serving.server.connections import BoundedConnection, allow_open_files
 from relibra.serving.server.metrics import ServerMetrics
+from relibra.serving.server.recording import RouteRecorder
 from relibra.serving.server.text import load_codec
 from relibra.serving.server.weights import ServedWeights
 from relibra.serving.server.workers import WorkerClients
@@ -94,6 +96,7 @@ class ServerSettings:
     updates       folder below which clients may load other weights; None: they may not
     rebalance_seconds   time after which copies of experts are placed anew; 0: never
     until_eof     end when the standard input ends
+    record        folder to which the routes of answers are written; None: they are not
     timeline      file to which what the workers did is written in the end; None: nothing is recorded
     """
 
@@ -106,6 +109,7 @@ class ServerSettings:
     updates: Path | None = None
     rebalance_seconds: Annotated[float, Field(ge=0)] = 0.0
     until_eof: bool = False
+    record: Path | None = None
     timeline: Path | None = None
 
     def __post_init__(self) -> None:
@@ -136,12 +140,14 @@ def serve(
     layout: WorkerLayout,
     settings: ServerSettings,
     *,
+    placement: ExpertPlacement | None = None,
     dtype: str,
     threads: int,
     print_line: Callable[[str], None],
 ) -> None:
     """Serve a model until Ctrl-C or SIGTERM.
 
+    placement    experts of each expert worker; None: by number
     print_line   takes a line when requests are taken
     raises       ConfigError where the address is taken or there is no key, and as `RunningWorkers` does
     """
@@ -154,12 +160,18 @@ def serve(
         print_line(f"anybody who reaches {settings.host} may use this server: --api-key-from asks for a key")
     listener, metrics = _listen(settings.host, settings.port), ServerMetrics()
     at_worker = layout.max_batch + max(1, layout.max_batch // 4)
-    recorded = settings.timeline is not None
-    with listener, RunningWorkers(folder, layout, dtype=dtype, threads=threads, timeline=recorded) as model:
+    started = RunningWorkers(
+        folder, layout, placement=placement, dtype=dtype, threads=threads, timeline=settings.timeline is not None
+    )
+    with listener, started as model, contextlib.ExitStack() as stack:
+        recorder = None
+        if settings.record is not None:
+            recorder = RouteRecorder(settings.record, model.num_experts, model.layer_ids)
+            stack.callback(recorder.close)
 
         @asynccontextmanager
         async def open_workers() -> AsyncIterator[tuple[Admission, ServedWeights]]:
-            clients = await WorkerClients.open(model, settings.rebalance_seconds)
+            clients = await WorkerClients.open(model, settings.rebalance_seconds, recorder)
             admission = Admission(
                 clients,
                 metrics,

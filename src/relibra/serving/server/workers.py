@@ -9,7 +9,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,10 @@ from relibra.engine.sequence import FinishReason
 from relibra.errors import EngineError
 from relibra.serving.channel import Progress, read_frame, write_frame
 from relibra.serving.launch import LOADING_SECONDS, RunningWorkers, Worker, weights_stamp
-from relibra.serving.layout import place_experts, worker_imbalance
+from relibra.serving.layout import experts_of, held_by, place_copies, worker_imbalance
 from relibra.serving.server.choice import Choice
 from relibra.serving.server.metrics import WorkerCounts
+from relibra.serving.server.recording import RouteRecorder
 
 _log = logging.getLogger(__name__)
 _ANSWERS = ("weights", "hold", "load", "counters", "timeline")
@@ -138,7 +139,7 @@ async def connection_to(worker: Worker) -> Connection:
 WORTH_A_CHANGE = 1.05
 """Imbalance of workers / that after a change, above which the change is made."""
 LEAST_ROWS = 100
-"""Rows per expert in a period below which nothing is changed."""
+"""Choices per expert and layer in a period below which nothing is changed."""
 RESTARTS = 3
 """How often a worker that ends is started again."""
 _POLL_SECONDS = 0.1
@@ -153,8 +154,15 @@ class WorkerClients:
     lost_records   workers whose records are lost, because they ended or did not answer, with the Unix times
     """
 
-    def __init__(self, model: RunningWorkers, attention: list[Connection], experts: list[Connection]) -> None:
+    def __init__(
+        self,
+        model: RunningWorkers,
+        attention: list[Connection],
+        experts: list[Connection],
+        recorder: RouteRecorder | None,
+    ) -> None:
         """Use `open`."""
+        self._recorder = recorder
         self.rebalanced = 0
         self.changing, self._counting = asyncio.Lock(), asyncio.Lock()
         self.on_free: Callable[[], None] = lambda: None
@@ -166,10 +174,16 @@ class WorkerClients:
         self._tasks.append(asyncio.create_task(self._check_health()))
 
     @classmethod
-    async def open(cls, model: RunningWorkers, rebalance_seconds: float = 0.0) -> WorkerClients:
-        """Take over a model's workers, which start again when they end; copies move every so often (0: never)."""
+    async def open(
+        cls, model: RunningWorkers, rebalance_seconds: float = 0.0, recorder: RouteRecorder | None = None
+    ) -> WorkerClients:
+        """Take over a model's workers, which start again when they end.
+
+        rebalance_seconds   time after which copies move; 0: never
+        recorder            takes the routes of all answers
+        """
         attention = [await connection_to(worker) for worker in model.attention_workers]
-        clients = cls(model, attention, [await connection_to(worker) for worker in model.expert_workers])
+        clients = cls(model, attention, [await connection_to(worker) for worker in model.expert_workers], recorder)
         if rebalance_seconds:
             clients._tasks.append(asyncio.create_task(clients._rebalance_forever(rebalance_seconds)))
         return clients
@@ -221,7 +235,10 @@ class WorkerClients:
 
         worker, number = min(alive, key=order), next(self._numbers)
         worker.running[number] = choice
-        worker.send({"generate": choice.request(number)})
+        request = choice.request(number)
+        if self._recorder is not None:
+            request.sampling = replace(request.sampling, routes=True)
+        worker.send({"generate": request})
 
     def cancel(self, choice: Choice) -> None:
         """End a choice; one that has ended, or has not begun, is ignored."""
@@ -260,21 +277,21 @@ class WorkerClients:
         await tell({"use": str(folder)})
         return []
 
-    async def rebalance(self, load_E: ndarray) -> bool:
-        """Let workers hold copies of the experts with the most rows, one worker after another, without a pause.
+    async def rebalance(self, load_LE: ndarray) -> bool:
+        """Let workers hold copies of each layer's most chosen experts, one worker after another, without a pause.
 
-        load_E    rows of each expert in the period that decides
+        load_LE   choices of each expert in the period that decides
         returns   whether anything has changed: a placement that is hardly better is left alone
         """
         model = self._model
-        current = tuple(tuple(experts) for _, experts in model.experts)
-        better = place_experts(len(load_E), len(current), model.layout.spare_experts, load_E)
-        if worker_imbalance(current, load_E) <= WORTH_A_CHANGE * worker_imbalance(better, load_E):
+        current_LNE = held_by([experts for _, experts in model.experts], model.num_experts)
+        better_LNE = place_copies(model.home_LNE, model.layout.spare_experts, load_LE)
+        if worker_imbalance(current_LNE, load_LE) <= WORTH_A_CHANGE * worker_imbalance(better_LNE, load_LE):
             return False
         changed = False
-        for number, experts in enumerate(better):
+        for number, experts in enumerate(experts_of(better_LNE)):
             worker = self._experts[number]
-            if experts == current[number] or worker.lost:
+            if np.array_equal(better_LNE[:, number], current_LNE[:, number]) or worker.lost:
                 continue
             address = await worker.command("hold", [experts, model.new_address(number)])
             if address is None:
@@ -292,16 +309,16 @@ class WorkerClients:
             await asyncio.sleep(seconds)
             async with self.changing:
                 now = await self._load()
-                new_E = now - before if now.shape == before.shape else now
-                if new_E.min(initial=0) >= 0 and new_E.sum() >= LEAST_ROWS * max(1, len(new_E)):
-                    await self.rebalance(new_E)
+                new_LE = now - before if now.shape == before.shape else now
+                if new_LE.min(initial=0) >= 0 and new_LE.sum() >= LEAST_ROWS * max(1, new_LE.size):
+                    await self.rebalance(new_LE)
             before = now
 
     async def _load(self) -> ndarray:
-        """Return the rows of each expert since the start, of the attention workers that answer; empty: none does."""
+        """Return the choices `[L, E]` since the start, of the attention workers that answer; empty: none does."""
         rows = await asyncio.gather(*(worker.ask("load") for worker in self._attention))
         found = [np.asarray(row) for row in rows if row is not None]
-        return np.sum(found, axis=0) if found else np.zeros(0, dtype=np.int64)
+        return np.sum(found, axis=0) if found else np.zeros((0, 0), dtype=np.int64)
 
     async def counters(self) -> WorkerCounts:
         """Return the counts of each worker that is there and answers soon, by role and number."""
@@ -398,6 +415,10 @@ class WorkerClients:
         choice = connection.running.get(progress.number)
         if choice is None:
             return
+        if self._recorder is not None and progress.routes is not None:
+            self._recorder.add(len(choice.prompt), progress.routes)
+            if not choice.sampling.routes:
+                progress = msgspec.structs.replace(progress, routes=None)
         choice.put(progress)
         if progress.finish is not None:
             del connection.running[progress.number]
