@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
+
 from relibra.engine.sequence import Sequence
 from relibra.planning.deployment.expert_placement import ExpertPlacement
+from relibra.planning.deployment.expert_workers import place_by_number
 from relibra.serving.channel import listen, worker_address
 from relibra.serving.exchange.expert_side import ExpertInbox, ExpertShape
 from relibra.serving.launch import Worker
-from relibra.serving.layout import WorkerLayout, experts_of, homes_by_number, place_copies
+from relibra.serving.layout import WorkerLayout, experts_of, place_copies
 from relibra.serving.roles.attention_worker import AttentionWorker
 from relibra.serving.roles.checkpoint import load_experts, open_checkpoint, read_structure
 from relibra.serving.roles.expert_worker import ExpertWorker
@@ -64,7 +67,7 @@ def expert_threads(
     with ExitStack() as stack:
         sockets = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         tensors, structure = open_checkpoint(folder), read_structure(folder)
-        homes = homes_by_number(len(structure.experts), structure.num_experts, layout.experts)
+        homes = np.stack([place_by_number(structure.num_experts, layout.experts)] * len(structure.experts))
         held = experts_of(place_copies(homes, layout.spare_experts) if placement is None else placement.held_LNE)
         for number in range(layout.experts):
             structure = read_structure(folder)

@@ -5,8 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relibra.errors import ConfigError, EngineError
-from relibra.serving.layout import check_holders, experts_of, held_by, homes_by_number, place_copies, worker_imbalance
+from relibra.errors import EngineError
+from relibra.planning.deployment.expert_workers import place_by_number
+from relibra.serving.layout import check_holders, experts_of, held_by, place_copies, worker_imbalance
+
+
+def homes_of(experts, workers):
+    return np.stack([place_by_number(experts, workers)] * 2)
 
 
 @given(
@@ -18,7 +23,7 @@ from relibra.serving.layout import check_holders, experts_of, held_by, homes_by_
 def test_every_expert_stays_and_copies_are_on_other_workers(experts, workers, spare, seed):
     workers = min(workers, experts)
     spare = min(spare, experts - -(-experts // workers))
-    homes = homes_by_number(2, experts, workers)
+    homes = homes_of(experts, workers)
     load_LE = np.random.default_rng(seed).zipf(1.5, (2, experts))
     held = place_copies(homes, spare, load_LE)
     assert (held | ~homes).all()
@@ -29,7 +34,7 @@ def test_every_expert_stays_and_copies_are_on_other_workers(experts, workers, sp
 
 def test_copies_follow_the_load_of_each_layer():
     load_LE = np.stack([1000 // np.arange(1, 33), 1000 // np.arange(32, 0, -1)])
-    homes = homes_by_number(2, 32, 8)
+    homes = homes_of(32, 8)
     one, two = (worker_imbalance(place_copies(homes, spare, load_LE), load_LE) for spare in (1, 2))
     same = np.stack([place_copies(homes[:1], 1, load_LE.sum(axis=0)[None])[0]] * 2)
     assert worker_imbalance(homes, load_LE) > 4
@@ -43,14 +48,3 @@ def test_an_expert_without_a_copy_is_named():
     check_holders(held, set())
     with pytest.raises(EngineError, match=r"expert workers \[1\] are lost.*1 experts.*the first is 2 of layer 0"):
         check_holders(held, {1})
-
-
-@pytest.mark.parametrize(("workers", "spare"), [(1, 1), (2, 3)])
-def test_copies_on_one_worker_are_refused(workers, spare):
-    with pytest.raises(ConfigError, match=f"--spare-experts {spare}"):
-        place_copies(homes_by_number(1, 4, workers), spare)
-
-
-def test_more_workers_than_experts_are_refused():
-    with pytest.raises(ConfigError, match="--experts 5 is more than the 4 experts"):
-        homes_by_number(1, 4, 5)

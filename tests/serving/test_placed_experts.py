@@ -9,9 +9,9 @@ import pytest
 
 from relibra.planning.deployment.deployment_files import read_expert_placement, write_expert_placement
 from relibra.planning.deployment.expert_placement import ExpertPlacement
+from relibra.planning.deployment.expert_workers import place_by_number
 from relibra.planning.deployment.worker_choice import choose_workers
 from relibra.routing.readers import open_trace
-from relibra.serving.layout import homes_by_number
 from relibra.serving.roles.checkpoint import read_structure
 from tests.serving.in_process import served_in_process
 from tests.serving.models import answer_of, assert_same, greedy_answer, greedy_request, write_model
@@ -93,7 +93,9 @@ def test_routes_are_recorded_placed_and_served(tmp_path):
     relibra("trace", "stats", traces, "--ranks", "2")
     structure = read_structure(folder)
     routes_TLK, row_bytes = trace.experts_TLK[trace.valid_T], 4 * structure.hidden
-    rows, choices = traffic_in_trace(routes_TLK, homes_by_number(trace.num_layers, structure.num_experts, 2))
+    rows, choices = traffic_in_trace(
+        routes_TLK, np.stack([place_by_number(structure.num_experts, 2)] * trace.num_layers)
+    )
     assert (sent["rows"], sent["bytes"]) == (rows, rows * row_bytes + 8 * choices)
     relibra("serve", "place", traces, "--experts", "2", "--cap", "1.2", "--output", file)
     placement = read_expert_placement(file)

@@ -15,11 +15,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from relibra.environment import module_program, worker_environment
 from relibra.errors import ConfigError, EngineError
 from relibra.planning.deployment.expert_placement import ExpertPlacement
+from relibra.planning.deployment.expert_workers import place_by_number
 from relibra.serving.channel import Channel, worker_address
-from relibra.serving.layout import WorkerLayout, experts_of, homes_by_number, place_copies
+from relibra.serving.layout import WorkerLayout, experts_of, place_copies
 from relibra.serving.roles.checkpoint import read_structure
 
 Layers = Sequence[Sequence[int]]
@@ -76,7 +79,7 @@ class RunningWorkers:
         structure = read_structure(folder, dtype)
         num_layers, num_experts = len(structure.experts), structure.num_experts
         if placement is None:
-            self.home_LNE = homes_by_number(num_layers, num_experts, layout.experts)
+            self.home_LNE = np.stack([place_by_number(num_experts, layout.experts, layout.spare_experts)] * num_layers)
             held_LNE = place_copies(self.home_LNE, layout.spare_experts)
         else:
             self.home_LNE, held_LNE = placement.home_LNE, placement.held_LNE

@@ -13,7 +13,6 @@ from pydantic import Field
 
 from relibra.errors import ConfigError, EngineError
 from relibra.field_checks import check_fields
-from relibra.planning.deployment.expert_workers import place_by_number
 from relibra.planning.deployment.worker_choice import LOAD_CAP
 
 Transport = Literal["shared", "tcp"]
@@ -91,32 +90,14 @@ def held_by(experts_of: Sequence[Sequence[Sequence[int]]], num_experts: int) -> 
     return held_LNE
 
 
-def homes_by_number(num_layers: int, num_experts: int, workers: int) -> Bool[ndarray, "L N E"]:
-    """Return homes of experts in runs, the same in all layers; raises ConfigError with more workers than experts."""
-    if workers > num_experts:
-        raise ConfigError(
-            f"--experts {workers} is more than the {num_experts} experts of a layer: use at most {num_experts} workers"
-        )
-    home_NE = place_by_number(num_experts, workers) == np.arange(workers)[:, None]
-    return np.repeat(home_NE[None], num_layers, axis=0)
-
-
 def place_copies(
     home_LNE: Bool[ndarray, "L N E"], spare: int, load_LE: Int64[ndarray, "L E"] | None = None
 ) -> Bool[ndarray, "L N E"]:
     """Return which experts each worker holds: its own, and in each layer up to `spare` copies of the most loaded ones.
 
     load_LE   rows of each expert so far; None: unknown, all alike
-    raises    ConfigError for more spare experts than there are others
     """
-    _, workers, num_experts = home_LNE.shape
-    slots = -(-num_experts // workers) + spare
-    if spare and (slots > num_experts or workers < 2):
-        raise ConfigError(
-            f"--spare-experts {spare} on {workers} workers: a worker then holds {slots} of {num_experts} experts, and "
-            "two copies on one worker are of no use; use more workers or fewer spare experts"
-        )
-    loads = np.ones((len(home_LNE), num_experts)) if load_LE is None else load_LE + 1.0
+    loads = np.ones(home_LNE[:, 0].shape) if load_LE is None else load_LE + 1.0
     return np.stack([add_copies(home_NE, load_E, spare) for home_NE, load_E in zip(home_LNE, loads, strict=True)])
 
 

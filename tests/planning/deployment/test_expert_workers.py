@@ -99,7 +99,7 @@ def chosen_by_reference(expert_TK, held_NE, cap):
 def test_copies_are_chosen_as_the_reference_chooses(workers, cap, seed):
     rng = np.random.default_rng(seed)
     expert_TK = topical_choices(rng, int(rng.integers(1, 20)), 6, int(rng.integers(1, 5)))
-    held_NE = (place_by_number(6, workers) == np.arange(workers)[:, None]) | (rng.random((workers, 6)) < 0.4)
+    held_NE = place_by_number(6, workers) | (rng.random((workers, 6)) < 0.4)
     chosen_TK = choose_workers(expert_TK, held_NE, cap)
     assert np.array_equal(chosen_TK, chosen_by_reference(expert_TK, held_NE, cap))
     assert held_NE[chosen_TK, expert_TK].all()
@@ -136,7 +136,9 @@ def test_workers_and_copies_without_use_are_refused(workers, spare, named):
         plan_placements(np.zeros((2, 1, 1), dtype=np.uint8), 8, workers, spare=spare, cap=1.05)
 
 
-PLACEMENT = ExpertPlacement(layer_ids=(1, 2), homes=((0, 0, 1), (1, 0, 0)), copies=(((2,), ()), ((), (1, 2))), cap=1.05)
+PLACEMENT = ExpertPlacement(
+    layer_ids=(1, 2), holders=(((0,), (0,), (1, 0)), ((1,), (0, 1), (0, 1))), workers=2, cap=1.05
+)
 
 
 def test_a_placement_file_holds_the_placement(tmp_path):
@@ -151,12 +153,13 @@ def test_a_placement_file_holds_the_placement(tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"homes": ((0, 0, 0), (1, 0, 0))},
-        {"homes": ((0, 0, 1), (1, 0))},
-        {"copies": (((0,), ()), ((), ()))},
-        {"copies": (((3,), ()), ((), ()))},
-        {"copies": (((2,),), ((), ()))},
+        {"holders": (((0,), (0,), (0,)), ((1,), (0,), (0,)))},
+        {"holders": (((0,), (0,), (1,)), ((1,), (0,)))},
+        {"holders": (((0,), (0,), (1, 1)), ((1,), (0,), (0,)))},
+        {"holders": (((0,), (2,), (1,)), ((1,), (0,), (0,)))},
+        {"holders": (((0,), (), (1,)), ((1,), (0,), (0,)))},
         {"layer_ids": (1,)},
+        {"holders": (), "layer_ids": ()},
     ],
 )
 def test_broken_placements_are_refused(changes):

@@ -112,7 +112,9 @@ def run(request: ServeRequest) -> None:
 
     inputs = [*named("--plan", request.plan), *named("--placement", request.placement)]
     check_outputs(named("--timeline", request.timeline), inputs)
-    planned = planned_workers(request.plan, request.model) if request.plan is not None else {}
+    planned: dict[str, float] = {}
+    if request.plan is not None:
+        planned |= planned_workers(request.plan, request.model)
     placement = None if request.placement is None else read_expert_placement(request.placement)
     if placement is not None:
         given = {"experts": request.experts, "spare_experts": request.spare_experts}

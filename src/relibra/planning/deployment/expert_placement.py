@@ -1,4 +1,4 @@
-"""`ExpertPlacement`: the workers that hold each expert of each layer, their copies apart from their homes."""
+"""`ExpertPlacement`: the workers that hold each expert of each layer."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Int
 from numpy import ndarray
 from pydantic import Field
 
 from relibra.errors import PlanError
-
-Worker = Annotated[int, Field(ge=0, lt=1 << 16)]
-Expert = Annotated[int, Field(ge=0, lt=1 << 16)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,71 +18,64 @@ class ExpertPlacement:
     """What each expert worker holds.
 
     layer_ids   decoder layers with experts, ascending
-    homes       worker of each expert, by layer
-    copies      further experts of each worker, ascending, by layer
+    holders     workers of each expert of each layer, its home first
+    workers     number of workers
     cap         load of the busiest worker / mean up to which tokens choose copies that save rows
     """
 
     layer_ids: tuple[int, ...]
-    homes: tuple[tuple[Worker, ...], ...]
-    copies: tuple[tuple[tuple[Expert, ...], ...], ...]
+    holders: tuple[tuple[tuple[int, ...], ...], ...]
+    workers: Annotated[int, Field(ge=1, le=1 << 16)]
     cap: Annotated[float, Field(ge=1)]
 
     @classmethod
     def from_arrays(
         cls,
-        layer_ids: Int64[ndarray, " L"],
+        layer_ids: Int[ndarray, " L"],
         home_LNE: Bool[ndarray, "L N E"],
         held_LNE: Bool[ndarray, "L N E"],
         cap: float,
     ) -> ExpertPlacement:
-        """Return the placement with these homes, one worker per expert, of workers that hold these experts."""
-        copy_LNE = held_LNE & ~home_LNE
-        return cls(
-            layer_ids=tuple(layer_ids.tolist()),
-            homes=tuple(tuple(worker_E.tolist()) for worker_E in home_LNE.argmax(axis=1)),
-            copies=tuple(tuple(tuple(np.flatnonzero(own_E).tolist()) for own_E in own_NE) for own_NE in copy_LNE),
-            cap=cap,
+        """Return the placement of workers that hold these experts, each the home of some."""
+        order_LNE = np.argsort(2 - held_LNE - home_LNE.astype(int), axis=1, kind="stable")  # home, copies, the others
+        copies_LE = held_LNE.sum(axis=1)
+        holders = tuple(
+            tuple(tuple(own_N[:count].tolist()) for own_N, count in zip(order_NE.T, copies_E, strict=True))
+            for order_NE, copies_E in zip(order_LNE, copies_LE, strict=True)
         )
-
-    @property
-    def workers(self) -> int:
-        """Expert workers."""
-        return len(self.copies[0])
-
-    @property
-    def spare(self) -> int:
-        """Most copies of a worker in a layer."""
-        return max(len(own) for layer in self.copies for own in layer)
+        return cls(layer_ids=tuple(layer_ids.tolist()), holders=holders, workers=held_LNE.shape[1], cap=cap)
 
     @property
     def home_LNE(self) -> Bool[ndarray, "L N E"]:
         """Whether a worker is the home of an expert."""
-        return np.array(self.homes)[:, None, :] == np.arange(self.workers)[:, None]
+        return self._arrays(most=1)
 
     @property
     def held_LNE(self) -> Bool[ndarray, "L N E"]:
         """Whether a worker holds an expert."""
-        held_LNE = self.home_LNE
-        for layer, workers in enumerate(self.copies):
-            for worker, own in enumerate(workers):
-                held_LNE[layer, worker, list(own)] = True
+        return self._arrays(most=self.workers)
+
+    def _arrays(self, most: int) -> Bool[ndarray, "L N E"]:
+        held_LNE = np.zeros((len(self.holders), self.workers, len(self.holders[0])), dtype=np.bool_)
+        for layer, experts in enumerate(self.holders):
+            for expert, own in enumerate(experts):
+                held_LNE[layer, list(own[:most]), expert] = True
         return held_LNE
 
+    @property
+    def spare(self) -> int:
+        """Most copies of a worker in a layer."""
+        return int((self.held_LNE & ~self.home_LNE).sum(axis=2).max())
+
     def validate(self) -> None:
-        """Raise PlanError where layers differ in size, or a worker holds nothing, an unknown expert, or one twice."""
-        for number, (worker_E, copies) in enumerate(zip(self.homes, self.copies, strict=False)):
-            layer, experts, workers = f"layer {number} of a placement", len(self.homes[0]), len(self.copies[0])
-            if (
-                not worker_E
-                or (len(worker_E), len(copies)) != (experts, workers)
-                or sorted(set(worker_E)) != list(range(workers))
-            ):
-                raise PlanError(f"{layer}: each of {workers} workers is the home of some of {experts} experts")
-            for worker, own in enumerate(copies):
-                if list(own) != sorted(set(own)) or any(e >= experts or worker_E[e] == worker for e in own):
-                    raise PlanError(
-                        f"{layer}: copies {list(own)} of worker {worker} are ascending and of other workers"
-                    )
-        if not len(self.layer_ids) == len(self.homes) == len(self.copies) or not self.homes:
-            raise PlanError("a placement has homes and copies of each of its layers, and at least one layer")
+        """Raise PlanError where layers differ in size, or an expert has no worker, one twice, or an unknown one."""
+        if not self.holders or not self.holders[0] or len(self.layer_ids) != len(self.holders):
+            raise PlanError("a placement has the holders of the experts of each of its layers, and at least one layer")
+        for layer, experts in zip(self.layer_ids, self.holders, strict=True):
+            legal = all(own and len(set(own)) == len(own) and set(own) <= set(range(self.workers)) for own in experts)
+            homes = len({own[0] for own in experts if own})
+            if not legal or len(experts) != len(self.holders[0]) or homes < self.workers:
+                raise PlanError(
+                    f"layer {layer} of a placement: each of {len(self.holders[0])} experts is on different ones of "
+                    f"{self.workers} workers, and each worker is the first of some expert"
+                )

@@ -29,17 +29,25 @@ _MOST_TOKENS = 1 << 15
 """Tokens that a search looks at; of more, evenly spaced ones."""
 
 
-def place_by_number(num_experts: int, workers: int) -> Int64[ndarray, " E"]:
-    """Return the worker of each expert, in runs; the first workers take the remainder.
+def place_by_number(num_experts: int, workers: int, spare: int = 0) -> Bool[ndarray, "N E"]:
+    """Return the experts of each worker, in runs; the first workers take the remainder.
 
-    raises   PlanError for fewer than one worker, or more than experts
+    raises   PlanError for more workers than experts, and for more spare experts than there are others
 
-    >>> place_by_number(5, 2).tolist()
-    [0, 0, 0, 1, 1]
+    >>> place_by_number(5, 2).astype(int).tolist()
+    [[1, 1, 1, 0, 0], [0, 0, 0, 1, 1]]
     """
     if not 1 <= workers <= num_experts:
-        raise PlanError(f"--experts {workers}: at least 1 and at most {num_experts} workers hold {num_experts} experts")
-    return np.sort(np.arange(num_experts) % workers)
+        raise PlanError(
+            f"--experts {workers} is more than the {num_experts} experts of a layer: use at most {num_experts} workers"
+        )
+    slots = -(-num_experts // workers) + spare
+    if spare and (slots > num_experts or workers < 2):
+        raise PlanError(
+            f"--spare-experts {spare} on {workers} workers: a worker then holds {slots} of {num_experts} experts, and "
+            "two copies on one worker are of no use; use more workers or fewer spare experts"
+        )
+    return np.sort(np.arange(num_experts) % workers) == np.arange(workers)[:, None]
 
 
 def place_balanced(load_E: Shaped[ndarray, " E"], workers: int) -> Int64[ndarray, " E"]:
@@ -69,27 +77,21 @@ def place_together(
 
     expert_TK   choices in one layer; those of a row differ
     """
-    tokens, top_k = expert_TK.shape
+    expert_TK, slots = np.ascontiguousarray(expert_TK, dtype=np.int64), -(-num_experts // workers)
     load_E = np.bincount(expert_TK.ravel(), minlength=num_experts)
     worker_E = place_balanced(load_E, workers)
     # Free room is an expert without tokens: a swap with it is a move. Too little for a worker without experts.
-    slots = -(-num_experts // workers)
-    room_N = slots - np.bincount(worker_E, minlength=workers)
-    worker_P = np.concatenate([worker_E, np.repeat(np.arange(workers), room_N)[: slots - 1]])
-    load_P = np.pad(load_E, (0, len(worker_P) - num_experts))
-    limit = max(cap * load_E.sum() / workers, np.bincount(worker_P, load_P, workers).max())
-    token_Y = np.argsort(expert_TK.ravel(), kind="stable") // top_k
-    picks_TP = np.zeros((tokens, len(worker_P)), dtype=np.bool_)
-    picks_TP[np.arange(tokens)[:, None], expert_TK] = True
-    best_P, fewest = worker_P, tokens * workers + 1
-    for start in range(starts * -(-FEW_EXPERTS // num_experts)):
-        order_P = rng.permutation(len(worker_P)) if start else np.arange(len(worker_P))
-        found_P = rng.permutation(worker_P) if start else worker_P.copy()
-        visits_TN = np.zeros((tokens, workers), dtype=np.int16)
-        np.add.at(visits_TN, (np.arange(tokens)[:, None], found_P[expert_TK]), 1)
-        for price in (SOFT_PRICE, tokens * top_k) if start else (tokens * top_k,):
-            load_N = _swap(found_P, visits_TN, order_P, load_P, token_Y, picks_TP, limit, price)
-        if load_N.max() <= limit and (rows := int(np.count_nonzero(visits_TN))) < fewest:
+    room_Y = np.repeat(np.arange(workers), slots - np.bincount(worker_E, minlength=workers))[: slots - 1]
+    start_P = np.concatenate([worker_E, room_Y])
+    limit = max(cap * expert_TK.size / workers, np.bincount(worker_E, load_E, workers).max())
+    best_P, fewest = start_P, expert_TK.size + 1
+    for number in range(starts * -(-FEW_EXPERTS // num_experts)):
+        order_P, found_P = np.arange(len(start_P)), start_P.copy()
+        if number:
+            order_P, found_P = rng.permutation(order_P), rng.permutation(found_P)
+            _swap(found_P, expert_TK, order_P, workers, limit, SOFT_PRICE)
+        rows, busiest = _swap(found_P, expert_TK, order_P, workers, limit, float(expert_TK.size))
+        if busiest <= limit and rows < fewest:
             best_P, fewest = found_P, rows
     return best_P[:num_experts]
 
@@ -97,24 +99,22 @@ def place_together(
 @compiled
 @no_type_check
 def _swap(
-    worker_P: ndarray,
-    visits_TN: ndarray,
-    order_P: ndarray,
-    load_P: ndarray,
-    token_Y: ndarray,
-    picks_TP: ndarray,
-    limit: float,
-    price: float,
-) -> ndarray:
-    """Swap workers in place while that lowers rows + `price` x choices above the limit; return loads of workers.
+    worker_P: ndarray, expert_TK: ndarray, order_P: ndarray, N: int, limit: float, price: float
+) -> tuple[int, int]:
+    """Swap workers in place while that lowers rows + `price` x choices above the limit.
 
-    visits_TN   choices of each token at each worker, kept up
+    returns   rows of all tokens, choices of the busiest worker
     """
-    P, N = len(worker_P), visits_TN.shape[1]
-    first_P = np.cumsum(load_P) - load_P
-    load_N = np.zeros(N, dtype=np.int64)
+    (T, K), P = expert_TK.shape, len(worker_P)
+    load_P, load_N = np.bincount(expert_TK.ravel(), minlength=P), np.zeros(N, dtype=np.int64)
+    token_Y, first_P = np.argsort(expert_TK.ravel(), kind="mergesort") // K, np.cumsum(load_P) - load_P
+    picks_TP, visits_TN = np.zeros((T, P), dtype=np.bool_), np.zeros((T, N), dtype=np.int16)
     for p in range(P):
         load_N[worker_P[p]] += load_P[p]
+    for t in range(T):
+        for k in range(K):
+            picks_TP[t, expert_TK[t, k]] = True
+            visits_TN[t, worker_P[expert_TK[t, k]]] += 1
     for _ in range(_SWEEPS):
         swapped = False
         for i in range(P):
@@ -122,15 +122,9 @@ def _swap(
                 e, f = order_P[i], order_P[j]
                 a, b = worker_P[e], worker_P[f]
                 shift = load_P[f] - load_P[e]
-                if a == b:
-                    continue
-                change = price * (
-                    max(0.0, load_N[a] + shift - limit)
-                    - max(0.0, load_N[a] - limit)
-                    + max(0.0, load_N[b] - shift - limit)
-                    - max(0.0, load_N[b] - limit)
-                )
-                if change > load_P[e] + load_P[f]:
+                above = max(0.0, load_N[a] + shift - limit) + max(0.0, load_N[b] - shift - limit)
+                change = price * (above - max(0.0, load_N[a] - limit) - max(0.0, load_N[b] - limit))
+                if a == b or change > load_P[e] + load_P[f]:
                     continue
                 for one, other, source, target in ((e, f, a, b), (f, e, b, a)):
                     for y in range(first_P[one], first_P[one] + load_P[one]):
@@ -149,7 +143,7 @@ def _swap(
                 swapped = True
         if not swapped:
             break
-    return load_N
+    return (visits_TN > 0).sum(), load_N.max()
 
 
 def add_copies(
@@ -194,24 +188,19 @@ def _rows_saved(expert_TK: ndarray, worker_TK: ndarray, held_NE: ndarray) -> nda
 def plan_placements(
     expert_TLK: Shaped[ndarray, "T L K"], num_experts: int, workers: int, *, spare: int, cap: float, seed: int = 0
 ) -> dict[str, Bool[ndarray, "L N E"]]:
-    """Return what workers hold in each layer, by the name of the way: each way of placing experts, the best one last.
+    """Return what workers hold in each layer, by the name of the way of placing experts, the best one last.
 
-    raises   PlanError as `place_by_number` does, and for more spare experts than there are others
+    raises   PlanError as `place_by_number` does
     """
-    number_E, id_N = place_by_number(num_experts, workers), np.arange(workers)[:, None]
-    if spare and (workers < 2 or spare > num_experts - -(-num_experts // workers)):
-        raise PlanError(
-            f"--spare-experts {spare} on {workers} workers: two copies on one worker of {num_experts} experts are of "
-            "no use; use more workers or fewer spare experts"
-        )
-    expert_LTK = np.ascontiguousarray(expert_TLK[:: -(-len(expert_TLK) // _MOST_TOKENS)].transpose(1, 0, 2))
+    number_NE, id_N = place_by_number(num_experts, workers, spare), np.arange(workers)[:, None]
+    expert_LTK = expert_TLK[:: -(-len(expert_TLK) // _MOST_TOKENS)].transpose(1, 0, 2).astype(np.int64, order="C")
 
     def plan(layer: int) -> tuple[Bool[ndarray, "N E"], ...]:
         expert_TK = expert_LTK[layer]
         load_E, rng = np.bincount(expert_TK.ravel(), minlength=num_experts), np.random.default_rng([seed, layer])
         home_NE = place_together(expert_TK, num_experts, workers, rng, cap=cap) == id_N
         copies = (add_copies(expert_TK, home_NE, spare, cap=cap),) if spare else ()
-        return number_E == id_N, place_balanced(load_E, workers) == id_N, home_NE, *copies
+        return number_NE, place_balanced(load_E, workers) == id_N, home_NE, *copies
 
     names = ("by number", "balance only", "picked together", "with copies")
     return dict(zip(names, map(np.stack, zip(*parallel_map(plan, len(expert_LTK)), strict=True)), strict=False))

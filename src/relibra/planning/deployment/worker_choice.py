@@ -101,7 +101,7 @@ def count_traffic(
     order_T = rng.permutation(len(expert_TLK))
 
     def count(layer: int) -> Float64[ndarray, " 3"]:
-        return np.array(_count(np.ascontiguousarray(expert_TLK[order_T, layer]), held_LNE[layer], cap, batch))
+        return np.array(_count(expert_TLK[order_T, layer].astype(np.int64), held_LNE[layer], cap, batch))
 
     return WorkerTraffic(*np.mean(parallel_map(count, len(held_LNE)), axis=0).tolist())
 

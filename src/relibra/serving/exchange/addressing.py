@@ -27,40 +27,29 @@ class Addressed(NamedTuple):
     row_C: ndarray
 
 
-def address_choices(expert_TK: ndarray, worker_TK: ndarray, workers: int, num_experts: int) -> Addressed:
-    """Return the rows of each worker from the experts of tokens and the worker of each choice."""
-    return Addressed(*_address(expert_TK, worker_TK, workers, num_experts))
-
-
 @compiled
 @no_type_check
-def _address(expert_TK: ndarray, worker_TK: ndarray, N: int, E: int) -> tuple[ndarray, ...]:
+def address_choices(expert_TK: ndarray, worker_TK: ndarray, workers: int, num_experts: int) -> Addressed:
+    """Return the rows of each worker from the experts of tokens and the worker of each choice."""
     T, K = expert_TK.shape
-    rows_N = np.zeros(N, dtype=np.int64)
-    row_TN = np.full((T, N), -1, dtype=np.int64)
-    next_NE = np.zeros((N, E), dtype=np.int64)
+    rows_N, row_TN = np.zeros(workers, dtype=np.int64), np.full((T, workers), -1, dtype=np.int64)
+    counts_NE = np.zeros((workers, num_experts), dtype=np.int64)
     for t in range(T):
         for k in range(K):
             n = worker_TK[t, k]
-            next_NE[n, expert_TK[t, k]] += 1
+            counts_NE[n, expert_TK[t, k]] += 1
             if row_TN[t, n] < 0:
                 row_TN[t, n] = rows_N[n]
                 rows_N[n] += 1
-    counts_NE = next_NE.copy()
     token_Y = np.empty(rows_N.sum(), dtype=np.int64)
-    y = c = 0
-    for n in range(N):
-        for t in range(T):
-            if row_TN[t, n] >= 0:
-                token_Y[y] = t
-                y += 1
-        for e in range(E):
-            next_NE[n, e], c = c, c + counts_NE[n, e]
+    first_N = np.cumsum(rows_N) - rows_N
+    next_Y = np.cumsum(counts_NE) - counts_NE.ravel()  # place of the next choice of each worker and expert
     choice_C, row_C = np.empty(T * K, dtype=np.int64), np.empty(T * K, dtype=np.uint32)
     for t in range(T):
         for k in range(K):
-            n, e = worker_TK[t, k], expert_TK[t, k]
-            choice_C[next_NE[n, e]] = t * K + k
-            row_C[next_NE[n, e]] = row_TN[t, n]
-            next_NE[n, e] += 1
-    return rows_N, token_Y, counts_NE, choice_C, row_C
+            n = worker_TK[t, k]
+            token_Y[first_N[n] + row_TN[t, n]] = t
+            y = n * num_experts + expert_TK[t, k]
+            choice_C[next_Y[y]], row_C[next_Y[y]] = t * K + k, row_TN[t, n]
+            next_Y[y] += 1
+    return Addressed(rows_N, token_Y, counts_NE, choice_C, row_C)

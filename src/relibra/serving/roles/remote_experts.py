@@ -53,7 +53,8 @@ class RemoteExperts:
 
     def __post_init__(self) -> None:
         """Begin with all workers."""
-        self._since, self._token_Y = 0.0, None
+        self._since = 0.0
+        self._token_Y: Tensor | None = None
         experts_of = self.exchange.shape.experts_of
         num_experts = 1 + max(max(own, default=0) for layers in experts_of for own in layers)
         self._held_LNE, self._held_of = held_by(experts_of, num_experts), (experts_of, frozenset[int]())

@@ -22,18 +22,13 @@ _log = logging.getLogger(__name__)
 
 
 class RouteRecorder:
-    """Writes answers that their worker has ended, in a thread; the index after each shard, so that it can be read.
-
-    Routes tell what a request was about: protect the folder like prompts. Tokens are not written.
-    """
+    """Writes answers that their worker has ended, in a thread; the index after each shard. Tokens are not written."""
 
     def __init__(self, folder: Path, num_experts: int, layer_ids: Sequence[int]) -> None:
         """Begin a trace; raises TraceError where the folder holds one."""
-        self._writer = TraceWriter(folder)
-        self._num_experts, self._layer_ids = num_experts, list(layer_ids)
+        self._writer, self._thread = TraceWriter(folder), ThreadPoolExecutor(1, "recorder")
+        self._num_experts, self._layer_ids = num_experts, layer_ids
         self._waiting: list[tuple[int, ndarray]] = []
-        self._thread = ThreadPoolExecutor(1, "recorder")
-        self._failed = False
 
     def add(self, prompt_length: int, npy_file: bytes) -> None:
         """Take the routes `[n, L, K]` of the tokens that were fed for an answer."""
@@ -48,23 +43,23 @@ class RouteRecorder:
 
     def _flush(self) -> None:
         answers, self._waiting = self._waiting, []
-        if answers and not self._failed:
+        if answers:
             self._thread.submit(self._write, answers)
 
     def _write(self, answers: list[tuple[int, ndarray]]) -> None:
         # The last token of an answer is not fed: its row is there, and invalid.
         routes = [np.concatenate([routes_nLK, routes_nLK[-1:]]) for _, routes_nLK in answers]
-        trace = RoutingTrace.from_samples(
-            routes,
-            num_experts=self._num_experts,
-            layer_ids=self._layer_ids,
-            valid=[np.arange(len(one)) < len(one) - 1 for one in routes],
-            prompt_lengths=[length for length, _ in answers],
-            source="relibra serve",
-        )
         try:
-            self._writer.append(trace)
+            self._writer.append(
+                RoutingTrace.from_samples(
+                    routes,
+                    num_experts=self._num_experts,
+                    layer_ids=self._layer_ids,
+                    valid=[np.arange(len(one)) < len(one) - 1 for one in routes],
+                    prompt_lengths=[length for length, _ in answers],
+                    source="relibra serve",
+                )
+            )
             write_index(self._writer.folder, self._writer.index())
         except (OSError, SafetensorError, TraceError) as error:
-            self._failed = True
-            _log.warning("cannot write routes to %s (%s): the server goes on without", self._writer.folder, error)
+            _log.warning("cannot write routes to %s (%s): these are left out", self._writer.folder, error)
