@@ -348,3 +348,13 @@ def test_no_worker_at_an_address_is_an_error():
         port = probe.getsockname()[1]
     with pytest.raises(EngineError, match=f"no expert worker answers at 127.0.0.1:{port}"):
         connect(f"127.0.0.1:{port}", 1.0)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_all_tokens_to_one_expert_leave_the_other_worker_alone(transport):
+    with contextlib.ExitStack() as stack:
+        workers = Workers(stack, transport, ((0, 1), (2, 3)), silent=(1,))
+        exchange = workers.exchange(stack)
+        assert_right(there_and_back(exchange, [1] * MAX_TOKENS))
+        assert_right(there_and_back(exchange, np.array([[0, 1]] * MAX_TOKENS)))
+        assert (exchange.counters.rows, exchange.counters.empty_messages) == (2 * MAX_TOKENS, 2)
