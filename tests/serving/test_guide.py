@@ -11,19 +11,31 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 
+from relibra.cli.serve.app import app
 from relibra.rl.config.run_config import load_config
 from relibra.rl.run.checkpoints.policy_folder import write_start_folder
 from tests.rl.ranks_at_work import TINY
 from tests.serving.server_process import relibra_serve
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text().split("## Which GPUs")[0]
-SERVE, CURL, TRAIN = (shlex.split(block) for block in re.findall(r"```console\n(.*?)```", PAGE, flags=re.DOTALL))
+SERVE, CURL, PLACE, TRAIN = (shlex.split(block) for block in re.findall(r"```console\n(.*?)```", PAGE, flags=re.DOTALL))
 
 
 def test_settings_of_the_guide_are_those_of_a_run():
     assert TRAIN[:2] == ["relibra", "train"]
     assert load_config(None, TRAIN[2:]).rollout.engine == "serve"
+
+
+def test_commands_of_placed_experts_are_options():
+    """They run in test_placed_experts.py."""
+    commands = " ".join(PLACE).split("relibra serve ")[1:]
+    assert [line.split()[0] for line in commands] == ["models/mine", "place", "models/mine"]
+    for verb, line in zip(("run", "place", "run"), commands, strict=True):
+        shown = typer.main.get_command(app).commands[verb]
+        known = {option for parameter in shown.params for option in parameter.opts}
+        assert {word for word in line.split() if word.startswith("--")} <= known
 
 
 @pytest.mark.slow
