@@ -7,6 +7,8 @@ import sys
 import pytest
 from transformers import DbrxConfig, GptOssConfig, Llama4Config, Qwen3MoeConfig
 
+from relibra.planning.deployment.deployment_files import write_expert_placement
+from relibra.planning.deployment.expert_placement import ExpertPlacement
 from relibra.serving.roles.checkpoint import count_positions
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
@@ -55,3 +57,21 @@ def test_a_failed_start_ends_with_1_while_standard_input_is_open(tmp_path):
             process.stdin.close()
     assert f"--port {port}" in said
     assert len(said.splitlines()) == 1
+
+
+def test_a_placement_brings_its_workers_copies_and_cap(run, tmp_path, monkeypatch):
+    Qwen3MoeConfig().save_pretrained(tmp_path)
+    placement = ExpertPlacement(layer_ids=(0,), holders=(((0,), (1, 0), (1,)),), workers=2, cap=1.2)
+    write_expert_placement(tmp_path / "placement.json", placement)
+    started = []
+    monkeypatch.setattr(
+        "relibra.serving.server.serve.serve", lambda _model, layout, *_, **given: started.append((layout, given))
+    )
+    options = ("serve", tmp_path, "--placement", tmp_path / "placement.json")
+    assert run(*options)[0] == 0
+    [(layout, given)] = started
+    assert (layout.experts, layout.spare_experts, layout.cap) == (2, 1, 1.2)
+    assert given["placement"] == placement
+    code, _, err = run(*options, "--experts", 3)
+    assert code == 1
+    assert "--experts 3" in err
