@@ -139,7 +139,7 @@ async def connection_to(worker: Worker) -> Connection:
 WORTH_A_CHANGE = 1.05
 """Imbalance of workers / that after a change, above which the change is made."""
 LEAST_ROWS = 100
-"""Choices per expert and layer in a period below which nothing is changed."""
+"""Choices per expert and layer, in one period or several, below which nothing is changed."""
 RESTARTS = 3
 """How often a worker that ends is started again."""
 _POLL_SECONDS = 0.1
@@ -159,7 +159,7 @@ class WorkerClients:
         model: RunningWorkers,
         attention: list[Connection],
         experts: list[Connection],
-        recorder: RouteRecorder | None,
+        recorder: RouteRecorder | None = None,
     ) -> None:
         """Use `open`."""
         self._recorder = recorder
@@ -303,15 +303,16 @@ class WorkerClients:
         return changed
 
     async def _rebalance_forever(self, seconds: float) -> None:
-        """Place copies anew every so many seconds, by the rows of each expert since the last time."""
+        """Place copies anew every so many seconds, by the choices of experts since the last time that had enough."""
         before = await self._load()
         while True:
             await asyncio.sleep(seconds)
             async with self.changing:
                 now = await self._load()
-                new_LE = now - before if now.shape == before.shape else now
-                if new_LE.min(initial=0) >= 0 and new_LE.sum() >= LEAST_ROWS * max(1, new_LE.size):
-                    await self.rebalance(new_LE)
+                if now.shape == before.shape and (now >= before).all():
+                    if (now - before).sum() < LEAST_ROWS * max(1, now.size):
+                        continue  # the next period adds to them
+                    await self.rebalance(now - before)
             before = now
 
     async def _load(self) -> ndarray:
