@@ -68,6 +68,23 @@ def test_search_keeps_the_cap_and_never_adds_rows(experts, workers, seed):
     assert rows_of(expert_TK, found_E) <= rows_of(expert_TK, start_E)
 
 
+@pytest.mark.parametrize("cap", [1.05, 1.34, 1.5, 4.0])
+@pytest.mark.parametrize(
+    ("experts", "workers", "top_k"), [(32, 20, 4), (32, 24, 4), (32, 12, 4), (128, 48, 8), (9, 4, 2), (6, 5, 1)]
+)
+def test_each_worker_keeps_an_expert(experts, workers, top_k, cap):
+    expert_TK = topical_choices(np.random.default_rng(experts), 200, experts, top_k)
+    start_E = place_balanced(np.bincount(expert_TK.ravel(), minlength=experts), workers)
+    found_E = place_together(expert_TK, experts, workers, np.random.default_rng(0), cap=cap, starts=2)
+    for worker_E in (start_E, found_E):
+        held_N = np.bincount(worker_E, minlength=workers)
+        assert 1 <= held_N.min() <= held_N.max() <= -(-experts // workers)
+
+
+def test_experts_without_tokens_leave_no_worker_empty():
+    assert set(place_balanced(np.array([5, 0, 0, 0, 0, 0]), 5)) == set(range(5))
+
+
 def chosen_by_reference(expert_TK, held_NE, cap):
     """Choose as the docstring of `choose_workers` says, token by token."""
     workers, limit = range(len(held_NE)), cap * expert_TK.size / len(held_NE)

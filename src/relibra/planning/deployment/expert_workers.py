@@ -51,11 +51,12 @@ def place_by_number(num_experts: int, workers: int, spare: int = 0) -> Bool[ndar
 
 
 def place_balanced(load_E: Shaped[ndarray, " E"], workers: int) -> Int64[ndarray, " E"]:
-    """Return workers of experts by load alone: heaviest first, to the lightest worker with room; ties: lower id."""
+    """Return workers of experts by load alone: heaviest first, one to each, then to the lightest with room."""
     room_N, load_N = np.full(workers, -(-len(load_E) // workers)), np.zeros(workers)
     worker_E = np.zeros(len(load_E), dtype=np.int64)
-    for expert in np.argsort(-load_E, kind="stable"):
-        worker = worker_E[expert] = np.argmin(np.where(room_N > 0, load_N, np.inf))
+    for number, expert in enumerate(np.argsort(-load_E, kind="stable")):
+        worker = number if number < workers else np.argmin(np.where(room_N > 0, load_N, np.inf))
+        worker_E[expert] = worker
         room_N[worker] -= 1
         load_N[worker] += load_E[expert]
     return worker_E
@@ -80,17 +81,17 @@ def place_together(
     expert_TK, slots = np.ascontiguousarray(expert_TK, dtype=np.int64), -(-num_experts // workers)
     load_E = np.bincount(expert_TK.ravel(), minlength=num_experts)
     worker_E = place_balanced(load_E, workers)
-    # Free room is an expert without tokens: a swap with it is a move. Too little for a worker without experts.
-    room_Y = np.repeat(np.arange(workers), slots - np.bincount(worker_E, minlength=workers))[: slots - 1]
+    # Free room is like an expert without tokens: a swap with it is a move.
+    room_Y = np.repeat(np.arange(workers), slots - np.bincount(worker_E, minlength=workers))
     start_P = np.concatenate([worker_E, room_Y])
     limit = max(cap * expert_TK.size / workers, np.bincount(worker_E, load_E, workers).max())
     best_P, fewest = start_P, expert_TK.size + 1
     for number in range(starts * -(-FEW_EXPERTS // num_experts)):
         order_P, found_P = np.arange(len(start_P)), start_P.copy()
         if number:
-            order_P, found_P = rng.permutation(order_P), rng.permutation(found_P)
-            _swap(found_P, expert_TK, order_P, workers, limit, SOFT_PRICE)
-        rows, busiest = _swap(found_P, expert_TK, order_P, workers, limit, float(expert_TK.size))
+            order_P, found_P[:num_experts] = rng.permutation(order_P), rng.permutation(worker_E)
+            _swap(found_P, expert_TK, order_P, num_experts, workers, limit, SOFT_PRICE)
+        rows, busiest = _swap(found_P, expert_TK, order_P, num_experts, workers, limit, float(expert_TK.size))
         if busiest <= limit and rows < fewest:
             best_P, fewest = found_P, rows
     return best_P[:num_experts]
@@ -99,9 +100,9 @@ def place_together(
 @compiled
 @no_type_check
 def _swap(
-    worker_P: ndarray, expert_TK: ndarray, order_P: ndarray, N: int, limit: float, price: float
+    worker_P: ndarray, expert_TK: ndarray, order_P: ndarray, E: int, N: int, limit: float, price: float
 ) -> tuple[int, int]:
-    """Swap workers in place while that lowers rows + `price` x choices above the limit.
+    """Swap workers in place while that lowers rows + `price` x choices above the limit; each keeps an expert.
 
     returns   rows of all tokens, choices of the busiest worker
     """
@@ -109,6 +110,7 @@ def _swap(
     load_P, load_N = np.bincount(expert_TK.ravel(), minlength=P), np.zeros(N, dtype=np.int64)
     token_Y, first_P = np.argsort(expert_TK.ravel(), kind="mergesort") // K, np.cumsum(load_P) - load_P
     picks_TP, visits_TN = np.zeros((T, P), dtype=np.bool_), np.zeros((T, N), dtype=np.int16)
+    experts_N = np.bincount(worker_P[:E], minlength=N)
     for p in range(P):
         load_N[worker_P[p]] += load_P[p]
     for t in range(T):
@@ -121,10 +123,10 @@ def _swap(
             for j in range(i + 1, P):
                 e, f = order_P[i], order_P[j]
                 a, b = worker_P[e], worker_P[f]
-                shift = load_P[f] - load_P[e]
+                shift, gained = load_P[f] - load_P[e], int(f < E) - int(e < E)
                 above = max(0.0, load_N[a] + shift - limit) + max(0.0, load_N[b] - shift - limit)
                 change = price * (above - max(0.0, load_N[a] - limit) - max(0.0, load_N[b] - limit))
-                if a == b or change > load_P[e] + load_P[f]:
+                if a == b or change > load_P[e] + load_P[f] or min(experts_N[a] + gained, experts_N[b] - gained) < 1:
                     continue
                 for one, other, source, target in ((e, f, a, b), (f, e, b, a)):
                     for y in range(first_P[one], first_P[one] + load_P[one]):
@@ -140,6 +142,8 @@ def _swap(
                 worker_P[e], worker_P[f] = b, a
                 load_N[a] += shift
                 load_N[b] -= shift
+                experts_N[a] += gained
+                experts_N[b] -= gained
                 swapped = True
         if not swapped:
             break
