@@ -85,6 +85,12 @@ def test_experts_without_tokens_leave_no_worker_empty():
     assert set(place_balanced(np.array([5, 0, 0, 0, 0, 0]), 5)) == set(range(5))
 
 
+def test_no_tokens_still_place_each_expert_once():
+    for name, held_LNE in plan_placements(np.zeros((0, 2, 3), dtype=np.uint8), 6, 4, spare=1, cap=1.05).items():
+        assert (held_LNE.sum(axis=1) == 1).all(), name
+        assert held_LNE.any(axis=2).all(), name
+
+
 def chosen_by_reference(expert_TK, held_NE, cap):
     """Choose as the docstring of `choose_workers` says, token by token."""
     workers, limit = range(len(held_NE)), cap * expert_TK.size / len(held_NE)

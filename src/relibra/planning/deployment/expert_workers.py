@@ -197,7 +197,8 @@ def plan_placements(
     raises   PlanError as `place_by_number` does
     """
     number_NE, id_N = place_by_number(num_experts, workers, spare), np.arange(workers)[:, None]
-    expert_LTK = expert_TLK[:: -(-len(expert_TLK) // _MOST_TOKENS)].transpose(1, 0, 2).astype(np.int64, order="C")
+    step = max(1, -(-len(expert_TLK) // _MOST_TOKENS))
+    expert_LTK = expert_TLK[::step].transpose(1, 0, 2).astype(np.int64, order="C")
 
     def plan(layer: int) -> tuple[Bool[ndarray, "N E"], ...]:
         expert_TK = expert_LTK[layer]
