@@ -13,7 +13,7 @@ from relibra.parallel_map import parallel_map
 from relibra.routing.compiled import compiled
 
 LOAD_CAP = 1.05
-"""Load of the busiest worker / mean, up to which rows are saved."""
+"""Highest load of a worker / mean at which a copy is chosen to save rows."""
 BATCH_TOKENS = 64
 """Tokens that decode together, where nothing else is known."""
 
