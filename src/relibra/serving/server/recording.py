@@ -13,7 +13,7 @@ from numpy import ndarray
 from safetensors import SafetensorError
 
 from relibra.errors import TraceError
-from relibra.routing.trace import RoutingTrace
+from relibra.routing.trace import RoutingTrace, concatenate
 from relibra.routing.trace_files import TraceWriter, write_index
 
 FLUSH_ROWS = 1 << 14
@@ -47,19 +47,30 @@ class RouteRecorder:
             self._thread.submit(self._write, answers)
 
     def _write(self, answers: list[tuple[int, ndarray]]) -> None:
-        # The last token of an answer is not fed: its row is there, and invalid.
-        routes = [np.concatenate([routes_nLK, routes_nLK[-1:]]) for _, routes_nLK in answers]
+        samples: list[RoutingTrace] = []
+        for length, routes_nLK in answers:
+            try:
+                samples.append(self._sample(len(samples), length, routes_nLK))
+            except TraceError as error:
+                _log.warning("the routes of an answer are left out (%s)", error)
         try:
-            self._writer.append(
-                RoutingTrace.from_samples(
-                    routes,
-                    num_experts=self._num_experts,
-                    layer_ids=self._layer_ids,
-                    valid=[np.arange(len(one)) < len(one) - 1 for one in routes],
-                    prompt_lengths=[length for length, _ in answers],
-                    source="relibra serve",
-                )
-            )
-            write_index(self._writer.folder, self._writer.index())
+            if samples:
+                self._writer.append(concatenate(samples))
+                write_index(self._writer.folder, self._writer.index())
         except (OSError, SafetensorError, TraceError) as error:
             _log.warning("cannot write routes to %s (%s): these are left out", self._writer.folder, error)
+
+    def _sample(self, number: int, prompt_length: int, routes_nLK: ndarray) -> RoutingTrace:
+        if routes_nLK.shape[1:2] != (len(self._layer_ids),):
+            raise TraceError(f"routes of shape {routes_nLK.shape} are not of the {len(self._layer_ids)} layers")
+        # The last token of an answer is not fed: its row is there, and invalid.
+        routes_nLK = np.concatenate([routes_nLK, routes_nLK[-1:]])
+        return RoutingTrace.from_samples(
+            [routes_nLK],
+            num_experts=self._num_experts,
+            layer_ids=self._layer_ids,
+            valid=[np.arange(len(routes_nLK)) < len(routes_nLK) - 1],
+            sample_ids=[number],
+            prompt_lengths=[prompt_length],
+            source="relibra serve",
+        )
