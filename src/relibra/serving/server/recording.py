@@ -6,7 +6,6 @@ import io
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 from numpy import ndarray
@@ -24,9 +23,9 @@ _log = logging.getLogger(__name__)
 class RouteRecorder:
     """Writes answers that their worker has ended, in a thread; the index after each shard. Tokens are not written."""
 
-    def __init__(self, folder: Path, num_experts: int, layer_ids: Sequence[int]) -> None:
-        """Begin a trace; raises TraceError where the folder holds one."""
-        self._writer, self._thread = TraceWriter(folder), ThreadPoolExecutor(1, "recorder")
+    def __init__(self, writer: TraceWriter, num_experts: int, layer_ids: Sequence[int]) -> None:
+        """Take over the writer of a trace."""
+        self._writer, self._thread = writer, ThreadPoolExecutor(1, "recorder")
         self._num_experts, self._layer_ids = num_experts, layer_ids
         self._waiting: list[tuple[int, ndarray]] = []
 

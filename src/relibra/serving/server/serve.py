@@ -27,6 +27,7 @@ from relibra.errors import ConfigError
 from relibra.field_checks import check_fields
 from relibra.planning.deployment.expert_placement import ExpertPlacement
 from relibra.rl.rollout.served.api_key import is_key, place_of_key, read_key_text
+from relibra.routing.trace_files import TraceWriter
 from relibra.serving.launch import RunningWorkers
 from relibra.serving.layout import WorkerLayout
 from relibra.serving.server.admission import Admission
@@ -149,9 +150,11 @@ def serve(
 
     placement    experts of each expert worker; None: by number
     print_line   takes a line when requests are taken
-    raises       ConfigError where the address is taken or there is no key, and as `RunningWorkers` does
+    raises       ConfigError where the address is taken or there is no key, TraceError where the folder of routes holds
+                 some, and as `RunningWorkers` does
     """
     keys = read_api_keys(settings.api_key_from)
+    writer = None if settings.record is None else TraceWriter(settings.record)
     keep_tokenizers_serial()
     allow_open_files()
     if settings.until_eof:
@@ -165,8 +168,8 @@ def serve(
     )
     with listener, started as model, contextlib.ExitStack() as stack:
         recorder = None
-        if settings.record is not None:
-            recorder = RouteRecorder(settings.record, model.num_experts, model.layer_ids)
+        if writer is not None:
+            recorder = RouteRecorder(writer, model.num_experts, model.layer_ids)
             stack.callback(recorder.close)
 
         @asynccontextmanager
