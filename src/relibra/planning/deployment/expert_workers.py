@@ -55,8 +55,7 @@ def place_balanced(load_E: Shaped[ndarray, " E"], workers: int) -> Int64[ndarray
     room_N, load_N = np.full(workers, -(-len(load_E) // workers)), np.zeros(workers)
     worker_E = np.zeros(len(load_E), dtype=np.int64)
     for number, expert in enumerate(np.argsort(-load_E, kind="stable")):
-        worker = number if number < workers else np.argmin(np.where(room_N > 0, load_N, np.inf))
-        worker_E[expert] = worker
+        worker = worker_E[expert] = number if number < workers else np.argmin(np.where(room_N > 0, load_N, np.inf))
         room_N[worker] -= 1
         load_N[worker] += load_E[expert]
     return worker_E
@@ -197,8 +196,7 @@ def plan_placements(
     raises   PlanError as `place_by_number` does
     """
     number_NE, id_N = place_by_number(num_experts, workers, spare), np.arange(workers)[:, None]
-    step = max(1, -(-len(expert_TLK) // _MOST_TOKENS))
-    expert_LTK = expert_TLK[::step].transpose(1, 0, 2).astype(np.int64, order="C")
+    expert_LTK = expert_TLK[:: -(-len(expert_TLK) // _MOST_TOKENS) or 1].transpose(1, 0, 2).astype(np.int64, order="C")
 
     def plan(layer: int) -> tuple[Bool[ndarray, "N E"], ...]:
         expert_TK = expert_LTK[layer]

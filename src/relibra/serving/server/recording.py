@@ -6,6 +6,7 @@ import io
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
@@ -26,7 +27,7 @@ class RouteRecorder:
     def __init__(self, writer: TraceWriter, num_experts: int, layer_ids: Sequence[int]) -> None:
         """Take over the writer of a trace."""
         self._writer, self._thread = writer, ThreadPoolExecutor(1, "recorder")
-        self._num_experts, self._layer_ids = num_experts, layer_ids
+        self._model: dict[str, Any] = {"num_experts": num_experts, "layer_ids": layer_ids, "source": "relibra serve"}
         self._waiting: list[tuple[int, ndarray]] = []
 
     def add(self, prompt_length: int, npy_file: bytes) -> None:
@@ -60,16 +61,11 @@ class RouteRecorder:
             _log.warning("cannot write routes to %s (%s): these are left out", self._writer.folder, error)
 
     def _sample(self, number: int, prompt_length: int, routes_nLK: ndarray) -> RoutingTrace:
-        if routes_nLK.shape[1:2] != (len(self._layer_ids),):
-            raise TraceError(f"routes of shape {routes_nLK.shape} are not of the {len(self._layer_ids)} layers")
+        if routes_nLK.shape[1:2] != (layers := len(self._model["layer_ids"]),):
+            raise TraceError(f"routes of shape {routes_nLK.shape} are not of the {layers} layers")
         # The last token of an answer is not fed: its row is there, and invalid.
         routes_nLK = np.concatenate([routes_nLK, routes_nLK[-1:]])
+        valid_n = np.arange(len(routes_nLK)) < len(routes_nLK) - 1
         return RoutingTrace.from_samples(
-            [routes_nLK],
-            num_experts=self._num_experts,
-            layer_ids=self._layer_ids,
-            valid=[np.arange(len(routes_nLK)) < len(routes_nLK) - 1],
-            sample_ids=[number],
-            prompt_lengths=[prompt_length],
-            source="relibra serve",
+            [routes_nLK], valid=[valid_n], sample_ids=[number], prompt_lengths=[prompt_length], **self._model
         )

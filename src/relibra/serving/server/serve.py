@@ -150,8 +150,7 @@ def serve(
 
     placement    experts of each expert worker; None: by number
     print_line   takes a line when requests are taken
-    raises       ConfigError where the address is taken or there is no key, TraceError where the folder of routes holds
-                 some, and as `RunningWorkers` does
+    raises       ConfigError for no key or a taken address, TraceError for a taken folder, and as `RunningWorkers` does
     """
     keys = read_api_keys(settings.api_key_from)
     writer = None if settings.record is None else TraceWriter(settings.record)
@@ -167,9 +166,8 @@ def serve(
         folder, layout, placement=placement, dtype=dtype, threads=threads, timeline=settings.timeline is not None
     )
     with listener, started as model, contextlib.ExitStack() as stack:
-        recorder = None
-        if writer is not None:
-            recorder = RouteRecorder(writer, model.num_experts, model.layer_ids)
+        recorder = None if writer is None else RouteRecorder(writer, model.num_experts, model.layer_ids)
+        if recorder is not None:
             stack.callback(recorder.close)
 
         @asynccontextmanager
