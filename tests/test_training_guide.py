@@ -110,7 +110,7 @@ def test_commands_that_train_are_valid(page, monkeypatch):
         load_config(file, [word for word in (rest if file else [first, *rest]) if "=" in word])
 
 
-FILES_OF_METRICS = ("step.py", "run/step_metrics.py", "algorithms/mismatch.py", "trainer.py")
+FILES_OF_METRICS = ("step.py", "stopwatch.py", "run/step_metrics.py", "algorithms/mismatch.py", "trainer.py")
 
 
 def test_the_row_of_metrics_is_explained_key_by_key():

@@ -28,8 +28,8 @@ def test_a_question_is_answered_by_what_its_command_prints(run, folder, monkeypa
     code, out, err = run(*shlex.split(command))
     assert code == 0, err
     printed = [" ".join(line.split()) for line in out.splitlines()]
-    for line in lines.splitlines():
-        assert " ".join(line.split()) in printed, out
+    for line in lines.splitlines():  # a narrow terminal leaves out the last columns of a table
+        assert any(one.startswith(" ".join(line.split())) for one in printed), out
 
 
 def test_every_question_has_a_command():

@@ -38,4 +38,4 @@ def test_a_grown_model_loads_and_says_what_it_lost(run, policy, tmp_path):
     assert find_routers(model)[0].top_k == kept["choices"] == 2 * plain["choices"]
     assert run(*words, tmp_path / "third", "--copies", "utility")[0] == 0
     assert "kept is not empty: choose a new folder" in run(*words, tmp_path / "kept")[2]
-    assert "choose one of them" in run(*words, tmp_path / "no", "--keep-function", "--copies", "utility")[2]
+    assert "all experts get as many copies" in run(*words, tmp_path / "no", "--keep-function", "--copies", "utility")[2]

@@ -37,7 +37,7 @@ def test_a_bad_answer_alone_is_left_out(tmp_path, caplog):
     assert sum("an answer are left out" in line for line in caplog.messages) == 3
 
 
-def test_a_folder_with_a_trace_is_refused_before_the_model_is_read(tmp_path):
+def test_a_folder_with_a_trace_is_refused_before_loading(tmp_path):
     (tmp_path / "index.json").write_text("{}")
     settings = ServerSettings(host="127.0.0.1", port=0, name="tiny", record=tmp_path)
     with pytest.raises(TraceError, match="already holds a trace"):

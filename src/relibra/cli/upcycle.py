@@ -53,10 +53,8 @@ def upcycle(
     from relibra.rl.run.checkpoints.policy_folder import check_new, write_model_folder
 
     check_new(output)
-    if keep_function and copies == "utility":
-        raise ConfigError("--keep-function with --copies utility: all experts need as many copies, choose one of them")
-    if copies == "utility" and experts == "3x":
-        raise ConfigError("--copies utility with --experts 3x: at most 3 of each expert are made, so all get 3")
+    if copies == "utility" and (keep_function or experts == "3x"):  # at most three of each
+        raise ConfigError("--copies utility with --keep-function or --experts 3x: all experts get as many copies there")
     if not (model / "config.json").is_file():
         raise ConfigError(f"MODEL {model} has no config.json: give the folder of a model of transformers")
     try:

@@ -22,15 +22,6 @@ with missing_packages(__name__):
     from relibra.parallel.live import LiveBalancing, LiveSkew, balance_live
 
 __all__ = [
-    "BalancedEP",
-    "LiveBalancing",
-    "LiveSkew",
-    "PlanExecution",
-    "Relocation",
-    "balance_live",
-    "execute_plan",
-    "logical_order",
-    "logical_parameters",
-    "register",
-    "relocate",
-]
+    "BalancedEP", "LiveBalancing", "LiveSkew", "PlanExecution", "Relocation", "balance_live", "execute_plan",
+    "logical_order", "logical_parameters", "register", "relocate",
+]  # fmt: skip

@@ -18,11 +18,6 @@ with missing_packages(__name__):
     from relibra.replay.routers import RouterSite, find_routers
 
 __all__ = [
-    "BatchRoutes",
-    "RouterSite",
-    "RoutingRecorder",
-    "RoutingReplay",
-    "find_routers",
-    "record_routing",
+    "BatchRoutes", "RouterSite", "RoutingRecorder", "RoutingReplay", "find_routers", "record_routing",
     "replay_routing",
-]
+]  # fmt: skip

@@ -21,7 +21,7 @@ from relibra.simulation.model_shape import (
     cut_model,
     model_shape,
     model_shape_from_config,
-)
+)  # fmt: skip
 from relibra.simulation.rl_iteration import (
     Engines,
     RlIteration,
@@ -33,7 +33,7 @@ from relibra.simulation.rl_iteration import (
     simulate_rollout,
     simulate_windowed_rollout,
     speedup,
-)
+)  # fmt: skip
 from relibra.simulation.rollout import LengthDistribution
 from relibra.simulation.step.group_run import Execution
 from relibra.simulation.step.step_result import SimulatedStep
@@ -42,37 +42,10 @@ from relibra.simulation.step.timeline_difference import TimelineDifference, diff
 from relibra.simulation.step.training_step import simulate_groups, simulate_step, with_mini_batches
 
 __all__ = [
-    "MODEL_SHAPES",
-    "Engines",
-    "Execution",
-    "LengthDistribution",
-    "MemoryUse",
-    "ModelShape",
-    "ParallelLayout",
-    "RlIteration",
-    "SimulatedRollout",
-    "SimulatedStep",
-    "Speedup",
-    "StepLimit",
-    "TimelineDifference",
-    "choose_kept_activations",
-    "counted_model_shape",
-    "cut_model",
-    "diff_timelines",
-    "end_to_end_speedup",
-    "memory_for_slots",
-    "memory_use",
-    "model_shape",
-    "model_shape_from_config",
-    "needed_stage_speedup",
-    "overlap_ratio",
-    "rl_iteration",
-    "simulate_groups",
-    "simulate_rollout",
-    "simulate_step",
-    "simulate_windowed_rollout",
-    "simulated_timeline",
-    "speedup",
-    "step_limits",
-    "with_mini_batches",
-]
+    "MODEL_SHAPES", "Engines", "Execution", "LengthDistribution", "MemoryUse", "ModelShape", "ParallelLayout",
+    "RlIteration", "SimulatedRollout", "SimulatedStep", "Speedup", "StepLimit", "TimelineDifference",
+    "choose_kept_activations", "counted_model_shape", "cut_model", "diff_timelines", "end_to_end_speedup",
+    "memory_for_slots", "memory_use", "model_shape", "model_shape_from_config", "needed_stage_speedup",
+    "overlap_ratio", "rl_iteration", "simulate_groups", "simulate_rollout", "simulate_step",
+    "simulate_windowed_rollout", "simulated_timeline", "speedup", "step_limits", "with_mini_batches",
+]  # fmt: skip
