@@ -57,6 +57,7 @@ def test_stdout_is_the_outcome_and_nothing_else(done, run):
         "steps": 2,
         "steps_averaged": 1,
         "report": str(run / "report.html"),
+        "shrunk": [],
     }
 
 

@@ -67,8 +67,9 @@ def assert_same_passes(masked, packed, lengths):
     for logits in outputs:
         logits.square().sum().backward()
     for (name, ours), (_, theirs) in zip(packed.named_parameters(), masked.named_parameters(), strict=True):
+        most = max(1.0, float(theirs.grad.abs().max()))  # a sum that cancels has the error of its terms
         torch.testing.assert_close(
-            ours.grad, theirs.grad, atol=2e-4, rtol=2e-4, msg=lambda text, n=name: f"{n}: {text}"
+            ours.grad, theirs.grad, atol=2e-4 * most, rtol=2e-4, msg=lambda text, n=name: f"{n}: {text}"
         )
 
 

@@ -72,7 +72,7 @@ def test_a_run_shrinks_at_once_where_a_cluster_has_no_room(shrinking):
 
 
 def test_to_shrink_is_refused_without_supervision(tmp_path):
-    with pytest.raises(ConfigError, match="add --supervise"):
+    with pytest.raises(ConfigError, match="needs --supervise"):
         launch(load_config(None, [f"run.folder={tmp_path}"]), shrink=True)
     assert not list(tmp_path.iterdir())
 
