@@ -12,7 +12,7 @@ from relibra.errors import PlanError
 from relibra.planning.deployment.deployment_files import read_expert_placement, write_expert_placement
 from relibra.planning.deployment.expert_placement import ExpertPlacement
 from relibra.planning.deployment.expert_workers import (
-    add_copies,
+    add_row_copies,
     place_balanced,
     place_by_number,
     place_together,
@@ -148,7 +148,7 @@ def test_copies_save_rows_and_even_out_batches():
     assert scored["with copies"].busiest_in_batch < scored["picked together"].busiest_in_batch
     by_hand = [rows_of(expert_TLK[:, layer], homes[layer].argmax(axis=0)) for layer in range(2)]
     assert rows["picked together"] == pytest.approx(sum(by_hand) / 3000)
-    assert np.array_equal(add_copies(expert_TLK[:, 0], homes[0], 0), homes[0])
+    assert np.array_equal(add_row_copies(expert_TLK[:, 0], homes[0], 0), homes[0])
 
 
 @pytest.mark.parametrize(

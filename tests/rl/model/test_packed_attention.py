@@ -60,16 +60,17 @@ def test_it_equals_attention_under_a_mask_over_all_pairs(lengths, heads, seed):
 
 
 def assert_same_passes(masked, packed, lengths):
-    """Compare logits and gradients of two models on packed sequences of these lengths."""
+    """Compare logits and gradients of two models on packed sequences of these lengths; norms alone are in float32."""
+    for model in (masked, packed):
+        model.double().set_experts_implementation("eager")  # grouped products know no float64
     tokens, positions = random_tokens(1, sum(lengths)), _positions(lengths)
     outputs = [model(input_ids=tokens, position_ids=positions, use_cache=False).logits for model in (masked, packed)]
     torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
     for logits in outputs:
         logits.square().sum().backward()
     for (name, ours), (_, theirs) in zip(packed.named_parameters(), masked.named_parameters(), strict=True):
-        most = max(1.0, float(theirs.grad.abs().max()))  # a sum that cancels has the error of its terms
         torch.testing.assert_close(
-            ours.grad, theirs.grad, atol=2e-4 * most, rtol=2e-4, msg=lambda text, n=name: f"{n}: {text}"
+            ours.grad, theirs.grad, atol=2e-4, rtol=2e-4, msg=lambda text, n=name: f"{n}: {text}"
         )
 
 

@@ -39,9 +39,9 @@ def fault_facts(request: SimulateRequest, workload: Workload, chosen: SimulatedP
     recording = open_recording(workload.recording.run or workload.recording.trace, request.num_experts)
     kept, tables = recording.setting("checkpoint", "every"), [row.get("seconds") for row in recording.metrics.rows]
     every = request.checkpoint_every or (isinstance(kept, int) and kept) or DEFAULT_EVERY
-    whole = [table for table in tables if isinstance(table, dict)]
+    whole, before = [one for one in tables if isinstance(one, dict)], chosen.step.seconds_without_relocation
     if not whole or recording.setting("parallel", "ranks") != R:
-        whole = [{"update": chosen.step.seconds}]
+        whole = [{"update": before}]
     measured = median(float(sum(table.values())) for table in whole)
     trained = median(float(sum(table.get(stage, 0.0) for stage in TRAINING)) for table in whole)
     scheduled = chosen.plan.scheduled(workload.demand)
@@ -63,7 +63,7 @@ def fault_facts(request: SimulateRequest, workload: Workload, chosen: SimulatedP
         }
 
     # Policies: seconds of a step, seconds of a pause, steps that are made again, ranks.
-    world, before = R * groups * request.pipeline_stages, chosen.step.seconds_without_relocation
+    world = R * groups * request.pipeline_stages
     lost = int(step_cover(chosen.plan, scheduled).argmin())
     each = chosen.model.expert.state_bytes / workload.machine.inter_receive.bytes_per_second
     found: dict[str, tuple[float, float, float, int]] = {}

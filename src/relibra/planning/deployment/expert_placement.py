@@ -68,7 +68,7 @@ class ExpertPlacement:
         return int((self.held_LNE & ~self.home_LNE).sum(axis=2).max())
 
     def validate(self) -> None:
-        """Raise PlanError where layers differ in size, or an expert has no worker, one twice, or an unknown one."""
+        """Raise PlanError for layers of unlike sizes, a worker that is no home, and experts with wrong workers."""
         if not self.holders or not self.holders[0] or len(self.layer_ids) != len(self.holders):
             raise PlanError("a placement has the holders of the experts of each of its layers, and at least one layer")
         for layer, experts in zip(self.layer_ids, self.holders, strict=True):
@@ -77,5 +77,5 @@ class ExpertPlacement:
             if not legal or len(experts) != len(self.holders[0]) or homes < self.workers:
                 raise PlanError(
                     f"layer {layer} of a placement: each of {len(self.holders[0])} experts is on different ones of "
-                    f"{self.workers} workers, and each worker is the first of some expert"
+                    f"{self.workers} workers, and each worker is the home (the first one) of some expert"
                 )

@@ -149,7 +149,7 @@ def _swap(
     return (visits_TN > 0).sum(), load_N.max()
 
 
-def add_copies(
+def add_row_copies(
     expert_TK: Shaped[ndarray, "T K"], home_NE: Bool[ndarray, "N E"], spare: int, *, cap: float = LOAD_CAP
 ) -> Bool[ndarray, "N E"]:
     """Return what workers hold with up to `spare` copies each, given one after another to where most rows fall away.
@@ -202,7 +202,7 @@ def plan_placements(
         expert_TK = expert_LTK[layer]
         load_E, rng = np.bincount(expert_TK.ravel(), minlength=num_experts), np.random.default_rng([seed, layer])
         home_NE = place_together(expert_TK, num_experts, workers, rng, cap=cap) == id_N
-        copies = (add_copies(expert_TK, home_NE, spare, cap=cap),) if spare else ()
+        copies = (add_row_copies(expert_TK, home_NE, spare, cap=cap),) if spare else ()
         return number_NE, place_balanced(load_E, workers) == id_N, home_NE, *copies
 
     names = ("by number", "balance only", "picked together", "with copies")
