@@ -270,9 +270,10 @@ def _values(row: Row, columns: Sequence[Column], file: str) -> list[Any]:
 def _provenance(rows: Sequence[Row], titles: Sequence[str], shared: Sequence[str], file: str) -> str:
     """Return the line under a table: label, units, what all rows share, program, commit, machine and file.
 
-    One repetition and the usual system are left out: docs/results.md says so.
+    One repetition, the usual system and a file with the name of its program are left out: docs/results.md says so.
     """
     first = rows[0]
+    program = recorded_program(first["command"])[0]
     dirty = " (uncommitted changes)" if first["dirty"] else ""
     units = [row["unit"] for row in rows if "unit" in row and "unit" not in titles]
     counts = sorted({row["repetitions"] for row in rows})
@@ -283,7 +284,7 @@ def _provenance(rows: Sequence[Row], titles: Sequence[str], shared: Sequence[str
         *[f"{repetitions} repetitions"] * (repetitions != "1"),
         f"{_command_in_words(first['command'])} at commit {first['commit'][:12]}{dirty}",
         first["machine"].removesuffix(", Linux x86_64"),
-        f"`{file}`",
+        *[f"`{file}`"] * (file != f"{program}.json"),
     ]
     return f"*{', '.join(dict.fromkeys(row['label'] for row in rows))}: {'; '.join(facts)}.*"
 

@@ -1,5 +1,6 @@
 """Columns of every table that render.py writes, and how their cells are formatted."""
 
+import re
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,8 +66,6 @@ _RUNTIME: tuple[Column, ...] = (
     ("/ all_to_all", lambda row: row["ratio_to_all_to_all"]),
     *_SHARES,
     ("/ balanced", lambda row: row["ratio_to_balanced"]),
-    ("peak MiB", lambda row: f"{row['peak_bytes'] / 2**20:,.0f}"),
-    ("pushes", lambda row: f"{row['pushes']:.2f}" if "pushes" in row else "-"),
     ("sizes", lambda row: sizes(row["sizes"])),
 )
 _GOALS: tuple[Column, ...] = ("case", "label", "value", "goal", "unit", "cited", "configuration")
@@ -122,24 +121,23 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         figures=(("skew, planned", lambda row: f"{row['skew']:.3f}, {row['planned_skew']:.3f}"),),
     ),
     "step/default": Grouped(by=_IN_TURN, figures=_STEP),
-    "step/unseen": Grouped(by=_IN_TURN, figures=_STEP),
-    "step/lost": ("case", *_STEP),
+    "step/unseen": Grouped(by=_IN_TURN, figures=_STEP[:3]),
+    "step/lost": ("case", *_STEP[:3], _STEP[-1]),
     "step/ahead": Grouped(by=("dispatch", "plan"), figures=(("default / it - 1", lambda row: row["ahead"]),)),
     "step/order": ("case", "share", "target", "pairs"),
     "iteration/default": Grouped(
         by=("dispatch", "mini_batches", ("prompt / response", lambda row: row["lengths"])),
         figures=(*_RATIOS, ("best that repeats prompts / it", lambda row: row["ratio_to_best_repeating_setting"])),
     ),
-    "iteration/levers": (*_PASSES, "prompts", "ahead", _KEPT, *_ITERATION, *_RATIOS),
+    "iteration/levers": Grouped(by=(*_PASSES, "ahead"), over="prompts", figures=(_KEPT, *_ITERATION, _RATIOS[-1])),
     "iteration/peers": (
         ("peer", lambda row: row["plan"]),
-        *_PASSES,
+        _PASSES[0],
         ("setting", lambda row: row["words"]),
         "balancer",
         _KEPT,
         *_ITERATION,
         ("it / relibra, equal passes", lambda row: row["ratio_to_relibra"]),
-        "source",
     ),
     "iteration/equal": Grouped(
         by=(("passes of old log-probs", lambda row: row["passes"].partition(", ")[0]), "setting", "prompts"),
@@ -183,7 +181,8 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         ("update alone", lambda row: f"{row['update_tokens_per_second']:,.0f}"),
         ("GiB", lambda row: f"{row['gib']:.1f}"),
         ("estimated", lambda row: f"{row['estimated_gib']:.1f}" if "estimated_gib" in row else "-"),
-        "configuration",
+        ("GPU", lambda row: row["configuration"].split(", ")[0].partition(" x ")[2]),
+        ("micro-batches", lambda row: re.sub(" micro-batches| per GPU", "", row["configuration"].split(", ", 2)[2])),
     ),
     "preparation": Grouped(
         by=("configuration",),
@@ -357,7 +356,7 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         "case",
         *(
             (stage, lambda row, stage=stage: row["stages"].get(stage, 0.0))
-            for stage in ("rollout", "reward", "trace", "plan", "recompute", "update", "sync")
+            for stage in ("rollout", "plan", "recompute", "update", "sync")
         ),
     ),
     "beside_vllm": (
@@ -408,15 +407,15 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         ("with a sentence", lambda row: row["sentence"]),
         *("anew", "equal", ("failed", lambda row: row["neither"]), "configuration"),
     ),
-    "reliability/attack": (
-        "case",
-        ("status", lambda row: row["status"] or ""),
-        ("seconds", lambda row: f"{row['seconds']:.1f}"),
-        ("others held, ms", lambda row: round(row["held ms"] or 0) or ""),
-        ("peak MiB", lambda row: round(row["peak MiB"] or 0) or ""),
-        ("s until told", lambda row: f"{row['told seconds']:.1f}" if row["told seconds"] else ""),
-        ("failed", lambda row: row["neither"]),
-        "configuration",
+    "reliability/attack": Grouped(
+        by=(("case", lambda row: attack(row["case"])), ("status", lambda row: row["status"] or ""), "configuration"),
+        figures=(
+            ("seconds", lambda row: round(row["seconds"], 1)),
+            ("others held, ms", lambda row: round(row["held ms"] or 0) or ""),
+            ("peak MiB", lambda row: round(row["peak MiB"] or 0) or ""),
+            ("s until told", lambda row: round(row["told seconds"], 1) if row["told seconds"] else ""),
+            ("failed", lambda row: row["neither"]),
+        ),
     ),
 }
 """Columns per table: FILE, or FILE/VIEW where a file has several views."""
@@ -441,6 +440,13 @@ def tokens_between(row: dict) -> str:
     total = row["tokens_per_second"] * statistics.median(row["seconds"])
     rates = quartiles([total / seconds for seconds in row["seconds"]], "rate")
     return " to ".join(f"{rate:,.0f}" for rate in rates.values())
+
+
+def attack(case: str) -> str:
+    """Return what the cases of `relibra bench reliability attack` have in common: a signal, or how many bodies."""
+    if case.startswith("SIG"):
+        return "SIGSTOP of a worker" if "STOP" in case else "SIGINT under load"
+    return case if case[0].isdigit() else "one hostile body"
 
 
 def or_never(value: float | None) -> object:
