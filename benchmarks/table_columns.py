@@ -68,7 +68,10 @@ _RUNTIME: tuple[Column, ...] = (
     ("/ balanced", lambda row: row["ratio_to_balanced"]),
     ("sizes", lambda row: sizes(row["sizes"])),
 )
-_GOALS: tuple[Column, ...] = ("case", "label", "value", "goal", "unit", "cited", "configuration")
+_GOALS: tuple[Column, ...] = (
+    *("case", "label", "value", "goal", "unit", "cited"),
+    ("configuration", lambda row: row["configuration"].partition("; ")[0]),
+)
 _EMULATED = Grouped(
     by=("balancer", "sees"),
     over="ep",
@@ -83,7 +86,7 @@ _PASSES: tuple[Column, ...] = (
     ("old log-probs of mini-batches", lambda row: _MINI_BATCHES[row["passes"].partition(", ")[0]]),
     ("activations", lambda row: row["passes"].partition(", activations ")[2]),
 )
-_KEPT: Column = ("kept, of how many layers", lambda row: row["kept"].replace(" of ", " ").replace(" layers", ""))
+_KEPT: Column = ("kept", lambda row: row["kept"].replace(" of ", " ").replace(" layers", ""))
 _ITERATION: tuple[Column, ...] = (
     ("training s", lambda row: row["seconds"]),
     ("iteration s", lambda row: row["iteration_seconds"]),
@@ -122,7 +125,6 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
     ),
     "step/default": Grouped(by=_IN_TURN, figures=_STEP),
     "step/unseen": Grouped(by=_IN_TURN, figures=_STEP[:3]),
-    "step/lost": ("case", *_STEP[:3], _STEP[-1]),
     "step/ahead": Grouped(by=("dispatch", "plan"), figures=(("default / it - 1", lambda row: row["ahead"]),)),
     "step/order": ("case", "share", "target", "pairs"),
     "iteration/default": Grouped(
@@ -367,7 +369,7 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         _of("cpu_ratio", "of vLLM, per CPU second"),
     ),
     "acceptance": _GOALS,
-    "deployment": (*_GOALS[:-1], ("configuration", lambda row: row["configuration"].partition("; ")[0])),
+    "deployment": _GOALS,
     "deployment/gain": Grouped(by=("case",), over="per", figures=(("simulated, per", lambda row: row["value"]),)),
     "deployment/pairs": (
         "case",
