@@ -124,7 +124,8 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         figures=(("skew, planned", lambda row: f"{row['skew']:.3f}, {row['planned_skew']:.3f}"),),
     ),
     "step/default": Grouped(by=_IN_TURN, figures=_STEP),
-    "step/unseen": Grouped(by=_IN_TURN, figures=_STEP[:3]),
+    "step/unseen": Grouped(by=_IN_TURN, figures=_STEP),
+    "step/lost": ("case", *_STEP),
     "step/ahead": Grouped(by=("dispatch", "plan"), figures=(("default / it - 1", lambda row: row["ahead"]),)),
     "step/order": ("case", "share", "target", "pairs"),
     "iteration/default": Grouped(
@@ -140,6 +141,7 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         _KEPT,
         *_ITERATION,
         ("it / relibra, equal passes", lambda row: row["ratio_to_relibra"]),
+        "source",
     ),
     "iteration/equal": Grouped(
         by=(("passes of old log-probs", lambda row: row["passes"].partition(", ")[0]), "setting", "prompts"),
