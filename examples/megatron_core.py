@@ -8,9 +8,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from demos.megatron_on_cpu import run_on_cpu
 
 from relibra import Budget, ScheduledDemand, StepPlan, cluster_preset, plan_step
-from relibra.integrations.megatron.on_cpu import run_on_cpu
 from relibra.integrations.megatron.row_layout import RowLayout
 from relibra.routing.synthetic import TraceShape, domain_trace
 

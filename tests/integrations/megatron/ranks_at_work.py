@@ -131,7 +131,7 @@ def make_plan(ids_MTLK, slots=2, home_map=None):
 def work(rank, folder, cases, world, parallel):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    from relibra.integrations.megatron.on_cpu import run_on_cpu
+    from examples.demos.megatron_on_cpu import run_on_cpu
 
     run_on_cpu()
     from megatron.core import parallel_state

@@ -46,7 +46,7 @@ def use_the_host() -> None:
             return 0
 
     set_platform(Host())
-    from relibra.integrations.megatron.on_cpu import run_on_cpu
+    from examples.demos.megatron_on_cpu import run_on_cpu
 
     run_on_cpu()
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
