@@ -201,12 +201,11 @@ PUBLIC = {  # a name that goes from here breaks somebody's program: say so in CH
         replay_routing""",
     relibra.parallel: """BalancedEP LiveBalancing LiveSkew PlanExecution Relocation balance_live execute_plan
         logical_order logical_parameters register relocate""",
-    relibra.simulation: """Engines Execution LengthDistribution MemoryUse ModelShape ParallelLayout RlIteration
-        SimulatedRollout SimulatedStep Speedup TimelineDifference MODEL_SHAPES StepLimit step_limits
-        diff_timelines memory_use overlap_ratio simulate_groups simulate_step memory_for_slots
+    relibra.simulation: """Engines Execution LengthDistribution MemoryUse ModelShape ParallelLayout
+        SimulatedRollout SimulatedStep MODEL_SHAPES StepLimit step_limits
+        memory_use overlap_ratio simulate_groups simulate_step memory_for_slots
         with_mini_batches counted_model_shape cut_model model_shape model_shape_from_config
-        simulated_timeline rl_iteration simulate_rollout simulate_windowed_rollout speedup
-        end_to_end_speedup needed_stage_speedup choose_kept_activations""",
+        simulated_timeline simulate_rollout choose_kept_activations""",
 }
 
 

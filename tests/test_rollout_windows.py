@@ -4,7 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from benchmarks.simulation.windows import decode_in_windows, simulate_windowed_rollout
+from relibra import ConfigError, cluster_preset
+from relibra.simulation import Engines, LengthDistribution, model_shape
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -39,3 +44,53 @@ def test_the_program_prints_its_rows_and_writes_none_when_quick(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "8,000" in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+def test_totals_are_those_of_decoding_token_by_token():
+    lengths = LengthDistribution(median=8.0, sigma=0.8, longest=40)
+    got = decode_in_windows(lengths.draw, 5, 12, np.random.default_rng(3), steps=7, burn_in=20)
+    rng = np.random.default_rng(3)
+    length, done, busy, decode_steps, fed_again, continued = lengths.draw(5, rng), [0] * 5, 0, 0, 0, 0
+    time = 0.0
+    for step in range(20 + 7):
+        counted = step >= 20
+        fed_again += counted * sum(done)
+        continued += counted * sum(d > 0 for d in done)
+        for _ in range(12):
+            active = [b for b in range(5) if done[b] < length[b]]
+            if not active:
+                break
+            for b in active:
+                done[b] += 1
+            busy += counted * len(active)
+            decode_steps += counted
+            time += counted * (1 + 0.25 * len(active))
+        fresh = lengths.draw(5, rng)
+        for b in range(5):
+            if done[b] == length[b]:
+                length[b], done[b] = fresh[b], 0
+    assert (got.tokens, got.decode_steps, got.fed_again, got.continued) == (busy, decode_steps, fed_again, continued)
+    assert got.idle(5) == pytest.approx(1 - busy / (5 * decode_steps))
+    assert got.tokens_per_time(0.25) == pytest.approx(busy / time)
+
+
+def test_windows_decode_less_idly_and_pay_by_feeding_again():
+    lengths, rng = LengthDistribution(median=3000.0, sigma=0.9, longest=24_576), np.random.default_rng(0)
+    model, cluster = model_shape("qwen3-30b-a3b"), cluster_preset("h100x8", 16)
+    engines = Engines(num_engines=2, ranks=8, slots=16)
+    whole, cut = (
+        simulate_windowed_rollout(lengths.draw, window, 500.0, engines, model, cluster, rng=rng)
+        for window in (24_576, 4096)
+    )
+    assert whole.fed_again == 0
+    assert cut.fed_again > 0
+    assert cut.idle < whole.idle
+    assert cut.tokens / cut.seconds > 1.2 * whole.tokens / whole.seconds
+    assert cut.seconds == cut.decode + cut.prefill + cut.fed_again
+
+
+def test_windows_that_decode_nothing_are_refused():
+    draw = LengthDistribution(median=5.0, sigma=1.0, longest=5).draw
+    for slots, window in ((0, 3), (3, 0)):
+        with pytest.raises(ConfigError, match=f"an engine of {slots} slots and windows of {window} tokens"):
+            decode_in_windows(draw, slots, window, np.random.default_rng(0), steps=1, burn_in=0)

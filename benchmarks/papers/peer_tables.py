@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.papers import steps
+from benchmarks.papers.iteration_gain import end_to_end_speedup, needed_stage_speedup, rl_iteration, speedup
 from benchmarks.papers.steps import BALANCED, DEFAULT, MODELS, RATIO, RELIBRA, Case, Made, configuration, row
 from benchmarks.planner.steps import skewed_load
 from benchmarks.simulation import rollout_windows
@@ -20,12 +21,8 @@ from relibra.simulation import (
     LengthDistribution,
     SimulatedRollout,
     SimulatedStep,
-    end_to_end_speedup,
     model_shape,
-    needed_stage_speedup,
-    rl_iteration,
     simulate_rollout,
-    speedup,
 )
 
 ULTRAEP = {

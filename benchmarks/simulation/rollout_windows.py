@@ -21,7 +21,8 @@ from rich.table import Table
 
 from benchmarks.harness.options import measurement_options
 from benchmarks.harness.provenance import write_results
-from relibra.simulation.rollout import LengthDistribution, decode_in_windows
+from benchmarks.simulation.windows import decode_in_windows
+from relibra.simulation import LengthDistribution
 
 SLOTS, LONGEST = 512, 24_576
 BURN_IN, STEPS, REPETITIONS, SEED = 20, 50, 5, 0

@@ -6,36 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relibra import ClusterError, ConfigError, cluster_preset
-from relibra.simulation import LengthDistribution, model_shape
-from relibra.simulation.rollout import DecodeCost, decode_cost, decode_in_windows, decode_whole, prefill_seconds
+from relibra.simulation import Engines, LengthDistribution, model_shape, simulate_rollout
+from relibra.simulation.rollout import DecodeCost, decode_cost, decode_whole, prefill_seconds
 
-
-def test_totals_are_those_of_decoding_token_by_token():
-    lengths = LengthDistribution(median=8.0, sigma=0.8, longest=40)
-    got = decode_in_windows(lengths.draw, 5, 12, np.random.default_rng(3), steps=7, burn_in=20)
-    rng = np.random.default_rng(3)
-    length, done, busy, decode_steps, fed_again, continued = lengths.draw(5, rng), [0] * 5, 0, 0, 0, 0
-    time = 0.0
-    for step in range(20 + 7):
-        counted = step >= 20
-        fed_again += counted * sum(done)
-        continued += counted * sum(d > 0 for d in done)
-        for _ in range(12):
-            active = [b for b in range(5) if done[b] < length[b]]
-            if not active:
-                break
-            for b in active:
-                done[b] += 1
-            busy += counted * len(active)
-            decode_steps += counted
-            time += counted * (1 + 0.25 * len(active))
-        fresh = lengths.draw(5, rng)
-        for b in range(5):
-            if done[b] == length[b]:
-                length[b], done[b] = fresh[b], 0
-    assert (got.tokens, got.decode_steps, got.fed_again, got.continued) == (busy, decode_steps, fed_again, continued)
-    assert got.idle(5) == pytest.approx(1 - busy / (5 * decode_steps))
-    assert got.tokens_per_time(0.25) == pytest.approx(busy / time)
+MODEL = replace(model_shape("qwen3-30b-a3b"), moe_layers=4, experts=32, top_k=4)
+CLUSTER = cluster_preset("h100x8", 16)
+ENGINES = Engines(num_engines=2, ranks=8, slots=16)
 
 
 @given(st.lists(st.integers(1, 30), max_size=12), st.integers(1, 5))
@@ -78,7 +54,16 @@ def test_what_decodes_nothing_is_refused():
         LengthDistribution(median=0.0, sigma=1.0, longest=5)
     with pytest.raises(ConfigError, match="an engine of 0 slots"):
         decode_whole(np.array([1]), 0)
-    draw = LengthDistribution(median=5.0, sigma=1.0, longest=5).draw
-    for slots, window in ((0, 3), (3, 0)):
-        with pytest.raises(ConfigError, match=f"an engine of {slots} slots and windows of {window} tokens"):
-            decode_in_windows(draw, slots, window, np.random.default_rng(0), steps=1, burn_in=0)
+
+
+def test_the_slowest_engine_ends_the_rollout():
+    even, uneven = np.array([100, 100, 100, 100]), np.array([300, 100, 300, 100])  # engine 0 gets the long ones
+    rollouts = [simulate_rollout(lengths, 10.0, ENGINES, MODEL, CLUSTER) for lengths in (even, uneven)]
+    assert rollouts[1].decode > 2.9 * rollouts[0].decode * 0.9
+    assert rollouts[0].tokens == 400
+    assert rollouts[0].idle == pytest.approx(1 - 2 / 16)
+
+
+def test_engines_without_anything_are_refused():
+    with pytest.raises(ConfigError, match="engines have slots 0: it must be at least 1"):
+        Engines(num_engines=1, ranks=1, slots=0)

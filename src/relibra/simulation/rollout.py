@@ -1,4 +1,4 @@
-"""Rollout without an engine: responses of known or drawn lengths decode in slots, whole or in windows.
+"""Rollout without an engine: responses of known or drawn lengths decode in slots, beside the update or before it.
 
 A decode step costs `fixed + per_active x active responses`: weights are read once for all, keys and values for each.
 """
@@ -6,8 +6,7 @@ A decode step costs `fixed + per_active x active responses`: weights are read on
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Int, Int64
@@ -18,9 +17,6 @@ from relibra.cluster import Cluster
 from relibra.errors import ConfigError
 from relibra.simulation.cost_model import memory_bandwidth
 from relibra.simulation.model_shape import ModelShape
-
-Draw = Callable[[int, Generator], Int64[ndarray, " S"]]
-"""Draws a number of lengths."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,55 +116,92 @@ def decode_whole(lengths_S: Int[ndarray, " S"], slots: int) -> Decoded:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WindowTotals:
-    """Totals over some steps of windows.
+class Engines:
+    """Rollout engines of one job.
 
-    tokens, decode_steps   decoded, and until the last response of each step stops
-    continued              slots that go on with a response of the step before
-    fed_again              earlier tokens of those responses, which an engine without their cache feeds in again
-    slots                  slots x steps
+    num_engines   each with a copy of the model
+    ranks         of one engine, which share that copy
+    slots         responses that one engine decodes at a time
+    raises        ConfigError for numbers below 1
     """
 
-    tokens: int
-    decode_steps: int
-    continued: int
-    fed_again: int
+    num_engines: int
+    ranks: int
     slots: int
 
-    def idle(self, slots: int) -> float:
-        """Return the share of `slots` x decode steps without a response."""
-        return 1 - self.tokens / (slots * self.decode_steps)
-
-    def tokens_per_time(self, cost_per_response: float) -> float:
-        """Return tokens per time if a decode step costs 1 + cost x active responses, summed up: the tokens."""
-        return self.tokens / (self.decode_steps + cost_per_response * self.tokens)
+    def __post_init__(self) -> None:
+        for name in ("num_engines", "ranks", "slots"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"engines have {name} {getattr(self, name)}: it must be at least 1")
 
 
-def decode_in_windows(draw: Draw, slots: int, window: int, rng: Generator, *, steps: int, burn_in: int) -> WindowTotals:
-    """Return totals of steps of at most `window` tokens per response; unfinished ones continue in the next step.
+@dataclass(frozen=True, kw_only=True)
+class SimulatedRollout:
+    """Seconds of the rollout of one iteration, of the slowest engine.
 
-    A slot whose response has ended, or used up its window, idles until the step does (T-PPO, arXiv 2506.15050).
-
-    draw      lengths of new responses, such as `LengthDistribution.draw`
-    steps     that count, after `burn_in` steps that do not
-    raises    ConfigError for an engine without slots, or windows without tokens
+    decode, prefill, fed_again   seconds; `fed_again`: to prefill again the responses that new weights cut
+    tokens                       decoded by all engines
+    idle                         share of slots x decode steps without a response, mean over engines
     """
-    if slots < 1 or window < 1:
-        raise ConfigError(f"an engine of {slots} slots and windows of {window} tokens decodes nothing: give at least 1")
-    length_B = draw(slots, rng)
-    done_B = np.zeros(slots, dtype=np.int64)
-    tokens = decode_steps = continued = fed_again = 0
-    for step in range(burn_in + steps):
-        added_B = np.minimum(length_B - done_B, window)
-        if step >= burn_in:
-            tokens += int(added_B.sum())
-            decode_steps += int(added_B.max())
-            continued += int((done_B > 0).sum())
-            fed_again += int(done_B.sum())
-        done_B += added_B
-        finished_B = done_B == length_B
-        length_B = np.where(finished_B, draw(slots, rng), length_B)
-        done_B[finished_B] = 0
-    return WindowTotals(
-        tokens=tokens, decode_steps=decode_steps, continued=continued, fed_again=fed_again, slots=slots * steps
+
+    decode: float
+    prefill: float
+    fed_again: float
+    tokens: int
+    idle: float
+
+    @property
+    def seconds(self) -> float:
+        """Return decode, prefill and tokens fed again together."""
+        return self.decode + self.prefill + self.fed_again
+
+
+def simulate_rollout(
+    lengths_S: Int[ndarray, " S"], prompt_tokens: float, engines: Engines, model: ModelShape, cluster: Cluster
+) -> SimulatedRollout:
+    """Return the rollout of responses of known lengths; response s goes to engine s modulo the number of engines.
+
+    prompt_tokens   mean length of a prompt
+    cluster         whose ranks the engines run on
+    """
+    cost = decode_cost(model, cluster, engines.ranks, prompt_tokens + mean_context(lengths_S))
+    parts = [lengths_S[engine :: engines.num_engines] for engine in range(engines.num_engines)]
+    decoded = [decode_whole(part_S, engines.slots) for part_S in parts]
+    prefill = [
+        prefill_seconds(model, cluster, engines.ranks, np.full(len(part_S), round(prompt_tokens))) for part_S in parts
+    ]
+    seconds = [cost.seconds(item.decode_steps, item.tokens) for item in decoded]
+    slowest = int(np.argmax(np.add(seconds, prefill)))
+    return SimulatedRollout(
+        decode=seconds[slowest],
+        prefill=prefill[slowest],
+        fed_again=0.0,
+        tokens=int(lengths_S.sum()),
+        idle=float(np.mean([item.idle for item in decoded])),
     )
+
+
+def rollout_ahead(
+    rollout: SimulatedRollout,
+    lengths_S: Int[ndarray, " S"],
+    prompt_tokens: float,
+    engines: Engines,
+    model: ModelShape,
+    cluster: Cluster,
+) -> SimulatedRollout:
+    """Return the rollout of an iteration whose engines sample the next batch beside the update, on ranks of their own.
+
+    Responses of the next batch fill the slots of those that ended. At each push of weights responses under way are cut,
+    and their tokens so far fed again.
+
+    rollout    the same responses where the update waits for them (`simulate_rollout`)
+    """
+    cut = np.full(min(engines.slots, len(lengths_S)), round(prompt_tokens + mean_context(lengths_S)))
+    again = prefill_seconds(model, cluster, engines.ranks, cut)
+    return replace(rollout, decode=rollout.decode * (1 - rollout.idle), fed_again=again, idle=0.0)
+
+
+def mean_context(lengths_S: Int[ndarray, " S"]) -> float:
+    """Return the position of a decoded token in its response, mean over all decoded tokens."""
+    total = float(lengths_S.sum())
+    return float((lengths_S.astype(np.float64) ** 2).sum()) / (2 * total) if total else 0.0

@@ -21,7 +21,7 @@ from relibra.routing.demand import ScheduledDemand
 from relibra.simulation.cost_model import rows_and_scores, weight_sync_seconds
 from relibra.simulation.memory import RESERVE, kept_bytes, memory_use
 from relibra.simulation.model_shape import ModelShape
-from relibra.simulation.rl_iteration import Engines, SimulatedRollout, rollout_ahead, simulate_rollout
+from relibra.simulation.rollout import Engines, SimulatedRollout, rollout_ahead, simulate_rollout
 from relibra.simulation.step.group_run import Execution, mini_batches_of
 from relibra.simulation.step.step_result import SimulatedStep
 from relibra.simulation.step.training_step import only_micro_batches, simulate_step, with_mini_batches

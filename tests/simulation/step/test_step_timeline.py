@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulation.timeline_difference import diff_timelines
 from relibra import ConfigError
 from relibra.planning.traffic.distinct_rows import DistinctRows
-from relibra.simulation import Execution, diff_timelines, model_shape, simulate_step, simulated_timeline
+from relibra.simulation import Execution, model_shape, simulate_step, simulated_timeline
 from tests.simulation.steps import random_step, without_idle_replicas
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -1,4 +1,4 @@
-from relibra.simulation import diff_timelines
+from benchmarks.simulation.timeline_difference import diff_timelines
 from relibra.timeline import Event, Timeline
 
 

@@ -1,22 +1,13 @@
+"""Gains of an RL iteration, which the tables of other papers have."""
+
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from relibra import Budget, ConfigError, cluster_preset, plan_step
-from relibra.simulation import (
-    Engines,
-    Execution,
-    LengthDistribution,
-    model_shape,
-    needed_stage_speedup,
-    rl_iteration,
-    simulate_rollout,
-    simulate_step,
-    simulate_windowed_rollout,
-    speedup,
-)
-from relibra.simulation.rl_iteration import STAGES
+from benchmarks.papers.iteration_gain import STAGES, needed_stage_speedup, rl_iteration, speedup
+from relibra import Budget, cluster_preset, plan_step
+from relibra.simulation import Engines, Execution, model_shape, simulate_rollout, simulate_step
 from tests.planning.cases import make_demand
 
 MODEL = replace(model_shape("qwen3-30b-a3b"), moe_layers=4, experts=32, top_k=4)
@@ -58,29 +49,3 @@ def test_training_gets_faster_and_the_whole_by_less():
 def test_a_known_end_to_end_gain_needs_more_of_the_stages():
     assert needed_stage_speedup(1.45, 0.7) == float("inf")
     assert needed_stage_speedup(1.45, 0.0) == pytest.approx(1.45)
-
-
-def test_the_slowest_engine_ends_the_rollout():
-    even, uneven = np.array([100, 100, 100, 100]), np.array([300, 100, 300, 100])  # engine 0 gets the long ones
-    rollouts = [simulate_rollout(lengths, 10.0, ENGINES, MODEL, CLUSTER) for lengths in (even, uneven)]
-    assert rollouts[1].decode > 2.9 * rollouts[0].decode * 0.9
-    assert rollouts[0].tokens == 400
-    assert rollouts[0].idle == pytest.approx(1 - 2 / 16)
-
-
-def test_windows_decode_less_idly_and_pay_by_feeding_again():
-    lengths, rng = LengthDistribution(median=3000.0, sigma=0.9, longest=24_576), np.random.default_rng(0)
-    whole, cut = (
-        simulate_windowed_rollout(lengths.draw, window, 500.0, ENGINES, MODEL, CLUSTER, rng=rng)
-        for window in (24_576, 4096)
-    )
-    assert whole.fed_again == 0
-    assert cut.fed_again > 0
-    assert cut.idle < whole.idle
-    assert cut.tokens / cut.seconds > 1.2 * whole.tokens / whole.seconds
-    assert cut.seconds == cut.decode + cut.prefill + cut.fed_again
-
-
-def test_engines_without_anything_are_refused():
-    with pytest.raises(ConfigError, match="engines have slots 0: it must be at least 1"):
-        Engines(num_engines=1, ranks=1, slots=0)
