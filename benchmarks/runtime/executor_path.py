@@ -29,7 +29,7 @@ from relibra.parallel.rows.prepared_rows import prepare_rows
 from relibra.planning.budget import Budget
 from relibra.planning.plan import StepPlan
 from relibra.planning.planner import plan_step
-from relibra.planning.traffic.micro_batch_tables import micro_batch_tables
+from relibra.planning.traffic.rank_tables import micro_batch_tables
 from relibra.replay import BatchRoutes
 from relibra.routing.demand import Demand, ScheduledDemand
 from relibra.routing.trace import RoutingTrace

@@ -30,8 +30,7 @@ from relibra import Budget, plan_step
 from relibra.cluster import cluster_preset
 from relibra.parallel.rows.prepared_rows import prepare_rows
 from relibra.parallel.rows.row_lists import row_lists
-from relibra.planning.traffic.micro_batch_tables import micro_batch_tables
-from relibra.planning.traffic.rank_tables import rank_tables
+from relibra.planning.traffic.rank_tables import micro_batch_tables, rank_tables
 from relibra.replay import BatchRoutes
 from relibra.routing.demand import Demand
 from relibra.routing.synthetic import TraceShape, domain_trace

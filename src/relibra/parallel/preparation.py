@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from relibra.parallel.rows.prepared_rows import PreparedRows, prepare_rows
 from relibra.planning.plan import StepPlan
-from relibra.planning.traffic.micro_batch_tables import micro_batch_tables
+from relibra.planning.traffic.rank_tables import micro_batch_tables
 from relibra.replay import BatchRoutes
 from relibra.routing.demand import Demand, ScheduledDemand
 from relibra.timeline import TimelineRecorder

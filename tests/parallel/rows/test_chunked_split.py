@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relibra.planning.traffic.rank_tables import chunked_split
 from relibra.planning.traffic.split import split_tokens
 from tests.planning.plans import planned_steps
+from tests.planning.traffic.slow_tables import chunked_split
 
 
 def slow_split(supply_R, quota_I, chunk):

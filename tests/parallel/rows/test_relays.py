@@ -14,7 +14,7 @@ from relibra.parallel.rows import live_rows
 from relibra.parallel.rows.exchange import AllToAll
 from relibra.parallel.rows.prepared_rows import prepare_rows
 from relibra.parallel.rows.relays import SentRows, group_rows, renumber_arrived
-from relibra.planning.traffic.micro_batch_tables import micro_batch_tables
+from relibra.planning.traffic.rank_tables import micro_batch_tables
 from tests.parallel.rows.test_row_lists import CPU, pieces, routes_of, seeds
 from tests.parallel.steps import on_nodes, random_step
 

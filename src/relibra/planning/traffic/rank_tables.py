@@ -8,16 +8,17 @@ others send. No torch here; rows are moved by `parallel/rows/dispatch.py` in tra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, no_type_check
 
 import numpy as np
 from jaxtyping import Int, Int64
 from numpy import ndarray
 
 from relibra.planning.plan import StepPlan
-from relibra.planning.traffic.split import TokenSplit, split_tokens
+from relibra.planning.traffic.split import split_expert
+from relibra.routing.compiled import compiled
 from relibra.routing.demand import ScheduledDemand
 
 
@@ -140,23 +141,32 @@ class RankTables:
         return to_slots_on(self.place.rank, self.pushes)
 
 
+def micro_batch_tables(
+    plan: StepPlan, demand: ScheduledDemand, rank: int, micro_batch: int, chunk: int | None = None
+) -> list[RankTables]:
+    """Return the tables of a rank in each layer of a micro-batch.
+
+    demand   under the schedule of the plan (`plan.scheduled`)
+    chunk    token-slots of a chunk: homes and replicas get whole ones (`chunked_split`); None: the quotas of the plan
+    """
+    return _make_tables(
+        demand.tokens_MLRE[micro_batch],
+        plan.physical_to_logical_map,
+        plan.replica_MLRB[micro_batch],
+        plan.quota_MLRB[micro_batch],
+        plan.ranks_per_node,
+        [Place(rank, layer_id, micro_batch) for layer_id in plan.layer_ids.tolist()],
+        chunk,
+    )
+
+
 def rank_tables(
     plan: StepPlan, demand: ScheduledDemand, rank: int, micro_batch: int, layer: int, chunk: int | None = None
 ) -> RankTables:
-    """Return the tables of a rank in a micro-batch and layer; for all layers `micro_batch_tables` is faster.
-
-    demand   under the schedule of the plan (`plan.scheduled`)
-    layer    position in the plan's layers, not the decoder layer
-    chunk    token-slots of a chunk: homes and replicas get whole ones (`chunked_split`); None: the quotas of the plan
-    """
-    tokens_RE = demand.tokens_MLRE[micro_batch, layer]
-    replica_RB, quota_RB = plan.replica_MLRB[micro_batch, layer], plan.quota_MLRB[micro_batch, layer]
-    split = split_tokens(tokens_RE, plan.home_LE[layer], replica_RB, quota_RB, plan.ranks_per_node)
-    if chunk is not None:
-        split = chunked_split(split, chunk)
-    place = Place(rank, int(plan.layer_ids[layer]), micro_batch)
-    map_E, per_node = plan.physical_to_logical_map[layer], plan.ranks_per_node
-    return _make_tables(split, tokens_RE, map_E, place, slots=plan.slots, ranks_per_node=per_node)
+    """Return the tables of a rank in a micro-batch and one layer: its position in the plan, not the decoder layer."""
+    at, place = (micro_batch, layer), Place(rank, int(plan.layer_ids[layer]), micro_batch)
+    placed = plan.physical_to_logical_map[layer], plan.replica_MLRB[at], plan.quota_MLRB[at]
+    return layer_tables(demand.tokens_MLRE[at], *placed, plan.ranks_per_node, place, chunk)
 
 
 def home_tables(
@@ -174,8 +184,8 @@ def home_tables(
 
 
 def layer_tables(
-    tokens_RE: Int64[ndarray, "R E"],
-    physical_to_logical_E: Int64[ndarray, " E"],
+    tokens_RE: Int[ndarray, "R E"],
+    physical_to_logical_E: Int[ndarray, " E"],
     replica_RB: Int[ndarray, "R B"],
     quota_RB: Int[ndarray, "R B"],
     ranks_per_node: int,
@@ -185,102 +195,167 @@ def layer_tables(
     """Return the tables of a rank in a layer whose counts and replicas are known, and nothing else of the step.
 
     replica_RB, quota_RB   expert in each slot (-1: empty) and its token-slots
-    chunk                  as for `rank_tables`
+    chunk                  as for `micro_batch_tables`
     """
-    num_ranks, E = tokens_RE.shape
-    home_E = np.argsort(physical_to_logical_E, kind="stable") // (E // num_ranks)
-    split = split_tokens(tokens_RE, home_E, replica_RB, quota_RB, ranks_per_node)
-    if chunk is not None:
-        split = chunked_split(split, chunk)
-    slots = replica_RB.shape[1]
-    return _make_tables(split, tokens_RE, physical_to_logical_E, place, slots=slots, ranks_per_node=ranks_per_node)
+    [tables] = _make_tables(
+        tokens_RE[None], physical_to_logical_E[None], replica_RB[None], quota_RB[None], ranks_per_node, [place], chunk
+    )
+    return tables
 
 
 def _make_tables(
-    split: TokenSplit,
-    tokens_RE: ndarray,
-    physical_to_logical_E: ndarray,
-    place: Place,
-    *,
-    slots: int,
+    tokens_LRE: Int[ndarray, "L R E"],
+    physical_to_logical_LE: Int[ndarray, "L E"],
+    replica_LRB: Int[ndarray, "L R B"],
+    quota_LRB: Int[ndarray, "L R B"],
     ranks_per_node: int,
-) -> RankTables:
-    (num_ranks, E), rank = tokens_RE.shape, place.rank
-    num_homes = E // num_ranks
-    home_slot_E = np.argsort(physical_to_logical_E, kind="stable") % num_homes
-    local_I = np.where(split.slot_I < 0, home_slot_E[split.expert_I], num_homes + split.slot_I)
-    send_RP, first_RP, receive_RP = np.zeros((3, num_ranks, num_homes + slots), dtype=np.int64)
-    own_tokens_I = split.tokens_RI[rank]
-    send_RP[split.rank_I, local_I] = own_tokens_I
-    first_RP[split.rank_I, local_I] = np.cumsum(own_tokens_I) - own_tokens_I  # instances are ordered by expert
-    own_I = split.rank_I == rank
-    receive_RP[:, local_I[own_I]] = split.tokens_RI[:, own_I]
-    source_R = np.arange(num_ranks)[:, None]
-    leaves_RI = split.rank_I // ranks_per_node != source_R // ranks_per_node
-    changes_RI = split.rank_I % ranks_per_node != source_R % ranks_per_node
-    return RankTables(
-        place=place,
-        num_homes=num_homes,
-        tokens_E=tokens_RE[rank].astype(np.int64),
-        send_RP=send_RP,
-        first_RP=first_RP,
-        receive_RP=receive_RP,
-        pushes=_pushes(split, home_slot_E),
-        ranks_per_node=ranks_per_node,
-        stay_in_node=not split.tokens_RI[leaves_RI].any(),
-        stay_on_rail=not split.tokens_RI[changes_RI].any(),
+    places: Sequence[Place],
+    chunk: int | None,
+) -> list[RankTables]:
+    """Return the tables of a rank in some layers of a micro-batch, each with its place."""
+    (L, R, E), rank = tokens_LRE.shape, places[0].rank if places else 0
+    B, num_homes = replica_LRB.shape[2], E // R
+    position_LE = np.argsort(physical_to_logical_LE, axis=1, kind="stable")
+    send_LRP, first_LRP, receive_LRP = np.zeros((3, L, R, num_homes + B), dtype=np.int64)
+    tokens_LRB = np.zeros((L, R, B), dtype=np.int64)
+    leaves_L, changes_L = np.zeros((2, L), dtype=np.bool_)
+    _fill(  # arrays of the types that plans have: the kernel is compiled once
+        np.ascontiguousarray(tokens_LRE, dtype=np.int32),
+        position_LE,
+        np.ascontiguousarray(replica_LRB, dtype=np.int16),
+        np.ascontiguousarray(quota_LRB, dtype=np.int32),
+        ranks_per_node,
+        rank,
+        0 if chunk is None else chunk,
+        (send_LRP, first_LRP, receive_LRP, tokens_LRB, leaves_L, changes_L),
     )
+    pushes_L = _pushes(tokens_LRB, replica_LRB, position_LE, num_homes)
+    return [
+        RankTables(
+            place=place,
+            num_homes=num_homes,
+            tokens_E=tokens_LRE[layer, rank].astype(np.int64),
+            send_RP=send_LRP[layer],
+            first_RP=first_LRP[layer],
+            receive_RP=receive_LRP[layer],
+            pushes=tuple(pushes_L[layer]),
+            ranks_per_node=ranks_per_node,
+            stay_in_node=not leaves_L[layer],
+            stay_on_rail=not changes_L[layer],
+        )
+        for layer, place in enumerate(places)
+    ]
 
 
-def _pushes(split: TokenSplit, home_slot_E: ndarray) -> tuple[Push, ...]:
-    """Return the pushes of replicas that get tokens: an idle replica needs no weights."""
-    home_E = split.rank_I[split.slot_I < 0]  # one home per expert, in the order of experts
-    tokens_I = split.tokens_RI.sum(axis=0)
-    busy_I = np.flatnonzero((split.slot_I >= 0) & (tokens_I > 0))
-    expert_I = split.expert_I[busy_I]
-    columns = (
-        expert_I,
-        home_E[expert_I],
-        home_slot_E[expert_I],
-        split.rank_I[busy_I],
-        split.slot_I[busy_I],
-        tokens_I[busy_I],
-    )
-    pushes = [Push(*row) for row in np.stack(columns, axis=1).tolist()]
-    return tuple(sorted(pushes, key=lambda push: (push.replica, push.slot)))
+def _pushes(tokens_LRB: ndarray, replica_LRB: ndarray, position_LE: ndarray, num_homes: int) -> list[list[Push]]:
+    """Return the pushes of replicas that get tokens, by (replica rank, slot): an idle replica needs no weights."""
+    layer_X, rank_X, slot_X = np.nonzero(tokens_LRB)
+    expert_X = replica_LRB[layer_X, rank_X, slot_X].astype(np.int64)
+    home_X, home_slot_X = np.divmod(position_LE[layer_X, expert_X], num_homes)
+    columns = (layer_X, expert_X, home_X, home_slot_X, rank_X, slot_X, tokens_LRB[layer_X, rank_X, slot_X])
+    pushes_L: list[list[Push]] = [[] for _ in tokens_LRB]
+    for layer, *push in np.stack(columns, axis=1).tolist():
+        pushes_L[layer].append(Push(*push))
+    return pushes_L
 
 
-def chunked_split(split: TokenSplit, chunk: int) -> TokenSplit:
-    """Return the split with each instance's share rounded to whole chunks, for canonical sums.
+@compiled
+@no_type_check
+def _fill(tokens_LRE, position_LE, replica_LRB, quota_LRB, ranks_per_node, rank, chunk, tables) -> None:
+    """Write send, first and receive `[L, R, P]`, tokens of replicas `[L, R, B]`, and two flags `[L]`.
+
+    Flags: whether any row of any rank leaves its node, and whether any goes to a rank with another number in its node.
+    """
+    send_LRP, first_LRP, receive_LRP, tokens_LRB, leaves_L, changes_L = tables
+    G = ranks_per_node
+    L, R, E = tokens_LRE.shape
+    B = replica_LRB.shape[2]
+    num_homes = E // R
+    rank_I, local_I = np.empty(R * B + 1, np.int64), np.empty(R * B + 1, np.int64)
+    left_I, column_I = np.empty(R * B + 1, np.int64), np.arange(R * B + 1)
+    remainder_I, open_I = np.empty(R * B + 1, np.int64), np.empty(R * B + 1, np.int64)
+    supply_R, split_RI = np.empty(R, np.int64), np.zeros((R, R * B + 1), np.int64)
+    first_E, next_X = np.empty(E, np.int64), np.empty(R * B, np.int64)  # linked list of each expert's slots, by rank
+    for layer in range(L):
+        replica_RB, quota_RB, tokens_RE = replica_LRB[layer], quota_LRB[layer], tokens_LRE[layer]
+        first_E[:] = -1
+        for x in range(R * B - 1, -1, -1):
+            e = replica_RB[x // B, x % B]
+            if e >= 0:
+                next_X[x], first_E[e] = first_E[e], x
+        start = 0
+        for e in range(E):
+            home, home_slot = position_LE[layer, e] // num_homes, position_LE[layer, e] % num_homes
+            x = first_E[e]
+            if x < 0:
+                own = tokens_RE[rank, e]
+                send_LRP[layer, home, home_slot], first_LRP[layer, home, home_slot] = own, start
+                start += own
+                for s in range(R):
+                    if home == rank:
+                        receive_LRP[layer, s, home_slot] = tokens_RE[s, e]
+                    if tokens_RE[s, e] > 0:
+                        leaves_L[layer] |= s // G != home // G
+                        changes_L[layer] |= s % G != home % G
+                continue
+            rank_I[0], local_I[0], left_I[0], n = home, home_slot, 0, 1
+            for s in range(R):
+                supply_R[s] = tokens_RE[s, e]
+                left_I[0] += supply_R[s]
+            while x >= 0:
+                rank_I[n], local_I[n], left_I[n] = x // B, num_homes + x % B, quota_RB[x // B, x % B]
+                left_I[0] -= left_I[n]
+                n, x = n + 1, next_X[x]
+            split_RI[:, :n] = 0
+            if chunk:
+                chunked_split(tokens_RE[:, e], left_I[:n], chunk, remainder_I, split_RI)
+            else:
+                split_expert(supply_R, rank_I[:n], left_I[:n], ranks_per_node, remainder_I, open_I, column_I, split_RI)
+            for i in range(n):
+                r, p = rank_I[i], local_I[i]
+                send_LRP[layer, r, p], first_LRP[layer, r, p] = split_RI[rank, i], start
+                start += split_RI[rank, i]
+                for s in range(R):
+                    if r == rank:
+                        receive_LRP[layer, s, p] = split_RI[s, i]
+                    if i > 0:
+                        tokens_LRB[layer, r, p - num_homes] += split_RI[s, i]
+                    if split_RI[s, i] > 0:
+                        leaves_L[layer] |= s // G != r // G
+                        changes_L[layer] |= s % G != r % G
+
+
+@compiled
+@no_type_check
+def chunked_split(supply_R, quota_I, chunk, chunks_I, split_RI) -> None:
+    """Write the split of one expert with each instance's share rounded to whole chunks, for canonical sums.
 
     The token-slots of an expert in a micro-batch are numbered by (source rank, position). Chunk `c` holds numbers
     `c C` to `(c + 1) C - 1` under every plan; the last one may be short. A plan only decides which instance computes
     which chunks: consecutive ones, so that its rows, in the order of computation, are its chunks one after another.
-
-    chunk    token-slots per chunk, C
-    source   UniEP, arXiv 2604.19241
+    Source: UniEP, arXiv 2604.19241.
     """
-    tokens_RI = np.zeros_like(split.tokens_RI)
-    for expert in np.unique(split.expert_I):
-        own = np.flatnonzero(split.expert_I == expert)
-        tokens_RI[:, own] = _in_chunks(split.tokens_RI[:, own], chunk)
-    return replace(split, tokens_RI=tokens_RI)
-
-
-def _in_chunks(tokens_RI: Int64[ndarray, "R I"], chunk: int) -> Int64[ndarray, "R I"]:
-    supply_R = tokens_RI.sum(axis=1)
-    total = int(supply_R.sum())
-    end_I = np.minimum(np.cumsum(_chunks_per_instance(tokens_RI.sum(axis=0), chunk)) * chunk, total)
-    start_I = np.concatenate([[0], end_I[:-1]])
-    end_R = np.cumsum(supply_R)[:, None]
-    start_R = end_R - supply_R[:, None]
-    return np.maximum(0, np.minimum(end_R, end_I) - np.maximum(start_R, start_I))
-
-
-def _chunks_per_instance(quota_I: Int64[ndarray, " I"], chunk: int) -> Int64[ndarray, " I"]:
-    """Return the chunks of each instance, by largest remainder; ties go to the earlier instance, the home first."""
-    total = -(-int(quota_I.sum()) // chunk)
-    chunks_I = quota_I // chunk
-    by_remainder = np.argsort(-(quota_I - chunks_I * chunk), kind="stable")
-    chunks_I[by_remainder[: total - int(chunks_I.sum())]] += 1
-    return chunks_I
+    n, total = len(quota_I), quota_I.sum()
+    missing = -(-total // chunk)
+    for i in range(n):
+        chunks_I[i] = quota_I[i] // chunk
+        missing -= chunks_I[i]
+    for _ in range(missing):  # by largest remainder; ties go to the earlier instance
+        best = -1
+        for i in range(n):
+            if chunks_I[i] * chunk <= quota_I[i] and (
+                best < 0 or quota_I[i] - chunks_I[i] * chunk > quota_I[best] - chunks_I[best] * chunk
+            ):
+                best = i
+        chunks_I[best] += 1
+    s, from_s, start = 0, supply_R[0], 0  # source of the next token-slot, and how many it has left
+    for i in range(n):
+        end = min(start + chunks_I[i] * chunk, total)
+        while start < end:
+            while from_s == 0:
+                s += 1
+                from_s = supply_R[s]
+            moved = min(from_s, end - start)
+            split_RI[s, i] += moved
+            from_s -= moved
+            start += moved

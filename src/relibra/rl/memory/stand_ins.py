@@ -26,7 +26,7 @@ import relibra.rl.model.host_adamw as host_adamw
 import relibra.rl.model.host_memory as host_memory
 import relibra.rl.model.host_weights as host_weights
 import relibra.rl.model.token_scores as token_scores
-from relibra.planning.traffic.micro_batch_tables import micro_batch_tables
+from relibra.planning.traffic.rank_tables import micro_batch_tables
 from relibra.replay import BatchRoutes
 from relibra.rl.memory.fake_device import DEVICE, install, replace_in
 from relibra.rl.update import policy_update, value_update
