@@ -10,13 +10,19 @@ import numpy as np
 from benchmarks.deployment.rows import GPUS, LEVEL, MODELS, SEED, row
 from relibra.planning.deployment.deployment_plan import DeploymentPlan, Pool
 from relibra.planning.deployment.performance import Efficiency
-from relibra.planning.deployment.pipeline_time import StageSeconds, drained_seconds, paper_seconds
+from relibra.planning.deployment.pipeline_time import Amount, StageSeconds, drained_seconds
 from relibra.simulation.serving.ping_pong import Work, new_clocks, run_layers, sending_order
 from relibra.simulation.serving.serving_run import Scenario, simulate_serving
 from relibra.simulation.serving.transport import NCCL_LIKE, Transport
 
 LAYERS = 40
 SIMULATED = "acceptance"
+
+
+def paper_seconds(stage: StageSeconds, micro_batches: Amount, layers: int) -> Amount:
+    """Return Eq. 5 of the paper, exact where `hop` <= computing and the micro-batches fill the round trip."""
+    computing = np.maximum(stage.attention, stage.experts)
+    return stage.round_trip + computing * (micro_batches * layers - 1)
 
 
 def constant_work(stage: StageSeconds, layers: int, micro_batches: int, nodes: int = 1) -> Work:

@@ -18,7 +18,7 @@ from relibra.planning.deployment.expert_redundancy import place_copies
 from relibra.planning.deployment.performance import Efficiency
 from relibra.planning.deployment.search import PAPER_SPACE, SearchSpace, search_pair, search_pairs, value
 from relibra.planning.deployment.served_model import ServedModel
-from relibra.simulation.serving.routes import drawn_routes, zipf_popularity
+from relibra.simulation.serving.routes import drawn_routes
 from relibra.simulation.serving.serving_result import ServingResult
 from relibra.simulation.serving.serving_run import Scenario, simulate_serving
 from relibra.simulation.serving.transport import NCCL_LIKE
@@ -236,7 +236,7 @@ def _figure(result: ServingResult, objective: str) -> float:
 
 def copies() -> Iterator[dict]:
     """Copies of hot experts: Zipf popularity, 32 experts on 32 nodes; and from one period to the next."""
-    load_E = zipf_popularity(32, 1.0)
+    load_E = 1 / np.arange(1.0, 33.0)
     for slots, most in ((1, None), (2, 1.10), (3, 1.05)):
         costs_N = node_costs(load_E, place_copies(load_E, 32, slots))
         yield row(
@@ -258,4 +258,4 @@ def copies() -> Iterator[dict]:
 
 
 def _uniform(model: ServedModel) -> object:
-    return drawn_routes(zipf_popularity(model.experts, 0.0), model.layers, model.top_k, np.random.default_rng(SEED))
+    return drawn_routes(np.ones(model.experts), model.layers, model.top_k, np.random.default_rng(SEED))

@@ -1,69 +1,14 @@
-"""Rows of a demand: `demand_of_slices` counts one in which ranks share samples, `sample_of_rows` finds rows again.
-
-`Demand.with_schedule` gives each sample one source rank. Where tensor or context parallelism cuts samples, each piece
-has a rank of its own: the pieces are the demand's entries, with the id of their sample.
-"""
+"""`sample_of_rows`: the rows of a trace that a demand was counted from, whole samples or pieces of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import numpy as np
-from jaxtyping import Int, Int64, Integer
+from jaxtyping import Int64
 from numpy import ndarray
 
 from relibra.errors import TraceError
-from relibra.routing.demand import Demand, ScheduledDemand, count_token_slots
+from relibra.routing.demand import Demand, count_token_slots
 from relibra.routing.trace import RoutingTrace
-
-FILLER = -1
-"""Sample id of rows that belong to no sample, such as padding: they are computed too."""
-
-
-class RowSlice(NamedTuple):
-    """Rows that one rank feeds in one micro-batch.
-
-    sample_id     of the sample that they belong to; FILLER: of none
-    experts_TLK   logical experts of each row
-    """
-
-    sample_id: int
-    micro_batch: int
-    rank: int
-    experts_TLK: Integer[ndarray, "T L K"]
-
-
-def demand_of_slices(
-    slices: Sequence[RowSlice],
-    *,
-    num_experts: int,
-    num_ranks: int,
-    num_micro_batches: int,
-    layer_ids: Int[ndarray, " L"],
-) -> ScheduledDemand:
-    """Return the demand of slices under their schedule: one entry per slice, in their order.
-
-    Plans for it keep the schedule (`Budget(place_samples=False, pack_samples=False)`): slices of a sample stay where
-    the parallelism of the trainer puts them.
-
-    layer_ids   absolute decoder layer of each entry of the layer axis
-    raises      TraceError when there is no slice, slices differ in layers or choices, or ids are illegal
-    """
-    if not slices:
-        raise TraceError("no rows to count: pass the slices of all ranks and micro-batches")
-    trace = RoutingTrace.from_samples(
-        [one.experts_TLK for one in slices],
-        num_experts=num_experts,
-        layer_ids=layer_ids.tolist(),
-        sample_ids=[one.sample_id for one in slices],
-    )
-    return Demand.from_trace(trace).with_schedule(
-        np.array([one.micro_batch for one in slices]),
-        np.array([one.rank for one in slices]),
-        num_ranks,
-        num_micro_batches,
-    )
 
 
 def sample_of_rows(trace: RoutingTrace, demand: Demand) -> Int64[ndarray, " T"]:

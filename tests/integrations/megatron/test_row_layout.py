@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from relibra.errors import ConfigError, TraceError
 from relibra.integrations.megatron.row_layout import RowLayout
-from relibra.routing.demand_rows import FILLER, RowSlice, demand_of_slices
+from relibra.routing.demand import Demand
+from relibra.routing.trace import RoutingTrace
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=5)
 
@@ -134,11 +135,11 @@ def test_routes_of_all_samples_are_needed():
 
 @settings(max_examples=20)
 @given(LENGTHS, st.sampled_from([1, 2]), st.sampled_from([1, 2]), st.sampled_from([2, 4, 8]))
-def test_a_demand_of_slices_counts_rows_at_their_rank(lengths, tp, cp, expert_ranks):
+def test_a_demand_of_parts_counts_rows_at_their_rank(lengths, tp, cp, expert_ranks):
     """Two data-parallel ranks, each with a micro-batch of its own rows; groups of ranks share experts."""
     layers, choices, experts = 1, 2, 8
     layout = RowLayout.of_verl(tensor_ranks=tp, context_ranks=cp)
-    rng, slices = np.random.default_rng(len(lengths)), []
+    rng, parts = np.random.default_rng(len(lengths)), []
     expected = np.zeros((2, layers, expert_ranks, experts), dtype=int)
     for data_rank in range(2):
         rows, routes = layout.rows(lengths), random_routes(lengths, layers, choices, experts, rng)
@@ -146,13 +147,13 @@ def test_a_demand_of_slices_counts_rows_at_their_rank(lengths, tp, cp, expert_ra
             _, place = layout.expert_rank(x, data_rank=data_rank, expert_ranks=expert_ranks)
             ids = rows.routes(x, routes, num_experts=experts)
             for sample, run in rows.slices(x):
-                slices.append(RowSlice(sample if sample >= 0 else FILLER, data_rank, place, ids[run]))
+                parts.append((ids[run], sample, data_rank, place))  # sample -1: padding
             for row in ids:
                 for expert in row[0]:
                     expected[data_rank, 0, place, expert] += 1
-    demand = demand_of_slices(
-        slices, num_experts=experts, num_ranks=expert_ranks, num_micro_batches=2, layer_ids=np.array([0])
-    )
+    rows_of, samples, micro_batch_S, rank_S = zip(*parts, strict=True)
+    trace = RoutingTrace.from_samples(rows_of, num_experts=experts, sample_ids=samples)
+    demand = Demand.from_trace(trace).with_schedule(np.array(micro_batch_S), np.array(rank_S), expert_ranks, 2)
     demand.validate()
     assert demand.tokens_MLRE.tolist() == expected.tolist()
     of_samples = {s: int(demand.length_S[demand.sample_ids == s].sum()) for s in range(len(lengths))}

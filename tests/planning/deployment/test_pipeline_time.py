@@ -2,12 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relibra.planning.deployment.pipeline_time import (
-    StageSeconds,
-    drained_seconds,
-    iteration_seconds,
-    paper_seconds,
-)
+from benchmarks.deployment.pipeline import paper_seconds
+from relibra.planning.deployment.pipeline_time import StageSeconds, drained_seconds, iteration_seconds
 
 
 def simulated_seconds(stage, micro_batches, layers):

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relibra.planning.deployment.pipeline_time import StageSeconds, drained_seconds, paper_seconds
+from benchmarks.deployment.pipeline import paper_seconds
+from relibra.planning.deployment.pipeline_time import StageSeconds, drained_seconds
 from relibra.simulation.serving.ping_pong import Work, new_clocks, run_layers, sending_order
 from tests.simulation.serving.reference import simulate
 

@@ -55,9 +55,3 @@ def drained_seconds(stage: StageSeconds, micro_batches: Amount, layers: int) -> 
     period = layer_period(stage, micro_batches)
     filling = (micro_batches - 1) * stage.slowest + stage.round_trip
     return (layers - 1) * period + filling + micro_batches * stage.rest
-
-
-def paper_seconds(stage: StageSeconds, micro_batches: Amount, layers: int) -> Amount:
-    """Return Eq. 5 of the paper, exact where `hop` <= computing and the micro-batches fill the round trip."""
-    computing = np.maximum(stage.attention, stage.experts)
-    return stage.round_trip + computing * (micro_batches * layers - 1)

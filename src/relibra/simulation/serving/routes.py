@@ -71,11 +71,6 @@ def drawn_routes(
     return _pool(counts_TLE)
 
 
-def zipf_popularity(experts: int, exponent: float) -> Float64[ndarray, " E"]:
-    """Return weights 1 / rank^exponent; 0: all equal."""
-    return np.arange(1, experts + 1, dtype=np.float64) ** -exponent
-
-
 def recorded_routes(trace: RoutingTrace, layers: int) -> RoutePool:
     """Return the routes of a recording; where it has fewer layers than the model, they are used again in turn.
 
