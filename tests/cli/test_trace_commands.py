@@ -83,6 +83,23 @@ def test_stats(run, skewed):
     assert result["layouts"][1]["skew_mean"] == pytest.approx(rank_skew(load_LE, 8).mean())
 
 
+def test_stats_show_rows_never_without_loads(run, skewed):
+    code, out, _ = run("trace", "stats", skewed, "--ranks", "4,8", "--rows-per-micro-batch", "500", "--json")
+    assert code == 0
+    rows = json.loads(out)["homes"]
+    names = ["by number", "balance only", "picked together"]
+    assert [(row["ranks"], row["homes"]) for row in rows] == [(ranks, name) for ranks in (4, 8) for name in names]
+    for row in rows:
+        assert 1 <= row["rows_per_token"] <= 4
+        assert 1 <= row["busiest_rank"] <= row["busiest_in_micro_batch"]
+    for number, _, together in (rows[:3], rows[3:]):
+        assert together["rows_per_token"] < number["rows_per_token"]
+
+
+def test_stats_of_one_sample_compare_no_homes(run, tmp_path):
+    assert json.loads(run("trace", "stats", _write_even(tmp_path / "t", 8), "--json")[1])["homes"] == []
+
+
 def _write_even(folder, num_experts, **changes):
     shape = TraceShape(rows_per_sample=[64], num_layers=1, num_experts=num_experts, top_k=1)
     write_trace(replace(balanced_trace(shape), **changes), folder)

@@ -17,7 +17,7 @@ from relibra.routing.statistics import rank_skew, skew
 from relibra.routing.synthetic import TraceShape, domain_trace
 from relibra.routing.trace import RoutingTrace
 from relibra.routing.trace_files import split_samples
-from relibra.routing.trace_statistics import chance_cosine, compute_statistics, compute_step_statistics
+from relibra.routing.trace_statistics import chance_cosine, compute_statistics, compute_step_statistics, keep_halves
 from tests.routing.slow_statistics import cosine_to_mean, fluctuation, micro_batch_load
 
 
@@ -153,3 +153,32 @@ def test_groups_are_added_up_over_pieces() -> None:
     groups = {group.name: (group.samples, group.tokens, group.load_LE.tolist()) for group in result.groups}
     assert groups == {"a": (1, 2, [[0, 2]]), "b": (2, 4, [[3, 1]])}
     assert result.load_LE.tolist() == [[7, 3]]
+
+
+def test_halves_are_every_second_sample_without_lost_rows() -> None:
+    experts = [np.full((rows, 1, 1), expert) for expert, rows in enumerate((3, 2, 4, 1))]
+    valid = [np.arange(len(rows)) > 0 for rows in experts]
+    trace = RoutingTrace.from_samples(experts, num_experts=4, valid=valid)
+    first, second, num_experts = keep_halves(split_samples(trace, 3))
+    assert num_experts == 4
+    assert first.ravel().tolist() == [0, 0, 2, 2, 2]
+    assert second.ravel().tolist() == [1]
+
+
+@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=60), most=st.integers(1, 100))
+@settings(deadline=None, max_examples=50)
+def test_halves_of_a_large_trace_are_spaced_pairs(lengths: list[int], most: int) -> None:
+    experts = [np.full((rows, 1, 1), sample) for sample, rows in enumerate(lengths)]
+    trace = RoutingTrace.from_samples(experts, num_experts=64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(survey_module, "_KEPT_ROWS", most)
+        first, second, _ = keep_halves([trace])
+    kept = {half % 2: sorted(set(some.ravel().tolist())) for half, some in enumerate((first, second))}
+    assert all(sample % 2 == half for half, samples in kept.items() for sample in samples)
+    pairs = sorted({sample // 2 for samples in kept.values() for sample in samples})
+    assert len(first) + len(second) <= most or pairs == [0]
+    if sum(lengths) <= most:
+        assert len(first) + len(second) == sum(lengths)
+    for half, some in enumerate((first, second)):
+        for sample in kept[half]:
+            assert (some == sample).sum() == min(lengths[sample], most)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float64, Int, Int64
+from jaxtyping import Float64, Int, Int64, Shaped
 from numpy import ndarray
 
 from relibra.errors import TraceError
@@ -24,6 +25,9 @@ MICRO_BATCH_TOKENS = 2048
 """Largest default (`default_micro_batch_tokens`)."""
 
 DEFAULT_RANKS = (8, 16, 32)
+
+_KEPT_ROWS, _KEPT_LAYERS = 1 << 14, 8
+"""Rows and layers that `keep_halves` returns, at most."""
 
 _CELLS_AT_ONCE = 1 << 19
 """Load cells converted to floats at a time: 4 MB an array."""
@@ -215,6 +219,32 @@ def compute_step_statistics(
         chance_L=chance_cosine(total_LE, sums.micro_batches),
         **sums.figures(),
     )
+
+
+def keep_halves(
+    pieces: Iterable[RoutingTrace],
+) -> tuple[Shaped[ndarray, "T L K"], Shaped[ndarray, "U L K"], int]:
+    """Return routed rows of every second sample, those of the samples between, and the experts of a layer.
+
+    Of many rows and layers evenly spaced ones are kept: whole pairs of samples, of a large sample its first rows.
+    """
+    kept: list[tuple[int, ndarray]] = []
+    number, every, rows, num_experts = 0, 1, 0, 0
+    for piece in pieces:
+        num_experts, layers = piece.num_experts, slice(None, None, -(-piece.num_layers // _KEPT_LAYERS))
+        for start, stop in pairwise(piece.offsets.tolist()):
+            if number // 2 % every == 0:
+                some = slice(start, min(stop, start + _KEPT_ROWS))
+                kept.append((number, piece.experts_TLK[some, layers][piece.valid_T[some]]))
+                rows += len(kept[-1][1])
+            number += 1
+            while rows > _KEPT_ROWS and kept[-1][0] > 1:
+                every *= 2
+                kept = [(place, some_TLK) for place, some_TLK in kept if place // 2 % every == 0]
+                rows = sum(len(some_TLK) for _, some_TLK in kept)
+    none_TLK = kept[0][1][:0]
+    first, second = (np.concatenate([none_TLK, *(one for n, one in kept if n % 2 == half)]) for half in (0, 1))
+    return first, second, num_experts
 
 
 def default_micro_batch_tokens(num_rows: int) -> int:

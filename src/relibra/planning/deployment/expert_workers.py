@@ -189,7 +189,14 @@ def _rows_saved(expert_TK: ndarray, worker_TK: ndarray, held_NE: ndarray) -> nda
 
 
 def plan_placements(
-    expert_TLK: Shaped[ndarray, "T L K"], num_experts: int, workers: int, *, spare: int, cap: float, seed: int = 0
+    expert_TLK: Shaped[ndarray, "T L K"],
+    num_experts: int,
+    workers: int,
+    *,
+    spare: int,
+    cap: float,
+    seed: int = 0,
+    starts: int = STARTS,
 ) -> dict[str, Bool[ndarray, "L N E"]]:
     """Return what workers hold in each layer, by the name of the way of placing experts, the best one last.
 
@@ -201,7 +208,7 @@ def plan_placements(
     def plan(layer: int) -> tuple[Bool[ndarray, "N E"], ...]:
         expert_TK = expert_LTK[layer]
         load_E, rng = np.bincount(expert_TK.ravel(), minlength=num_experts), np.random.default_rng([seed, layer])
-        home_NE = place_together(expert_TK, num_experts, workers, rng, cap=cap) == id_N
+        home_NE = place_together(expert_TK, num_experts, workers, rng, cap=cap, starts=starts) == id_N
         copies = (add_row_copies(expert_TK, home_NE, spare, cap=cap),) if spare else ()
         return number_NE, place_balanced(load_E, workers) == id_N, home_NE, *copies
 

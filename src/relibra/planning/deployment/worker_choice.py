@@ -81,7 +81,7 @@ class WorkerTraffic:
 
     rows_per_token     workers that a token goes to, once each
     busiest_worker     choices of the busiest worker / those of the mean, over all tokens
-    busiest_in_batch   the same in a batch of tokens drawn at random, over batches
+    busiest_in_batch   the same in a batch of tokens, over batches
     """
 
     rows_per_token: float
@@ -92,13 +92,13 @@ class WorkerTraffic:
 def count_traffic(
     expert_TLK: Shaped[ndarray, "T L K"],
     held_LNE: Bool[ndarray, "L N E"],
-    rng: np.random.Generator,
+    rng: np.random.Generator | None = None,
     *,
     cap: float = LOAD_CAP,
     batch: int = BATCH_TOKENS,
 ) -> WorkerTraffic:
-    """Return the rows and loads of tokens that arrive in random order and choose copies batch by batch."""
-    order_T = rng.permutation(len(expert_TLK))
+    """Return rows and loads of tokens that choose copies batch by batch, in random order; without `rng` in theirs."""
+    order_T = np.arange(len(expert_TLK)) if rng is None else rng.permutation(len(expert_TLK))
 
     def count(layer: int) -> Float64[ndarray, " 3"]:
         return np.array(_count(expert_TLK[order_T, layer].astype(np.int64), held_LNE[layer], cap, batch))
