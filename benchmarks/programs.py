@@ -50,6 +50,7 @@ class Program:
 
 PROGRAMS = (
     Program(name="recordings", folder="routes", minutes=0.1, takes_data=True),
+    Program(name="picked_together", folder="routes", minutes=3, takes_data=True, long=True),
     Program(name="routing", folder="routes", minutes=0.2),
     Program(name="route_path", folder="routes", minutes=0.5, threads=1),
     Program(name="route_import", folder="routes", minutes=2, long=True),

@@ -99,6 +99,18 @@ _RATIOS: tuple[Column, ...] = (
 )
 COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
     "recordings": Grouped(by=("case", "configuration"), over="ranks", figures=("mean", "median", "p95")),
+    "picked_together": Grouped(
+        by=("model", "split", "homes"),
+        over="copies",
+        figures=("other ranks", "load", "load in a micro-batch"),
+    ),
+    "picked_together_seconds": (
+        "case",
+        "dispatch",
+        "tokens",
+        ("planned ms", lambda row: row["planned"]),
+        *("there / planned", "moved / planned", "bound / bound"),
+    ),
     "routing": ("case", ("million per second", lambda row: row["median"]), "configuration"),
     "route_path": ("case", "us_per_token", "configuration"),
     "route_memory": ("case", "peak_gib", "target", "seconds", "configuration"),
