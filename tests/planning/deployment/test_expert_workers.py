@@ -220,3 +220,11 @@ def test_recorded_tokens_go_to_few_workers_on_held_out_samples(file, experts):
         assert round(mean["balance only"][1], 2) <= 1.09
         assert mean["with copies"][0] < rows
         assert mean["with copies"][2] < in_batch
+
+
+def test_traffic_in_the_given_order_counts_batches_of_neighbours():
+    """Four tokens of one worker, then four of the other: even in all, one busy worker in each batch."""
+    expert_TLK = np.repeat([[[0, 1]], [[2, 3]]], 4, axis=0)
+    held_LNE = np.array([[[True, True, False, False], [False, False, True, True]]])
+    traffic = count_traffic(expert_TLK, held_LNE, batch=4)
+    assert (traffic.rows_per_token, traffic.busiest_worker, traffic.busiest_in_batch) == (1.0, 1.0, 2.0)
