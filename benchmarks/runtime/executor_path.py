@@ -96,7 +96,7 @@ def prepared_layers(plan: StepPlan, step: Step, micro_batch: int, layer: int, *,
                 routes = _routes_of(step, micro_batch, rank)
                 start = time.thread_time()
                 tables_L = micro_batch_tables(plan, step.demand, rank, micro_batch)
-                rows = prepare_rows(tables_L, routes, NO_GROUP, send_once=True, pinned=pinned)
+                rows = prepare_rows(tables_L, routes, NO_GROUP, pinned=pinned)
                 seconds = (time.thread_time() - start) / len(tables_L)
                 assert rows.problem is None, "the routes are those of the plan"
                 if complete:

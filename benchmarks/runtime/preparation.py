@@ -91,7 +91,7 @@ def _work_of(tokens: int, layers: int, repetitions: int) -> Iterator[dict]:
     group, device, compiled, one_by_one = dist.group.WORLD, torch.device("cpu"), [], []
     for _ in range(repetitions + 1):
         start = time.thread_time()
-        rows = prepare_rows(micro_batch_tables(plan, demand, 0, 0), routes, group, send_once=True)
+        rows = prepare_rows(micro_batch_tables(plan, demand, 0, 0), routes, group)
         rows.lists_on(device, None)
         compiled.append((time.thread_time() - start) / layers * 1e3)
     for _ in range(3):

@@ -3,23 +3,24 @@
 Three things would make bits depend on the plan; each gets an order that no plan changes:
 
 - a row of a matrix product depends on how many rows are multiplied together, so each expert multiplies chunks of
-  exactly `CHUNK` rows, padded with zeros: always the same rows (`chunked_split`) in a call of the same shapes;
+  `CHUNK` rows, its last one the rest: always the same rows (`chunked_split`) in a call of the same shapes;
 - a weight gradient depends on the order of its sum, so each chunk gives one partial gradient and the home adds them in
   the order of chunks, whichever rank computed them;
 - the sum over a token's choices is made where the token came from, in the order of choices (`rows/dispatch.py`).
 
-The price: experts run forward twice, padding is computed, and each chunk of a replica sends a gradient home.
+The price: products are of `CHUNK` rows, and each chunk of a replica sends a gradient home. Chunks run one by one: in
+one call for several, bits of activation functions depend on where threads and vector registers cut the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from relibra.errors import EngineError
 from relibra.parallel.balanced import BalancedEP, parameters_replaced
@@ -28,7 +29,7 @@ from relibra.parallel.rows.sorted_rows import one_expert
 from relibra.planning.traffic.rank_tables import RankTables
 
 CHUNK = 128
-"""Rows of a matrix product."""
+"""Most rows of a matrix product."""
 Sums = Literal["fast", "canonical"]
 """Whether sums are added as is fastest, or in an order that no plan changes."""
 
@@ -38,6 +39,26 @@ def chunk_of(sums: Sums) -> int | None:
     if sums not in get_args(Sums):
         raise EngineError(f"sums is {sums!r}: allowed are {', '.join(get_args(Sums))}")
     return CHUNK if sums == "canonical" else None
+
+
+class _Chunk(NamedTuple):
+    """Rows of one expert that are multiplied together.
+
+    slot     of the expert, local
+    rows     of the chunk, among the rows of this rank
+    output   their results, with the graph of the inputs
+    inputs   the rows, then the trained weights `[1, ...]`
+    """
+
+    slot: int
+    rows: slice
+    output: Tensor
+    inputs: list[Tensor]
+
+    def gradients(self, of_output_YH: Tensor) -> list[Tensor]:
+        """Return the gradients of the inputs; those of weights are partial ones."""
+        of_output_XH = of_output_YH[self.rows].to(self.output.dtype, copy=True)  # aligned alike under every plan
+        return list(torch.autograd.grad(self.output, self.inputs, of_output_XH))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,94 +74,94 @@ class CanonicalExperts:
 
     def __call__(self, rows_YH: Tensor, homes: dict[str, Tensor]) -> Tensor:
         """Return the unweighted results of rows in the order of computation; the backward pass is collective."""
-        return _Canonical.apply(self, list(homes), rows_YH, *homes.values())
+        return _Canonical.apply(self, list(homes), torch.is_grad_enabled(), rows_YH, *homes.values())
 
-    def chunks(self, *, of_homes: bool) -> Iterator[tuple[int, slice]]:
-        """Yield (local slot, rows) of the chunks of homes, or of those of replicas, slot by slot."""
+    def chunks(self, *, of_homes: bool) -> Iterator[tuple[int, list[slice]]]:
+        """Yield (local slot, rows of its chunks) of homes, or of replicas."""
         start = 0
         for slot, rows in enumerate(self.tables.receive_RP.sum(axis=0).tolist()):
+            end = start + rows
             if (slot < self.tables.num_homes) == of_homes:
-                for begin in range(0, rows, CHUNK):
-                    yield slot, slice(start + begin, start + min(begin + CHUNK, rows))
-            start += rows
+                yield slot, [slice(begin, min(begin + CHUNK, end)) for begin in range(start, end, CHUNK)]
+            start = end
 
-    def run(self, weights: dict[str, Tensor], rows_XH: Tensor) -> Tensor:
-        """Run one expert `[1, ...]` on one chunk, padded; return the results of its rows."""
-        zeros_YH = rows_XH.new_zeros((CHUNK, rows_XH.shape[1]))
-        padded_YH = torch.cat([rows_XH, zeros_YH[len(rows_XH) :]])
-        rows = one_expert(CHUNK, rows_XH.device)
-        with parameters_replaced(self.layer.experts, weights):
-            return self.layer.run_rows(padded_YH, rows, padded_YH.new_ones((CHUNK, 1)))[: len(rows_XH)]
+    def weights_of(self, slot: int, homes: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights `[1, ...]` of a local slot."""
+        if slot < self.tables.num_homes or self.replicas is None:
+            return {name: weight[slot : slot + 1] for name, weight in homes.items()}
+        return self.replicas.weights_of(slot - self.tables.num_homes)
 
-    def gradients(
-        self, weights: dict[str, Tensor], rows_XH: Tensor, of_output_XH: Tensor, trained: list[str]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the gradients of a chunk: of its rows, and its partial ones of the trained weights `[1, ...]`."""
-        with torch.enable_grad():  # backward passes run without
-            rows = rows_XH.detach().requires_grad_()
-            leaves = {name: weight.detach().requires_grad_(name in trained) for name, weight in weights.items()}
-            output = self.run(leaves, rows)
-        inputs = [rows, *(leaves[name] for name in trained)]
-        of_rows, *of_weights = torch.autograd.grad(output, inputs, of_output_XH.to(output.dtype))
-        return of_rows, dict(zip(trained, of_weights, strict=True))
+    def run(self, rows_YH: Tensor, homes: dict[str, Tensor], trained: list[str], *, of_homes: bool) -> Iterator[_Chunk]:
+        """Yield the chunks of homes, or of replicas, after a forward pass."""
+        for slot, chunks in self.chunks(of_homes=of_homes):
+            own = {name: weight.detach() for name, weight in self.weights_of(slot, homes).items()}
+            leaves = [own[name].requires_grad_() for name in trained]
+            for rows in chunks:
+                rows_XH = rows_YH[rows].clone().requires_grad_()  # aligned alike under every plan
+                with parameters_replaced(self.layer.experts, own):
+                    one = one_expert(len(rows_XH), rows_XH.device)
+                    output_XH = self.layer.run_rows(rows_XH, one, rows_XH.new_ones((len(rows_XH), 1)))
+                yield _Chunk(slot, rows, output_XH, [rows_XH, *leaves])
 
 
 class _Canonical(torch.autograd.Function):
-    """Run the experts at home, then the replicas; backward runs the replicas first and sends their gradients home."""
+    """Run the experts at home, then the replicas; backward runs the replicas first and sends their gradients home.
+
+    What the backward pass of chunks needs is saved as that of the layer, so that checkpointing drops it and makes it
+    again; `kept` has it until the forward pass of the layer ends, and in the backward pass.
+    """
 
     @staticmethod
-    def forward(ctx: Any, layer: CanonicalExperts, names: list[str], rows_YH: Tensor, *homes: Tensor) -> Tensor:
-        ctx.layer, ctx.names, ctx.autocast = layer, names, _autocast_now(rows_YH.device.type)
-        ctx.save_for_backward(rows_YH, *homes)
-        output_YH = torch.empty_like(rows_YH)
-        weights = dict(zip(names, homes, strict=True))
-        for slot, rows in layer.chunks(of_homes=True):
-            output_YH[rows] = layer.run(_only(weights, slot), rows_YH[rows])
-        if layer.replicas is not None:
-            layer.replicas.wait_for_weights()
-            for slot, rows in layer.chunks(of_homes=False):
-                weights = layer.replicas.weights_of(slot - layer.tables.num_homes)
-                output_YH[rows] = layer.run(weights, rows_YH[rows])
+    def forward(
+        ctx: Any, layer: CanonicalExperts, names: list[str], with_backward: bool, rows_YH: Tensor, *homes: Tensor
+    ) -> Tensor:
+        weights, kept, output_YH = dict(zip(names, homes, strict=True)), list[Tensor](), torch.empty_like(rows_YH)
+        trained = [name for name, needs in zip(names, ctx.needs_input_grad[4:], strict=True) if needs]
+        ctx.layer, ctx.names, ctx.kept, ctx.chunks = layer, names, kept, {True: [], False: []}
+        ctx.trained = {name: (weights[name].shape, weights[name].dtype) for name in trained}
+
+        def keep(tensor: Tensor) -> int:
+            kept.append(tensor.detach())
+            return len(kept) - 1
+
+        with torch.set_grad_enabled(with_backward), saved_tensors_hooks(keep, kept.__getitem__):
+            for of_homes, chunks in ctx.chunks.items():
+                if not of_homes and layer.replicas is not None:
+                    layer.replicas.wait_for_weights()
+                for chunk in layer.run(rows_YH.detach(), weights, trained, of_homes=of_homes):
+                    output_YH[chunk.rows] = chunk.output.detach()
+                    if with_backward:
+                        chunks.append(chunk)
+        ctx.save_for_backward(*kept)
+        kept.clear()
         return output_YH
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        with ctx.autocast():  # the experts run forward once more
-            return _Canonical._backward(ctx, *gradients)
-
-    @staticmethod
-    def _backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         layer: CanonicalExperts = ctx.layer
-        rows_YH, *homes = ctx.saved_tensors
-        weights = dict(zip(ctx.names, homes, strict=True))
-        trained = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if needs]
-        of_rows_YH = torch.empty_like(rows_YH)
-        partials: dict[str, dict[int, Tensor]] = {name: {} for name in trained}
+        ctx.kept.extend(ctx.saved_tensors)
+        of_rows_YH, partials = torch.empty_like(gradients[0]), dict[str, dict[int, Tensor]]()
         if layer.replicas is not None:
-            partials = _run_replicas_backward(layer, rows_YH, gradients[0], of_rows_YH, trained)
-        sums: dict[str, dict[int, Tensor]] = {name: {} for name in trained}
-        for slot, rows in layer.chunks(of_homes=True):
-            of_rows_YH[rows], of_weights = layer.gradients(
-                _only(weights, slot), rows_YH[rows], gradients[0][rows], trained
-            )
-            for name, of_chunk in of_weights.items():
-                _add(sums[name], slot, of_chunk[0])
-        for name in trained:
+            partials = _run_replicas_backward(layer, ctx.chunks[False], gradients[0], of_rows_YH, list(ctx.trained))
+        sums = {  # rounded once
+            name: of_rows_YH.new_zeros(shape, dtype=torch.promote_types(dtype, torch.float32))
+            for name, (shape, dtype) in ctx.trained.items()
+        }
+        for chunk in ctx.chunks[True]:
+            of_rows_YH[chunk.rows], *of_weights = chunk.gradients(gradients[0])
+            for total, of_chunk in zip(sums.values(), of_weights, strict=True):
+                total[chunk.slot] += of_chunk[0]
+        ctx.kept.clear()
+        for name, total in sums.items():
             for n, push in layer.tables.pushes_from_here:
                 for of_chunk in partials[name][n]:
-                    _add(sums[name], push.home_slot, of_chunk)
-        of_homes: list[Tensor | None] = []
-        for name, home in weights.items():
-            of_home = torch.zeros_like(home) if name in trained else None
-            for slot, total in sums.get(name, {}).items():
-                assert of_home is not None, "only trained weights have sums"
-                of_home[slot] = total
-            of_homes.append(of_home)
-        return (None, None, of_rows_YH, *of_homes)
+                    total[push.home_slot] += of_chunk
+        of_homes = {name: sums[name].to(dtype) for name, (_, dtype) in ctx.trained.items()}
+        return None, None, None, of_rows_YH, *map(of_homes.get, ctx.names)
 
 
 def _run_replicas_backward(
-    layer: CanonicalExperts, rows_YH: Tensor, gradient_YH: Tensor, of_rows_YH: Tensor, trained: list[str]
+    layer: CanonicalExperts, chunks: list[_Chunk], gradient_YH: Tensor, of_rows_YH: Tensor, trained: list[str]
 ) -> dict[str, dict[int, Tensor]]:
     """Run the backward pass of this rank's replicas and return their gradients home; collective.
 
@@ -154,12 +175,10 @@ def _run_replicas_backward(
     rows_of = {push.slot: push.tokens for _, push in tables.pushes_to_here}
     own = {name: {spare: _empty_partials(like[name], n) for spare, n in rows_of.items()} for name in trained}
     done = dict.fromkeys(rows_of, 0)
-    for slot, rows in layer.chunks(of_homes=False):
-        spare = slot - tables.num_homes
-        of_rows_YH[rows], of_weights = layer.gradients(
-            replicas.weights_of(spare), rows_YH[rows], gradient_YH[rows], trained
-        )
-        for name, of_chunk in of_weights.items():
+    for chunk in chunks:
+        spare = chunk.slot - tables.num_homes
+        of_rows_YH[chunk.rows], *of_weights = chunk.gradients(gradient_YH)
+        for name, of_chunk in zip(trained, of_weights, strict=True):
             own[name][spare][done[spare]] = of_chunk[0]
         done[spare] += 1
     replicas.schedule.after_gradients(replicas.position)
@@ -175,21 +194,3 @@ def _run_replicas_backward(
 def _empty_partials(slots: Tensor, rows: int) -> Tensor:
     """Return an empty tensor for the partial gradients `[chunks, ...]` of this many rows."""
     return slots.new_empty((-(-rows // CHUNK), *slots.shape[1:]))
-
-
-def _autocast_now(device_type: str) -> Callable[[], torch.autocast]:
-    """Return a function that makes a context with the current autocast settings."""
-    dtype, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
-    return partial(torch.autocast, device_type, dtype=dtype, enabled=enabled)
-
-
-def _only(weights: dict[str, Tensor], slot: int) -> dict[str, Tensor]:
-    return {name: weight[slot : slot + 1] for name, weight in weights.items()}
-
-
-def _add(sums: dict[int, Tensor], slot: int, of_chunk: Tensor) -> None:
-    wide = of_chunk.to(torch.promote_types(of_chunk.dtype, torch.float32))
-    if slot in sums:
-        sums[slot] += wide
-    else:
-        sums[slot] = wide

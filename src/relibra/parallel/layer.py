@@ -73,11 +73,7 @@ def run_layer(layer: BalancedEP, planned: PlannedMicroBatch, position: int, toke
     returns    the weighted expert output `[T, H]`, 0 for padding
     """
     kinds = planned.kinds_of(len(tokens.hidden_TH), position)
-    if planned.canonical and kinds is not None:
-        planned_XH = _run_planned(layer, planned, position, tokens.rows(kinds.planned_X))
-        output_TH = planned_XH.new_zeros(tokens.hidden_TH.shape).index_copy(0, kinds.planned_X, planned_XH)
-    else:
-        output_TH = _run_planned(layer, planned, position, tokens)
+    output_TH = _run_planned(layer, planned, position, tokens)
     if planned.live_apart:
         tables, recorder = planned.tables_L[position], planned.pushes.recorder
         live_V = torch.zeros(0, dtype=torch.int64, device=output_TH.device) if kinds is None else kinds.live_V
@@ -94,10 +90,7 @@ def run_layer(layer: BalancedEP, planned: PlannedMicroBatch, position: int, toke
 
 
 def _run_planned(layer: BalancedEP, planned: PlannedMicroBatch, position: int, tokens: LayerInput) -> Tensor:
-    """Run the token-slots of the plan; push for this layer before, unless pushed early, and for the next one after.
-
-    tokens   of the whole batch with fast sums, of its planned rows with canonical ones
-    """
+    """Run the token-slots of the plan; push for this layer before, unless pushed early, and for the next one after."""
     planned.check_choices(position, tokens.experts_TK)
     tables, pushes = planned.tables_L[position], planned.pushes
     run = LayerRun(
@@ -167,7 +160,7 @@ def _run_homes_and_replicas(
 
 
 def _run_canonical(run: LayerRun, hidden_TH: Tensor, weights_TK: Tensor) -> Tensor:
-    """Send one row per token-slot; results are weighted and added where the tokens came from, in a fixed order."""
+    """Send rows; results are weighted and added where the tokens came from, in a fixed order."""
     choices = run.choice_exchange()
     rows_YH = dispatch_choices(run.lists, choices, hidden_TH, weights_TK.shape[1])
     experts = CanonicalExperts(layer=run.layer, tables=run.tables, replicas=run.replicas)

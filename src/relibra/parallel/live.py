@@ -38,7 +38,7 @@ from relibra.parallel.replicas.replica_gradients import LayerReplicas
 from relibra.parallel.replicas.replica_slots import ReplicaSlots
 from relibra.parallel.rows.exchange import all_gather
 from relibra.parallel.rows.prepared_rows import prepare_rows
-from relibra.parallel.rows.row_lists import RowLists, row_lists
+from relibra.parallel.rows.row_lists import RowLists
 from relibra.parallel.rows.sorted_rows import slot_ends
 from relibra.planning.baselines.live import TOLERANCE, solve_layer
 from relibra.planning.budget import MOST_SLOTS, MOST_TOLERANCE
@@ -269,12 +269,10 @@ def _exchange_counts(live: _Live, experts_TK: Int64[Tensor, "T K"], place: Place
 
 
 def _list_rows(live: _Live, tables: RankTables, experts_TK: Int64[Tensor, "T K"]) -> RowLists:
-    """Return the row lists of a layer; collective with fast sums.
+    """Return the row lists of a layer; collective.
 
     experts_TK   on the CPU
     """
-    if live.chunk is not None:
-        return row_lists(tables, experts_TK.numpy(), live.slots.state.device)
     num_rows, num_experts = len(experts_TK), len(tables.tokens_E)
     routes = BatchRoutes(
         experts_TLK=experts_TK.to(torch.uint8 if num_experts <= 256 else torch.int32).unsqueeze(1),
@@ -289,6 +287,6 @@ def _list_rows(live: _Live, tables: RankTables, experts_TK: Int64[Tensor, "T K"]
         coverage=1.0,
     )
     pinned = live.slots.state.device.type == "cuda"  # from other memory the copy would wait for the work before it
-    rows = prepare_rows([tables], routes, live.agreement.group, send_once=True, dispatch=live.dispatch, pinned=pinned)
+    rows = prepare_rows([tables], routes, live.agreement.group, dispatch=live.dispatch, pinned=pinned)
     [lists] = rows.lists_on(live.slots.state.device, None)
     return lists

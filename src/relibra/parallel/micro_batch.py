@@ -120,11 +120,9 @@ class PlannedMicroBatch:
     def check_choices(self, position: int, experts_TK: Int64[Tensor, "T K"]) -> None:
         """Compare the choices of the router with the routes; on an accelerator only their number, which needs no sync.
 
-        experts_TK   of the whole batch with fast sums, of its planned rows with canonical ones
-        raises       EngineError: the replay did not reach this layer, or something changed its choices
+        raises   EngineError: the replay did not reach this layer, or something changed its choices
         """
-        tables = self.tables_L[position]
-        kinds = None if self.canonical else self.kinds
+        tables, kinds = self.tables_L[position], self.kinds
         if experts_TK.is_cpu:
             planned_XK = experts_TK if kinds is None else experts_TK[kinds.planned_X]
             actual_E = np.bincount(planned_XK.flatten(), minlength=len(tables.tokens_E))

@@ -138,7 +138,12 @@ class Preparation:
         ):
             tables_L = micro_batch_tables(step.plan, step.demand, self._rank, number, step.chunk)
             return prepare_rows(
-                tables_L, routes, self._group, send_once=step.chunk is None, dispatch=step.plan.dispatch, pinned=on_gpu
+                tables_L,
+                routes,
+                self._group,
+                dispatch=step.plan.dispatch,
+                may_join_live=step.chunk is None,
+                pinned=on_gpu,
             )
 
 

@@ -56,7 +56,7 @@ def lists_of_all(case, m, dispatch, live_R=None):
         kinds = (np.arange(len(experts_TLK)), len(experts_TLK) + np.arange(live)) if live else ()
         tables_L = micro_batch_tables(plan, case.demand, rank, m)
         routes = routes_of(tables_L, experts_TLK, *kinds)
-        rows = prepare_rows(tables_L, routes, group, send_once=True, dispatch=dispatch)
+        rows = prepare_rows(tables_L, routes, group, dispatch=dispatch)
         return rows.lists_on(CPU, rows.kinds)
 
     with mock.patch.object(live_rows, "MOST_SHARE", 100):

@@ -5,8 +5,9 @@ Two differentiable pairs; the backward pass of each exchange is the reverse exch
 
 tokens    a token goes to a rank once and is copied there for each of its experts; results are weighted and added there,
           and one row comes back, in one or two hops (`relays.py`). Used by fast sums
-choices   one row per token-slot in both directions; the sender weights and adds in the order of choices, so that no sum
-          depends on which rank computed what. Used by canonical sums
+choices   a token, and the gradient of its result, goes to a rank once likewise; one row per token-slot comes back, and
+          is added where the token came from in the order of choices, so that no sum depends on which rank computed
+          what. Used by canonical sums
 
 Rows `[Y, H]` to compute are ordered by local slot, source rank and position.
 """
@@ -35,15 +36,7 @@ def dispatch_tokens(
     choices   exchange of one row per token-slot; hops take group, place and recorder from it
     raises    EngineError when a peer is gone or the group's time-out has passed
     """
-    tokens = _token_rows(lists)
-    rows_XH = hidden_TH if tokens.by_node_X is None else _Gather.apply(hidden_TH, tokens.by_node_X)
-    for hop in tokens.hops:
-        rows_XH = _exchange_hop(_Gather.apply(rows_XH, hop.index_X), hop, choices)
-    weights_X1 = weights_TK.reshape(-1, 1)
-    select = _Permute if len(lists.choice_X) == len(weights_X1) else _Gather  # some rows may not be planned
-    weight_Y1 = exchange(select.apply(weights_X1, lists.choice_X), replace(choices, label="gate weights"))
-    weight_Y1 = _Permute.apply(weight_Y1, lists.compute_order_Y)
-    return _Gather.apply(rows_XH, tokens.arrived_Y), weight_Y1
+    return _send_tokens(lists, choices, hidden_TH), _send_weights(lists, choices, weights_TK)
 
 
 def combine_tokens(
@@ -66,23 +59,88 @@ def combine_tokens(
 def dispatch_choices(
     lists: RowLists, choices: AllToAll, hidden_TH: Float[Tensor, "T H"], top_k: int
 ) -> Float[Tensor, "Y H"]:
-    """Return the rows that this rank computes; collective, raises as `dispatch_tokens`."""
-    hidden_TKH = hidden_TH.unsqueeze(1).expand(-1, top_k, -1)  # backward adds K rows in their order
-    arrived_YH = exchange(_Permute.apply(hidden_TKH.flatten(0, 1), lists.choice_X), choices)
-    return _Permute.apply(arrived_YH, lists.compute_order_Y)
+    """Return the rows that this rank computes; collective, raises as `dispatch_tokens`.
+
+    Without rows of tokens in `lists` one row per token-slot goes in this direction too.
+    """
+    rows_YH: Tensor = _DispatchChoices.apply(hidden_TH, top_k, lists, choices)
+    return rows_YH
 
 
 def combine_choices(
     lists: RowLists, choices: AllToAll, output_YH: Float[Tensor, "Y H"], weights_TK: Float[Tensor, "T K"]
 ) -> Float[Tensor, "T H"]:
     """Return the weighted results of this rank's tokens from results of rows; the reverse of `dispatch_choices`."""
-    back_XH = exchange(_Permute.apply(output_YH, _inverse(lists.compute_order_Y)), choices.back)
-    output_TKH = _Permute.apply(back_XH, _inverse(lists.choice_X)).unflatten(0, weights_TK.shape)
-    return (output_TKH * weights_TK.unsqueeze(-1)).sum(dim=1)
+    output_TH: Tensor = _CombineChoices.apply(output_YH, weights_TK, lists, choices)
+    return output_TH
+
+
+class _DispatchChoices(torch.autograd.Function):
+    """Copy tokens to the rows that are computed; gradients of the K rows of a token are added in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TH: Tensor, top_k: int, lists: RowLists, choices: AllToAll) -> Tensor:
+        ctx.lists, ctx.choices, ctx.shape_TK = lists, choices, (len(hidden_TH), top_k)
+        return _send_tokens(lists, choices, hidden_TH, top_k)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _return_choices(ctx.lists, ctx.choices, gradients[0], ctx.shape_TK).sum(dim=1), None, None, None
+
+
+class _CombineChoices(torch.autograd.Function):
+    """Weight and add the results of a token in the order of its choices; backward weights where rows are computed."""
+
+    @staticmethod
+    def forward(ctx: Any, output_YH: Tensor, weights_TK: Tensor, lists: RowLists, choices: AllToAll) -> Tensor:
+        output_TKH = _return_choices(lists, choices, output_YH, weights_TK.shape)
+        ctx.lists, ctx.choices = lists, choices
+        ctx.save_for_backward(output_TKH, weights_TK)
+        return (output_TKH * weights_TK.unsqueeze(-1)).sum(dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        output_TKH, weights_TK = ctx.saved_tensors
+        rows_YH = _send_tokens(ctx.lists, ctx.choices, gradients[0], weights_TK.shape[1])
+        of_output_YH = rows_YH * _send_weights(ctx.lists, ctx.choices, weights_TK)
+        of_weights_TK = (gradients[0].unsqueeze(1) * output_TKH).sum(dim=-1)
+        return of_output_YH.to(output_TKH.dtype), of_weights_TK.to(weights_TK.dtype), None, None
+
+
+def _send_tokens(lists: RowLists, choices: AllToAll, rows_TH: Tensor, top_k: int = 0) -> Tensor:
+    """Return the rows `[Y, H]` that this rank computes, of tokens that go to a rank once; collective.
+
+    top_k   one row per token-slot goes if the lists have no rows of tokens
+    """
+    if lists.tokens is None:
+        arrived_XH = exchange(rows_TH.index_select(0, lists.choice_X // top_k), choices)
+        return arrived_XH.index_select(0, lists.compute_order_Y)
+    by_node_X = lists.tokens.by_node_X
+    rows_XH: Tensor = rows_TH if by_node_X is None else _Gather.apply(rows_TH, by_node_X)
+    for hop in lists.tokens.hops:
+        rows_XH = _exchange_hop(_Gather.apply(rows_XH, hop.index_X), hop, choices)
+    rows_YH: Tensor = _Gather.apply(rows_XH, lists.tokens.arrived_Y)
+    return rows_YH
+
+
+def _send_weights(lists: RowLists, choices: AllToAll, weights_TK: Tensor) -> Tensor:
+    """Return the gate weights `[Y, 1]` of the planned rows that this rank computes; collective."""
+    weights_X1 = weights_TK.reshape(-1, 1)
+    select = _Permute if len(lists.choice_X) == len(weights_X1) else _Gather  # some rows may not be planned
+    weight_X1 = exchange(select.apply(weights_X1, lists.choice_X), replace(choices, label="gate weights"))
+    weight_Y1: Tensor = _Permute.apply(weight_X1, lists.compute_order_Y)
+    return weight_Y1
+
+
+def _return_choices(lists: RowLists, choices: AllToAll, rows_YH: Tensor, shape_TK: Sequence[int]) -> Tensor:
+    """Return the computed rows `[T, K, H]` of this rank's tokens, 0 where none is planned; collective."""
+    back_XH = exchange(rows_YH.index_select(0, _inverse(lists.compute_order_Y)), choices.back)
+    rows_XH = back_XH.new_zeros((shape_TK[0] * shape_TK[1], back_XH.shape[1]))
+    return rows_XH.index_copy_(0, lists.choice_X.long(), back_XH).unflatten(0, tuple(shape_TK))
 
 
 def _token_rows(lists: RowLists) -> TokenRows:
-    assert lists.tokens is not None, "tokens are sent once with fast sums only"
+    assert lists.tokens is not None, "tokens are sent once"
     return lists.tokens
 
 

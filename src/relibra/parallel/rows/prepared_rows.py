@@ -64,11 +64,10 @@ class PreparedRows:
     live_R              live rows of each rank
     live_travel_along   whether live rows travel with the planned ones; otherwise they have an exchange of their own
     kinds               planned and live rows of this rank; None: all are planned
-    numbers             choices of all layers, then their orders of computation and local slots. If tokens go to a rank
-                        once: arrived rows, then rows by node (if `by_node`), the indices of each hop, and arrived live
-                        rows (if live rows travel along)
+    numbers             choices of all layers, then their orders of computation, local slots and arrived rows, rows by
+                        node (if `by_node`), the indices of each hop, and arrived live rows (if live rows travel along)
     sizes               of these lists, one after another
-    hops                sizes of each hop in all layers; None: one row per token-slot
+    hops                sizes of each hop in all layers; None: there are no lists
     by_node             whether rows are copied by node before the first hop (`TokenRows`)
     """
 
@@ -110,35 +109,32 @@ def prepare_rows(
     routes: BatchRoutes | None,
     group: dist.ProcessGroup,
     *,
-    send_once: bool,
     dispatch: Dispatch = "flat",
+    may_join_live: bool = True,
     pinned: bool = False,
 ) -> PreparedRows:
     """Return the tables and lists of a micro-batch; collective over the group.
 
-    With `send_once` the lists have row numbers of the batch, else of its planned rows.
-
-    tables_L    of this rank
-    routes      None: this rank has no sample, and its whole batch is filler
-    group       exchanges tensors of the CPU
-    send_once   tokens go to a rank once; False: one row per token-slot
-    dispatch    how tokens reach other nodes, with `send_once`
-    pinned      the lists lie in page-locked memory, from which a GPU copies beside its work
-    raises      EngineError when a peer is gone or the group's time-out has passed
+    tables_L        of this rank
+    routes          None: this rank has no sample, and its whole batch is filler
+    group           exchanges tensors of the CPU
+    dispatch        how tokens reach other nodes
+    may_join_live   a few live rows travel with the planned ones; False: they would change chunks of canonical sums
+    pinned          the lists lie in page-locked memory, from which a GPU copies beside its work
+    raises          EngineError when a peer is gone or the group's time-out has passed
     """
     names, rows_L = ("tokens_E", "send_RP", "first_RP", "receive_RP"), [int(one.receive_RP.sum()) for one in tables_L]
     tables = _Stacked(*(np.stack([getattr(one, name) for one in tables_L]) for name in names))
     choices, computed = int(tables.send_LRP.sum()), sum(rows_L)
-    room = [choices, computed, computed, computed * send_once, choices * send_once]
+    room = [choices, computed, computed, computed, choices]
     numbers = torch.empty(sum(room), dtype=torch.int32, pin_memory=pinned)
     choice_X, order_Y, slot_Y, arrived_Y, token_Z = np.split(numbers.numpy(), np.cumsum(room[:-1]))
     kinds = RowKinds.of(routes, pinned=pinned)
-    own = _order_own(tables_L, tables, routes, kinds, choice_X, token_Z if send_once else None)
+    own = _order_own(tables_L, tables, routes, kinds, choice_X, token_Z)
     order_arrived(tables.receive_LRP, order_Y, slot_Y)
-    received, heads_RX = _exchange(tables_L, tables, own, group, send_once=send_once)
+    received, heads_RX = _exchange(tables_L, tables, own, group)
     differs_R, live_R, planned_R = heads_RX[:, :3].T.astype(np.int64)
-    sizes = [*tables.tokens_LE.sum(axis=1).tolist(), *rows_L * (3 if send_once else 2)]
-    sizes += own.send_LR.sum(axis=1).tolist() * send_once
+    sizes = [*tables.tokens_LE.sum(axis=1).tolist(), *rows_L * 3, *own.send_LR.sum(axis=1).tolist()]
     rows = PreparedRows(
         tables_L=tables_L,
         differs_R=[differs > 0 for differs in differs_R.tolist()],
@@ -150,13 +146,13 @@ def prepare_rows(
         sizes=sizes,
         hops=None,
     )
-    if not send_once or any(rows.differs_R):
+    if any(rows.differs_R):
         return rows
     receive_LR = heads_RX[:, 3:].T.astype(np.int64)
     place_arrived(tables.receive_LRP, receive_LR, received, arrived_Y)
     L, lists = len(tables_L), np.split(rows.numbers.numpy(), np.cumsum(sizes)[:-1])
     sent = SentRows(lists[4 * L :], own.send_LR, receive_LR, lists[3 * L : 4 * L], [])
-    if may_join(live_R, planned_R):
+    if may_join_live and may_join(live_R, planned_R):
         sent = _join(sent, kinds, live_R)
     return _with_hops(rows, lists[: 3 * L], hops_of(sent, tables_L, group, dispatch), pinned=pinned)
 
@@ -245,23 +241,21 @@ def _order_own(
     routes: BatchRoutes | None,
     kinds: RowKinds | None,
     choice_X: Int32[ndarray, " X"],
-    token_Z: Int32[ndarray, " Z"] | None,
+    token_Z: Int32[ndarray, " Z"],
 ) -> _OwnRows:
     """Order the rows that this rank sends, unless its routes are not those of the tables.
 
     choice_X   receives the choices of all layers
-    token_Z    receives the tokens of all layers, at its beginning; None: one row per token-slot, numbered without the
-               rows that are not planned
+    token_Z    receives the tokens of all layers, at its beginning
     """
     L, R, _ = tables.send_LRP.shape
     experts_XLK = _recorded_experts(routes, kinds, L)
     live, planned = 0 if kinds is None else len(kinds.live_V), len(experts_XLK)
-    row_T = np.arange(planned) if kinds is None or token_Z is None else kinds.planned_X.numpy()
+    row_T = np.arange(planned) if kinds is None else kinds.planned_X.numpy()
     send_LR, message_X = np.zeros((L, R), dtype=np.int64), np.empty(len(choice_X) + R * (3 + L), dtype=np.int32)
     if routes is not None and list(routes.layer_ids) != [one.place.layer_id for one in tables_L]:
         return _OwnRows("they are of other layers", live, planned, send_LR, message_X)
     if experts_XLK.size == len(choice_X):
-        token_Z = np.empty_like(choice_X) if token_Z is None else token_Z
         if order_rows(experts_XLK, row_T, *tables[:3], choice_X.reshape(L, -1), token_Z, send_LR, message_X) < 0:
             return _OwnRows(None, live, planned, send_LR, message_X)
         send_LR[:] = 0
@@ -277,9 +271,9 @@ def _recorded_experts(routes: BatchRoutes | None, kinds: RowKinds | None, num_la
 
 
 def _exchange(
-    tables_L: Sequence[RankTables], tables: _Stacked, own: _OwnRows, group: dist.ProcessGroup, *, send_once: bool
+    tables_L: Sequence[RankTables], tables: _Stacked, own: _OwnRows, group: dist.ProcessGroup
 ) -> tuple[Int32[ndarray, " X"], Int32[ndarray, "R Y"]]:
-    """Exchange what each rank knows of its rows, and with `send_once` the row of each token-slot; collective.
+    """Exchange what each rank knows of its rows, and the row of each token-slot; collective.
 
     returns   the messages of all ranks, and their heads: whether routes differ, live rows, planned rows, and the tokens
               of each layer
@@ -288,10 +282,7 @@ def _exchange(
     head, common = 3 + L, [own.problem is not None, own.live, own.planned]
     send_R, receive_R = head + tables.send_LRP.sum(axis=(0, 2)), head + tables.receive_LRP.sum(axis=(0, 2))
     message_X, heads_RX = own.message_X, np.column_stack([np.tile(common, (R, 1)), own.send_LR.T]).astype(np.int32)
-    if send_once:
-        message_X[(np.cumsum(send_R) - send_R)[:, None] + np.arange(head)] = heads_RX
-    else:
-        message_X, send_R, receive_R = heads_RX.ravel(), np.full(R, head), np.full(R, head)
+    message_X[(np.cumsum(send_R) - send_R)[:, None] + np.arange(head)] = heads_RX
     sizes = AllToAll(
         send_R=send_R.tolist(), receive_R=receive_R.tolist(), group=group, place=tables_L[0].place._replace(layer_id=-1)
     )

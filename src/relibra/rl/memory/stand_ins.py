@@ -104,9 +104,7 @@ class StandIns:
         replace_in(preparation, prepare_rows=prepare_pageable)
         replace_in(prepared_rows, _exchange=self._exchange)
 
-    def _exchange(
-        self, tables_L: Any, tables: Any, own: Any, _group: Any, *, send_once: bool
-    ) -> tuple[ndarray, ndarray]:
+    def _exchange(self, tables_L: Any, tables: Any, own: Any, _group: Any) -> tuple[ndarray, ndarray]:
         """Return what all ranks send to this one: each is asked for its own rows."""
         place, pieces, heads, step = tables_L[0].place, list[ndarray](), list[ndarray](), self._step
         head = 3 + len(tables_L)
@@ -118,16 +116,14 @@ class StandIns:
                 its = prepared_rows._Stacked(*(np.stack([getattr(one, name) for one in its_L]) for name in names))
                 routes = self.routes.get((place.micro_batch, rank))
                 kinds, room = prepared_rows.RowKinds.of(routes, pinned=False), int(its.send_LRP.sum())
-                token_Z = np.empty(room, np.int32) if send_once else None
-                rows = prepared_rows._order_own(its_L, its, routes, kinds, np.empty(room, np.int32), token_Z)
+                choice_X, token_Z = np.empty((2, room), np.int32)
+                rows = prepared_rows._order_own(its_L, its, routes, kinds, choice_X, token_Z)
             common = [rows.problem is not None, rows.live, rows.planned, *rows.send_LR[:, place.rank]]
             piece = np.array(common, dtype=np.int32)
             heads.append(piece)
-            if send_once:
-                send_R = head + its.send_LRP.sum(axis=(0, 2))
-                first = (np.cumsum(send_R) - send_R)[place.rank]
-                piece = np.concatenate([piece, rows.message_X[first + head : first + send_R[place.rank]]])
-            pieces.append(piece)
+            send_R = head + its.send_LRP.sum(axis=(0, 2))
+            first = (np.cumsum(send_R) - send_R)[place.rank]
+            pieces.append(np.concatenate([piece, rows.message_X[first + head : first + send_R[place.rank]]]))
         return np.concatenate(pieces), np.stack(heads)
 
     def _share_rows_evenly(self) -> None:
