@@ -292,6 +292,8 @@ def _reached(rows: list[dict]) -> Iterator[dict]:
         yield row(name, "throughput / balanced routes", relibra["ratio_to_balanced"], 0.95)
         yield row(name, "throughput / EPLB by the same runtime", _ratio(relibra, of["eplb"]), 1.0)
         yield row(name, "throughput / live balancing, equal slots", _ratio(relibra, of["live"]), 1.0)
+        if "canonical" in of:
+            yield row(name, "throughput, canonical sums / fast sums", _ratio(of["canonical"], relibra), 0.75)
         balanced, native = of["balanced routes"], of["balanced routes, all_to_all"]
         yield row(name, "balanced routes: throughput / all_to_all", _ratio(balanced, native), 1.0)
         yield row(name, "exposed pushes and returns, share of the step", relibra["exposed_share"], 0.02, at_most=True)
