@@ -84,12 +84,12 @@ def counted_step(case, folder):
 
 
 def test_tokens_are_sent_once_and_experts_run_once(tmp_path):
-    fast = long_step(2)
+    fast = long_step(2, replicas=[])  # quotas of replicas would differ
     cases = {"fast": fast, "canonical": replace(fast, sums="canonical")}
     found = on_ranks(2, cases, tmp_path, counted_step)
     for rank, (of_fast, of_canonical) in enumerate(zip(*found.values(), strict=True)):
         tables = [rank_tables(fast.plan, fast.demand, rank, m, layer, CHUNK) for m, layer in np.ndindex(2, 3)]
         rows_XP = np.stack([one.receive_RP.sum(axis=0) for one in tables])
         assert of_canonical["runs"] == (-(-rows_XP // CHUNK)).sum()
-        assert 0 < of_canonical["dispatch"]
+        assert of_canonical["dispatch"] == of_fast["dispatch"] > 0
         assert of_canonical["combine"] > of_fast["combine"]
