@@ -99,6 +99,7 @@ CASES = {
         *("rollout.window=12", "rollout.max_response=24", "rollout.refill=true"),
         *("run.steps=6", "trace.keep=9", "checkpoint.every=3"),
     ),
+    "keep": (*TPPO[:-3], "rollout.on_update=keep", "run.steps=6", "trace.keep=9", "checkpoint.every=3"),
     "dapo": ("run.steps=4", "trace.keep=9", "checkpoint.every=2"),
     "r2": ("algorithm.replay=R2", "run.steps=4", "trace.keep=9", "checkpoint.every=2"),
     "reference": (

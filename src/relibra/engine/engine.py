@@ -34,6 +34,9 @@ class EngineLimits:
 class Engine:
     """Samples sequences with one KV cache.
 
+    forward          the pass of the model; another may take its place between steps, and so may its weights: keys and
+                     values that are there stay as they are
+    limits           of the next steps
     running          sequences whose latest token is fed next; the cache holds the tokens before it
     waiting          sequences that have not begun
     prefills         prompts that are being fed
@@ -53,7 +56,7 @@ class Engine:
                  prompt is computed once for all its sequences, pieces and decode steps take turns, and no sequence is
                  moved but into the slot of one that ended
         """
-        self._forward, self._config, self._limits = forward, config, limits
+        self.forward, self._config, self.limits = forward, config, limits
         self._pad_id, self._exact = pad_id, exact
         self.waiting: deque[Sequence] = deque()
         self.prefills: deque[Prefill] = deque()
@@ -76,7 +79,7 @@ class Engine:
     def cache_usage(self) -> float:
         """Share of the KV cache that sequences under way may need; at 1 no other begins."""
         count, longest = self._begun()
-        return count * longest / self._limits.kv_tokens
+        return count * longest / self.limits.kv_tokens
 
     def step(self) -> list[Sequence]:
         """Admit sequences that fit, run one forward pass, and return the sequences that have a token more."""
@@ -98,7 +101,7 @@ class Engine:
         for scored in (True, False):
             own = [sequence for sequence in by_length if sequence.sampling.prompt_log_probs == scored]
             sharing = [[sequence] for sequence in own] if self._exact else share_prompts(own)
-            for group in group_prompts([len(one[0].prompt) for one in sharing], self._limits.max_tokens):
+            for group in group_prompts([len(one[0].prompt) for one in sharing], self.limits.max_tokens):
                 self._begin_together([sharing[index] for index in group])
 
     def _begin_together(self, sharing: Several[Several[Sequence]]) -> None:
@@ -125,10 +128,10 @@ class Engine:
             return
         fresh: list[Sequence] = []
         count, longest = self._begun()
-        while self.waiting and count < self._limits.max_running:
+        while self.waiting and count < self.limits.max_running:
             sequence = self.waiting[0]
             widest = max(longest, sequence.longest)
-            if count and (count + 1) * widest > self._limits.kv_tokens:
+            if count and (count + 1) * widest > self.limits.kv_tokens:
                 break
             if not self.can_join and (count > len(fresh) or (fresh and len(fresh[0].prompt) != len(sequence.prompt))):
                 break  # a batch of prompts of one length, which others do not join: states have no room for padding
@@ -164,7 +167,7 @@ class Engine:
     def _feed_piece(self) -> list[Sequence]:
         """Feed a piece of the first prompts; after the last piece, sample and join the running sequences."""
         prefill = self.prefills.popleft()
-        logits_SV = prefill.feed(self._forward, self._limits.max_tokens)
+        logits_SV = prefill.feed(self.forward, self.limits.max_tokens)
         self.prefill_passes += 1
         if logits_SV is None:  # pieces in turn: a short prompt does not wait for a long one
             self.prefills.append(prefill)
@@ -200,7 +203,7 @@ class Engine:
         token_B1 = torch.tensor([[sequence.latest] for sequence in batch])
         length_B1 = torch.tensor([[sequence.length] for sequence in batch])
         mask_BC = torch.arange(self._width + 1) > self._width - length_B1
-        logits_B1V, experts_BLK = self._forward(token_B1, mask_BC, self._cache)
+        logits_B1V, experts_BLK = self.forward(token_B1, mask_BC, self._cache)
         self.decode_steps += 1
         self._width += 1
         if experts_BLK is not None:
@@ -216,5 +219,5 @@ class Engine:
 
     def _make_room(self, rows: int, columns: int) -> None:
         """Make room in the cache within what prompts under way leave."""
-        left = self._limits.kv_tokens - sum(prefill.cache.room.tokens for prefill in self.prefills)
+        left = self.limits.kv_tokens - sum(prefill.cache.room.tokens for prefill in self.prefills)
         self._cache.make_room(rows, columns, left)

@@ -30,6 +30,7 @@ from relibra.rl.model.optimizer import make_optimizer
 from relibra.rl.model.policy import Policy, build_policy, reference_policy, save_policy
 from relibra.rl.model.sharding import save_activations
 from relibra.rl.model.tokenizer import Tokenizer, make_tokenizer
+from relibra.rl.rollout.embedded import EmbeddedEngine
 from relibra.rl.rollout.engines import check_engine, make_engine, sync_weights
 from relibra.rl.rollout.own_server import own_server
 from relibra.rl.rollout.prompt_lengths import encode_prompt, fit_prompts
@@ -135,6 +136,8 @@ def _train(
             step += 1
             if config.checkpoint.every and step % config.checkpoint.every == 0:
                 saved = _stage(writer, step, learner, progress)
+                if isinstance(learner.engine, EmbeddedEngine):
+                    learner.engine.kept = None  # a resumed run has none
             metrics["seconds"]["checkpoint"] = round(writer.take_seconds(), 4)
             if logs:
                 logs.append(metrics, result.responses, task, tokenizer)

@@ -39,6 +39,22 @@ def test_live_responses_go_first_and_fresh_ones_fill_the_rest(case, num_ranks):
     assert admission == plan_admission(live[::-1], slots, cursor, num_ranks), "the order of reports decides nothing"
 
 
+@given(st.integers(1, 5), st.integers(1, 30), st.data())
+def test_kept_responses_stay_while_a_rank_has_places(num_ranks, slots, data):
+    """Also after a resume on fewer ranks, where some have to move."""
+    ranks_before = data.draw(st.integers(num_ranks, 6))
+    kept_on = {s: data.draw(st.integers(0, ranks_before - 1)) for s in range(data.draw(st.integers(0, slots)))}
+    live = [(sample, 1 + sample % 3) for sample in kept_on]
+    rank_of = plan_admission(live, slots, SampleCursor(next_sample=50), num_ranks, kept_on).rank_of
+    counts = np.bincount(list(rank_of.values()), minlength=num_ranks)
+    assert counts.sum() == slots
+    assert counts.max() - counts.min() <= 1
+    for rank in range(num_ranks):
+        there = [sample for sample, home in kept_on.items() if home == rank]
+        stayed = sum(rank_of[sample] == rank for sample in there)
+        assert stayed == min(len(there), len(range(rank, slots, num_ranks)))
+
+
 def test_admission_of_a_small_case_is_what_the_rule_says():
     admission = plan_admission([(4, 1), (1, 2), (9, 2)], slots=5, cursor=SampleCursor(next_sample=12), num_ranks=2)
     assert admission.rank_of == {1: 0, 9: 1, 4: 0, 12: 1, 13: 0}

@@ -187,8 +187,8 @@ def test_a_first_window_that_is_cut_short_makes_one_window_more():
     assert (4, 32) in windows.values()
 
 
-@pytest.mark.parametrize("window", [4, 12])
-def test_refills_give_the_responses_of_whole_rollouts(window):
+@pytest.mark.parametrize(("window", "keeps"), [(4, False), (4, True), (12, False), (12, True)])
+def test_refills_give_the_responses_of_whole_rollouts(window, keeps):
     """With weights that stay, sample by sample, token by token; the embedded engine draws by sample and place."""
     settings = (
         "rollout.max_response=24",
@@ -203,6 +203,7 @@ def test_refills_give_the_responses_of_whole_rollouts(window):
         temperature=1.0,
         seed=3,
         max_batch=6,
+        keeps=keeps,
     )
     ended = {}
     done = follow(

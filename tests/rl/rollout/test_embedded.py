@@ -75,7 +75,9 @@ def _further_model(family: str) -> torch.nn.Module:
     return model
 
 
-def engine(model, *, seed=0, stop_ids=STOP_IDS, temperature=1.0, max_batch=64, shortest=1) -> EmbeddedEngine:
+def engine(
+    model, *, seed=0, stop_ids=STOP_IDS, temperature=1.0, max_batch=64, shortest=1, keeps=False
+) -> EmbeddedEngine:
     return EmbeddedEngine(
         model=model,
         pad_id=0,
@@ -85,6 +87,7 @@ def engine(model, *, seed=0, stop_ids=STOP_IDS, temperature=1.0, max_batch=64, s
         max_batch=max_batch,
         record=model.config.model_type != "qwen3",
         shortest=shortest,
+        keeps=keeps,
     )
 
 
@@ -155,6 +158,102 @@ def test_continued_response_has_all_routes_of_its_last_weights(family):
     responses, _ = roll_out(engine(new, stop_ids=(), max_batch=4), responses, window=100, version=5)
     assert {response.finish_reason for response in responses} == {"length"}
     assert {response.length for response in responses} == {24}
+
+
+def windows_of(sampler, calls, *, between=None):
+    """Sample windows of five tokens in nine places, with new responses in free ones; return what ended, and costs."""
+    starts, live, ended, costs = iter(fresh(PROMPTS * 9)), [], {}, []
+    for call in range(calls):
+        live += itertools.islice(starts, 9 - len(live))
+        if between:
+            between(call, live)
+        responses, cost = roll_out(sampler, live, window=5, max_response=22, version=call)
+        ended |= {one.sample_id: one for one in responses}
+        live = [one for one in responses if one.finish_reason is None]
+        costs.append(cost)
+    return ended, costs
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3", "qwen3_next"])
+def test_kept_responses_are_those_that_are_fed_again(family):
+    """Weights stay: tokens, log-probs and routes; new responses join, others end; attention windows slide."""
+    model = model_of(family)
+    cut, again = windows_of(engine(model), 8)
+    kept, costs = windows_of(engine(model, keeps=True), 8)
+    assert tokens_of(kept.values()) == tokens_of(cut.values())
+    assert {one.finish_reason for one in kept.values()} == {None, "stop", "length"}
+    tolerance = 5e-4 if family == "qwen3_next" else 2e-5
+    for sample, one in kept.items():
+        assert one.windows == cut[sample].windows
+        np.testing.assert_allclose(one.log_probs_r, cut[sample].log_probs_r, atol=tolerance)
+        assert (one.experts_mLK is None) == (family == "qwen3")
+        assert one.experts_mLK is None or np.array_equal(one.experts_mLK, cut[sample].experts_mLK)
+    assert [one.decode_steps for one in costs] == [one.decode_steps for one in again]
+    assert [one.busy_slot_steps for one in costs] == [one.busy_slot_steps for one in again]
+    if family == "qwen3_next":  # its caches cannot be joined
+        assert costs == again
+        return
+    assert sum(one.prefilled_tokens for one in costs) == sum(one.prompt_length for one in kept.values())
+    assert sum(one.prefilled_tokens for one in again) > 2 * sum(one.prefilled_tokens for one in costs)
+    assert sum(one.mixed_tokens for one in costs) == sum(one.length - min(one.length, 5) for one in kept.values())
+    assert not any(one.mixed_tokens for one in again)
+
+
+def test_what_is_not_kept_is_fed_again_and_the_same():
+    """Some go to another rank and come back, all are lost with a checkpoint, and an evaluation comes between."""
+    model, sampler = model_of("qwen3_moe"), engine(model_of("qwen3_moe"), keeps=True)
+    other = engine(model_of("qwen3_moe"), keeps=True)
+
+    def between(call, live):
+        if call == 2:  # the other rank samples a window of three of them
+            away = [one for one in live if one.windows][:3]
+            responses, cost = roll_out(other, away, window=5, max_response=22, version=call)
+            assert cost.prefilled_tokens == sum(len(one.tokens_n) for one in away)
+            live[:] = [one for one in live if one not in away] + [one for one in responses if not one.finish_reason]
+            ended.update({one.sample_id: one for one in responses})
+        if call == 4:
+            sampler.kept = None
+        if call == 5:
+            held = sampler.kept
+            assert held is not None
+            evaluated, _ = roll_out(sampler, fresh([[1, 2]]), window=22, max_response=22)
+            assert tokens_of(evaluated) == tokens_of(roll_out(engine(model), fresh([[1, 2]]), max_response=22)[0])
+            assert sampler.kept is held
+
+    ended: dict = {}
+    found, costs = windows_of(sampler, 7, between=between)
+    for sample, one in (ended | found).items():
+        start = new_response(sample, 0, one.tokens_n[: one.prompt_length].tolist())
+        [alone], _ = roll_out(engine(model), [start], max_response=22)
+        assert one.tokens_n.tolist() == alone.tokens_n[: len(one.tokens_n)].tolist()
+        check_against_forward_pass(model, one)
+    fed = [one.prefilled_tokens for one in costs]
+    assert fed[4] > 2 * max(fed[3], fed[5])
+
+
+@torch.inference_mode()
+def test_kept_windows_attend_to_keys_of_the_old_weights():
+    """Held against passes of single tokens over a plain cache that the old weights have begun."""
+    old, new = tiny_model("qwen3_moe").eval(), tiny_model("qwen3_moe", seed=1).eval()
+    sampler = engine(old, stop_ids=(), keeps=True)
+    first, _ = roll_out(sampler, fresh(), window=8)
+    sampler.model = new
+    second, cost = roll_out(sampler, first, window=8, version=5)
+    assert (cost.prefilled_tokens, cost.mixed_tokens) == (0, 8 * len(PROMPTS))
+    for before, one in zip(first, second, strict=True):
+        tokens_1N, cache = torch.from_numpy(one.tokens_n)[None], transformers.DynamicCache(config=new.config)
+        fed = len(before.tokens_n) - 1  # the last one is fed by the new weights
+        old(tokens_1N[:, :fed], past_key_values=cache)
+        rows = []
+        with record_routing(new) as recorder:
+            for t in range(fed, fed + 8):
+                logits_V = new(tokens_1N[:, t : t + 1], past_key_values=cache).logits[0, -1]
+                rows.append(torch.log_softmax(logits_V, dim=-1)[tokens_1N[0, t + 1]].item())
+        np.testing.assert_allclose(one.log_probs_r[8:], rows, atol=2e-5)
+        assert np.array_equal(one.experts_mLK[fed:], torch.cat(recorder.take()).numpy())
+        assert np.array_equal(one.experts_mLK[:fed], before.experts_mLK)
+        [again], _ = roll_out(engine(new, stop_ids=()), [before], window=8)
+        assert np.abs(again.log_probs_r[8:] - one.log_probs_r[8:]).max() > 1e-3, "the keys make no difference"
 
 
 def test_tokens_depend_on_seed_sample_and_place_alone():

@@ -64,8 +64,11 @@ class RolloutSettings(Section):
     """Servers: steps whose responses begin while a step trains; a token is trained at most so many steps after the
     weights that sampled it."""
     on_update: Literal["cut", "keep"] = "cut"
-    """What an update of the weights does with answers under way (`ahead`), which go on with the new ones: "cut" ends
-    them, and asks for the rest; "keep" (sglang, vllm) lets the server hold them: their tokens count as mixed."""
+    """What an update of the weights does with responses under way, which go on with the new ones: "cut" ends them, and
+    feeds them again. "keep" lets the server hold them (sglang, vllm, with `ahead`): their tokens count as mixed.
+    "keep" with `window` and "embedded": their keys, values and routes stay in memory, those of older weights, while the
+    step trains; `mixed_tokens` counts what is sampled over them. A checkpoint drops them, so that a resumed run is the
+    same."""
     mixed_routes: Literal["replay", "mask", "rescore"] = "replay"
     """Tokens before a cut have routes of the weights after it, kept ones may: "replay" trains on them, "mask" leaves
     them out, "rescore" trains on them with log-probs of those weights too, which the server computes with what follows
@@ -90,6 +93,11 @@ class RolloutSettings(Section):
     def responses_per_step(self) -> int:
         """Responses sampled at once, over all ranks."""
         return self.prompts_per_step * self.responses_per_prompt
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether a rank keeps the keys and values of unfinished responses while a step trains."""
+        return self.on_update == "keep" and self.engine == "embedded"
 
     @property
     def window_tokens(self) -> int:

@@ -61,8 +61,9 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
     if algorithm.old_log_probs == "sampler" and algorithm.replay == "R2":
         why = "leaves out the recompute pass, from which algorithm.replay 'R2' takes routes"
         yield "algorithm.old_log_probs", why, "set skip_first, or algorithm.replay=R3"
-    if algorithm.old_log_probs == "sampler" and rollout.ahead:
-        why = "takes log-probs of the weights before the update, and with rollout.ahead older ones sample"
+    if algorithm.old_log_probs == "sampler" and (rollout.ahead or rollout.on_update == "keep"):
+        older = "ahead older ones sample" if rollout.ahead else "on_update 'keep' older ones computed what it attends to"
+        why = f"takes log-probs of the weights before the update, and with rollout.{older}"
         yield "algorithm.old_log_probs", why, "set skip_first"
     if update.on_mismatch == "fall_back" and algorithm.old_log_probs != "sampler":
         why = f"computes what algorithm.old_log_probs {algorithm.old_log_probs!r} computes anyway"
@@ -73,11 +74,11 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
     if rollout.mixed_routes != "replay" and not rollout.ahead:
         why = "is for answers that an update of the weights cuts"
         yield "rollout.mixed_routes", why, "set rollout.ahead, or leave it out"
-    if rollout.on_update == "keep":
+    if rollout.on_update == "keep" and not rollout.keeps_cache:
         asked_for = rollout.ahead and rollout.engine in ("sglang", "vllm")
         if not asked_for or rollout.transfer != "folder" or config.lora.rank:
             why = "is for rollout.ahead with servers of sglang or vllm, whole models, and rollout.transfer=folder"
-            yield "rollout.on_update", why, "leave it out"
+            yield "rollout.on_update", f"{why}; or for rollout.window with the embedded engine", "leave it out"
         if rollout.mixed_routes == "rescore":
             why = "scores the tokens before a cut, and rollout.on_update 'keep' cuts none"
             yield "rollout.mixed_routes", why, "set replay or mask, or rollout.on_update=cut"
@@ -138,12 +139,16 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
     if rollout.refill and not windowed:
         why = f"needs rollout.window below rollout.max_response {longest}"
         yield "rollout.refill", why, "set a window, or rollout.refill=false"
-    if rollout.refill and of_rank > rollout.max_batch:
+    if rollout.keeps_cache and not windowed:
+        why = f"'keep' needs rollout.window below rollout.max_response {longest}: else nothing goes on after an update"
+        yield "rollout.on_update", why, "set a window, or leave it out"
+    at_once = "refill" if rollout.refill else "on_update" if rollout.keeps_cache else ""
+    if at_once and of_rank > rollout.max_batch:
         why = (
             f"is below the {of_rank} responses of a rank (rollout.prompts_per_step x rollout.responses_per_prompt / "
-            "parallel.ranks), and rollout.refill decodes all of them at once"
+            f"parallel.ranks), and rollout.{at_once} needs a slot for each of them"
         )
-        yield "rollout.max_batch", why, "increase it, or set rollout.refill=false"
+        yield "rollout.max_batch", why, f"increase it, or leave rollout.{at_once} out"
 
     # Sampling while a step trains.
     if rollout.ahead and rollout.engine == "embedded":

@@ -68,6 +68,8 @@ def estimate_run(config: RunConfig, stand_ins: StandIns, memory: DeviceMemory, *
     runs = [dry_run(config, cut_layers(model_config, n), cluster, stand_ins, has_copy=has_copy) for n in numbers]
     peaks = extrapolate(runs[0].device, runs[-1].device, (runs[0].layers, runs[-1].layers), layers)
     host = extrapolate(runs[0].host, runs[-1].host, (runs[0].layers, runs[-1].layers), layers)
+    if config.rollout.engine == "embedded":
+        peaks = _with_cache(peaks, cache_of_rollout(config, text, ranks), stays=config.rollout.keeps_cache)
     activations, choice, saved = None, None, 0.0
     lengths, responses = response_lengths(config), config.rollout.responses_per_step / ranks
     if config.update.activations == "plan":
@@ -78,8 +80,6 @@ def estimate_run(config: RunConfig, stand_ins: StandIns, memory: DeviceMemory, *
         saved = choice.seconds * responses / (len(lengths) * MICRO_BATCHES)
     offload = {way: _offloaded(runs, layers, way, config) for way in ("host", "device")}
     offload_seconds = max(offload.values()) / cluster.host.bytes_per_second  # both ways run at once
-    if config.rollout.engine == "embedded":
-        peaks = _with_cache(peaks, cache_of_rollout(config, text, ranks))
     kind = f"{text.model_type} of {plural(layers, 'layer')}"
     return Estimate(
         model=f"{config.model.path}, {kind}" if config.model.path else f"the built-in model, {kind}",
@@ -215,10 +215,21 @@ def cache_of_rollout(config: RunConfig, text: Any, ranks: int) -> float:
     return float(responses * (config.rollout.max_prompt + config.rollout.max_response) * of_token)
 
 
-def _with_cache(peaks: tuple[Peak, ...], cache: float) -> tuple[Peak, ...]:
-    """Return the peaks, that of the rollout with the cache of the engine."""
+def _with_cache(peaks: tuple[Peak, ...], cache: float, *, stays: bool) -> tuple[Peak, ...]:
+    """Return the peaks, that of the rollout with the cache of the engine.
+
+    stays   after the first rollout it is there in every phase; evaluations, which count as rollout, have one beside it
+    """
+    bytes_of = {one.phase: stays * cache for one in peaks if one.phase != "load"}
+    bytes_of |= {"rollout": (1 + stays) * cache}
     return tuple(
-        replace(one, parts={**one.parts, "cache": cache}, line="engine/kv_cache.py") if one.phase == "rollout" else one
+        replace(
+            one,
+            parts={**one.parts, "cache": bytes_of[one.phase]},
+            line="engine/kv_cache.py" if one.phase == "rollout" else one.line,
+        )
+        if bytes_of.get(one.phase)
+        else one
         for one in peaks
     )
 

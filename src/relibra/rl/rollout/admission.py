@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, islice
 
@@ -64,15 +64,22 @@ class Admission:
     cursor: SampleCursor
 
 
-def plan_admission(live: Sequence[tuple[int, int]], slots: int, cursor: SampleCursor, num_ranks: int) -> Admission:
+def plan_admission(
+    live: Sequence[tuple[int, int]],
+    slots: int,
+    cursor: SampleCursor,
+    num_ranks: int,
+    kept_on: Mapping[int, int] | None = None,
+) -> Admission:
     """Assign every live response to a rank, and begin one new response per free slot.
 
     The number of responses sampled per step is constant, so no prompt waits. Responses go to the ranks in turn, those
     with most windows first, then by id: counts differ by at most one, and long prefixes that have to be fed again are
     distributed evenly.
 
-    live    (sample id, windows so far) of the unfinished responses of all ranks, in any order
-    slots   responses sampled at once, over all ranks
+    live      (sample id, windows so far) of the unfinished responses of all ranks, in any order
+    slots     responses sampled at once, over all ranks
+    kept_on   rank by sample id, of responses whose keys and values are there: they stay, while the rank has slots
 
     >>> plan_admission([(4, 1), (1, 2)], slots=4, cursor=SampleCursor(next_sample=6), num_ranks=2)
     Admission(rank_of={1: 0, 4: 1, 6: 0, 7: 1}, begun=[6, 7], cursor=SampleCursor(next_sample=8, passed_over=()))
@@ -86,8 +93,15 @@ def plan_admission(live: Sequence[tuple[int, int]], slots: int, cursor: SampleCu
     begun = list(islice(cursor.ids(), slots - len(live)))
     unfinished = [sample_id for sample_id, _ in sorted(live, key=lambda one: (-one[1], one[0]))]
     order = [*unfinished, *begun]
+    free_R = [len(range(rank, slots, num_ranks)) for rank in range(num_ranks)]
+    rank_of: dict[int, int] = {}
+    for sample_id, rank in (kept_on or {}).items():
+        if rank < num_ranks and free_R[rank]:
+            rank_of[sample_id], free_R[rank] = rank, free_R[rank] - 1
+    places = (rank for turn in range(slots) for rank in range(num_ranks) if turn < free_R[rank])
+    rank_of |= zip([sample_id for sample_id in order if sample_id not in rank_of], places, strict=True)
     return Admission(
-        rank_of={sample_id: index % num_ranks for index, sample_id in enumerate(order)},
+        rank_of=rank_of,
         begun=begun,
         cursor=cursor.without(begun),
     )

@@ -143,8 +143,16 @@ def admit_responses(
     returns   responses of this rank, by sample id, and the samples that have not begun then
     """
     windowed = settings.window_tokens < settings.max_response
-    others = _gather_windows(live) if windowed else []
-    admission = plan_admission(others, settings.responses_per_step, cursor, dist.get_world_size())
+    live_R = _gather_windows(live) if windowed else []
+    others = [one for of_rank in live_R for one in of_rank]
+    kept_on = {sample: rank for rank, of_rank in enumerate(live_R) for sample, _ in of_rank}
+    admission = plan_admission(
+        others,
+        settings.responses_per_step,
+        cursor,
+        dist.get_world_size(),
+        kept_on if settings.keeps_cache else None,
+    )
     active = list[Response]()
     if windowed:
         active = exchange_responses(list(live), [admission.rank_of[response.sample_id] for response in live])
@@ -163,16 +171,16 @@ def check_live_responses(
     check_no_response_lost(
         started=cursor.started,
         finished=finished,
-        live=_gather_windows(live),
+        live=[one for of_rank in _gather_windows(live) for one in of_rank],
         slots=settings.responses_per_step,
         max_windows=settings.max_windows,
     )
 
 
-def _gather_windows(live: Sequence[Response]) -> list[tuple[int, int]]:
-    """Return (sample id, windows so far) of the unfinished responses of all ranks; collective."""
+def _gather_windows(live: Sequence[Response]) -> list[list[tuple[int, int]]]:
+    """Return (sample id, windows so far) of the unfinished responses of each rank; collective."""
     own = np.array([(response.sample_id, response.windows) for response in live], dtype=np.int64).reshape(-1, 2)
-    return [(int(sample), int(windows)) for sample, windows in np.concatenate(gather_arrays(own))]
+    return [[(sample, windows) for sample, windows in rows.tolist()] for rows in gather_arrays(own)]
 
 
 def response_starter(task: Task, tokenizer: Tokenizer, settings: RolloutSettings) -> Callable[[int], Response]:

@@ -26,7 +26,7 @@ PREFILL_TOKENS = 1 << 15
 """Most tokens, padding included, of one prefill pass, unless a single response has more: bounds its memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class EmbeddedEngine:
     """Samples from a model that is already in this process.
 
@@ -37,6 +37,13 @@ class EmbeddedEngine:
     max_batch     responses decoded at once: the slots of the batch
     record        record the experts of every token; False: a model without experts, or with unknown routers
     shortest      a spare begins only if there is time for this many tokens
+    keeps         responses that are unfinished at the end of a window stay in the cache; each has a slot
+    kept          engine whose running sequences they are; None: nothing is kept
+
+    With `keeps` those of the next call that are there go on without being fed again: the keys and values of their
+    earlier windows, and the routes, are those of the weights that fed them. Others are fed from their start: new ones,
+    those of a checkpoint or of another rank, and all of a model whose caches cannot be joined. A window as long as the
+    longest response, such as an evaluation's, keeps nothing and leaves alone what is kept.
 
     With more responses than slots, waiting ones take the slots of those that ended (refill): they are prefilled
     together and joined to the running batch. A refill costs about one decode step of the whole batch, so it waits until
@@ -59,6 +66,8 @@ class EmbeddedEngine:
     max_batch: int
     record: bool = True
     shortest: int = 1
+    keeps: bool = False
+    kept: Engine | None = None
 
     @torch.inference_mode()
     def generate(
@@ -69,48 +78,75 @@ class EmbeddedEngine:
         raises    EngineError for probabilities that are not finite, or where the model's routes cannot be recorded
                   (`record_routing`)
         """
-        assert spare is None or len(responses) <= self.max_batch, "with spares, each response needs a slot"
-        sequences = [self._sequence(response, min(window, max_response - response.length)) for response in responses]
+        keeps = self.keeps and window < max_response
+        assert not (keeps or spare is not None) or len(responses) <= self.max_batch, "each response needs a slot"
+        longest = max_response if keeps else window  # of what is kept the loop below ends the window
+        engine = self._kept_of(responses) if keeps else None
+        known = {sequence.number: sequence for sequence in engine.running} if engine else {}
+        sequences = [
+            known.get(response.sample_id) or self._sequence(response, min(longest, max_response - response.length))
+            for response in responses
+        ]
         if not sequences:
             return [], RolloutCost(decode_steps=0, passes=0, slot_steps=0, busy_slot_steps=0, prefilled_tokens=0)
+        first = [len(sequence.tokens) for sequence in sequences]
         slots = min(self.max_batch, len(sequences))
         limits = EngineLimits(
             max_running=slots, kv_tokens=slots * max(one.longest for one in sequences), max_tokens=PREFILL_TOKENS
         )
         with record_routing(self.model) if self.record else nullcontext() as recorder:
-            engine = Engine(
-                local_forward(self.model, recorder), self.model.config, limits, pad_id=self.pad_id, exact=True
-            )
+            forward = local_forward(self.model, recorder)
+            engine = engine or Engine(forward, self.model.config, limits, pad_id=self.pad_id, exact=True)
+            engine.forward, engine.limits = forward, limits
+            passes_before = engine.decode_steps + engine.prefill_passes
             # idle: slots x decode steps without a sequence since the last prefill
             begun = steps = busy = idle = prefilled = 0
+            if known:  # their first token of the window is decoded; that of the others comes with their prompts
+                _check_finite(engine.step())
+                fresh = [sequence for sequence in sequences if not sequence.fed]
+                prefilled = _feed_prompts(engine, fresh)
+                begun, steps, busy = len(sequences), 1, len(sequences)
             while True:
                 running = len(engine.running)
                 if not running or (engine.can_join and idle >= slots):
                     free, steps_then = slots - running, steps + (not running)
                     if spare is not None and begun == len(sequences):
                         count = spares_to_begin(free, slots, window - steps_then, self.shortest)
-                        limit = min(window - steps_then + 1, max_response)
+                        limit = max_response if keeps else min(window - steps_then + 1, max_response)
                         sequences += [self._sequence(response, limit) for response in islice(spare, count)]
                     if fresh := sequences[begun : begun + free]:
-                        engine.begin(fresh)
-                        while engine.prefills:
-                            _check_finite(engine.step())
+                        prefilled += _feed_prompts(engine, fresh)
                         busy += 0 if running else len(fresh)
                         begun, steps, idle = begun + len(fresh), steps_then, 0
-                        prefilled += sum(len(sequence.prompt) for sequence in fresh)
                         continue
-                if not running:
+                if not running or (keeps and steps == window):
                     break
                 _check_finite(engine.step())
                 steps, busy, idle = steps + 1, busy + running, idle + slots - len(engine.running)
+        if keeps:
+            self.kept = engine if engine.running and engine.can_join else None
+        first += [0] * (len(sequences) - len(first))
+        windows = [_window(*one) for one in zip(sequences, first, strict=True)]
         cost = RolloutCost(
             decode_steps=steps,
-            passes=engine.decode_steps + engine.prefill_passes,
+            passes=engine.decode_steps + engine.prefill_passes - passes_before,
             slot_steps=steps * slots,
             busy_slot_steps=busy,
             prefilled_tokens=prefilled,
+            mixed_tokens=sum(len(one.tokens_w) for one, before in zip(windows, first, strict=True) if before),
         )
-        return [_window(sequence) for sequence in sequences], cost
+        return windows, cost
+
+    def _kept_of(self, responses: Several[Response]) -> Engine | None:
+        """Return the engine that keeps some of these responses, and no others any more; None: none is kept."""
+        if self.kept is None:
+            return None
+        length_of = {response.sample_id: len(response.tokens_n) for response in responses}
+        for sequence in self.kept.running:
+            if length_of.get(sequence.number) != sequence.length:
+                sequence.finish = "cancelled"
+        self.kept.drop_finished()
+        return self.kept if self.kept.running else None
 
     def _sequence(self, response: Response, limit: int) -> Sequence:
         """Return a response as the engine takes it, to be continued by up to `limit` tokens."""
@@ -143,6 +179,14 @@ def spares_to_begin(free: int, slots: int, steps_left: int, shortest: int) -> in
     return free if repays and steps_left + 1 >= shortest else 0
 
 
+def _feed_prompts(engine: Engine, fresh: Several[Sequence]) -> int:
+    """Feed the prompts of sequences, each of which gets its first token; return the tokens of the prompts."""
+    engine.begin(fresh)
+    while engine.prefills:
+        _check_finite(engine.step())
+    return sum(len(sequence.prompt) for sequence in fresh)
+
+
 def _check_finite(sequences: Several[Sequence]) -> None:
     """Raise EngineError where the weights give a log-prob that is not finite."""
     for sequence in sequences:
@@ -153,10 +197,11 @@ def _check_finite(sequences: Several[Sequence]) -> None:
             )
 
 
-def _window(sequence: Sequence) -> Window:
+def _window(sequence: Sequence, first: int) -> Window:
+    """Return the tokens from number `first` on."""
     return Window(
-        tokens_w=np.array(sequence.tokens, dtype=np.int64),
-        log_probs_w=np.array(sequence.log_probs, dtype=np.float32),
+        tokens_w=np.array(sequence.tokens[first:], dtype=np.int64),
+        log_probs_w=np.array(sequence.log_probs[first:], dtype=np.float32),
         experts_mLK=sequence.routes,
         stopped=sequence.finish == "stop",
     )

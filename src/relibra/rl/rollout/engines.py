@@ -48,6 +48,7 @@ def make_engine(
             max_batch=rollout.max_batch,
             record=bool(policy.layer_ids),
             shortest=shortest,
+            keeps=rollout.keeps_cache,
         )
     launched, device = launched_rank(), next(policy.trained.parameters()).device.type
     if rollout.transfer in ("nccl", "ipc") and device != "cuda":

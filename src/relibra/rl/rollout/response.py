@@ -18,7 +18,8 @@ class Window:
     tokens_w       new tokens; empty where the engine had nothing to add
     log_probs_w    of each under the tempered policy that sampled it, or that scored it anew (`rescored_v`)
     experts_mLK    logical ids of every token fed, from the first token of the prompt on, under the weights of this
-                   step; one row less than tokens, because the last one was not fed. None: a model without experts
+                   step, or those that fed it, where it was kept; one row less than tokens, because the last one was
+                   not fed. None: a model without experts
     stopped        the response ended itself
     versions_w     of the weights that sampled each; None: one version, which the caller knows
     cut            an update of the weights ended it early: it has no routes, and goes on under the new weights
@@ -62,7 +63,8 @@ class Response:
     versions_r       of the weights that sampled each response token
     values_r         of the value model before each token when that was sampled; nan where not recorded
     experts_mLK      logical ids; row t = routing while processing token t, under the weights of the last token (what
-                     came before was fed again); no row for the last token. None: no experts, or not kept
+                     came before was fed again), or those that fed it, where keys and values are kept; no row for the
+                     last token. None: no experts, or not kept
     windows          steps that added tokens to it
     window_length    tokens of the last window
     finish_reason    `stop`: ended itself; `length`: reached the longest response allowed; None: unfinished
@@ -145,6 +147,7 @@ class RolloutCost:
     slot_steps         decode steps x slots for responses; a slot is idle when its response has ended
     busy_slot_steps    those that were not idle
     prefilled_tokens   tokens fed before the first new one of each response, earlier windows included
+    mixed_tokens       tokens sampled over keys and values of earlier weights (`rollout.on_update="keep"`)
     """
 
     decode_steps: int
@@ -152,6 +155,7 @@ class RolloutCost:
     slot_steps: int
     busy_slot_steps: int
     prefilled_tokens: int
+    mixed_tokens: int = 0
 
 
 @runtime_checkable

@@ -43,8 +43,8 @@ def rollout_metrics(responses: Sequence[Response], cost: RolloutCost) -> dict[st
     ]
     rows = np.concatenate(gather_arrays(np.array(own, dtype=np.float64).reshape(-1, 6)))
     finished = rows[rows[:, 0] > 0]
-    slots, busy, prefilled = sum_over_ranks(
-        torch.tensor([cost.slot_steps, cost.busy_slot_steps, cost.prefilled_tokens])
+    slots, busy, prefilled, mixed = sum_over_ranks(
+        torch.tensor([cost.slot_steps, cost.busy_slot_steps, cost.prefilled_tokens, cost.mixed_tokens])
     ).tolist()
     lengths, rewards = finished[:, 2], finished[~np.isnan(finished[:, 1]), 1]
     return {
@@ -60,6 +60,7 @@ def rollout_metrics(responses: Sequence[Response], cost: RolloutCost) -> dict[st
         "tokens": int(rows[:, 4].sum()),
         "sampled_tokens": int(rows[:, 5].sum()),
         "prefilled_tokens": int(prefilled),
+        "mixed_tokens": int(mixed),
         "decode_steps": largest_over_ranks(cost.decode_steps),
         "passes": None if cost.passes is None else largest_over_ranks(cost.passes),
         "idle_share": float(1 - busy / slots) if slots else 0.0,
