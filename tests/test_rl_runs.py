@@ -16,6 +16,8 @@ def rows_of(rewards, *, decode_steps, seconds, every=2):
             "idle_share": 0.5,
             "unfinished_share": 0.25,
             "prefilled_tokens": 30,
+            "mixed_tokens": 5,
+            "tokens": 50,
             "sampled_tokens": 20,
             "evaluation": {"reward": rewards[step // every]} if step % every == every - 1 else None,
         }
@@ -63,8 +65,9 @@ def test_all_algorithms_are_measured_to_the_plateau_of_ppo(capsys):
     windowed = rows_of([0.2, 0.4, 0.5, 0.6, 0.6, 0.6, 0.7], decode_steps=20, seconds=0.5)
     refilled = rows_of([0.2, 0.5, 0.6, 0.6, 0.6], decode_steps=20, seconds=1.0)
     runs = {"PPO": waiting, "PPO, queued": queued, "T-PPO": windowed, "T-PPO, refill": refilled}
+    runs |= {"T-PPO, keep": windowed, "T-PPO, refill, keep": refilled}
     rows = tppo.result_rows(tppo.Race(seed=1, rows=runs))
-    ppo, queue, other, third = rows
+    ppo, queue, other, third = rows[:4]
     assert [row["algorithm"] for row in rows] == list(runs)
     assert 0.56 < ppo["target"] == other["target"] < 0.6
     assert (ppo["updates"], ppo["decode_steps"], ppo["passes"], ppo["wall_seconds"]) == (10, 1000, 1050, 20.0)
@@ -75,13 +78,18 @@ def test_all_algorithms_are_measured_to_the_plateau_of_ppo(capsys):
     assert other["wall_ratio"] == pytest.approx(20 / 6)
     assert third["decode_ratio"] == pytest.approx(1000 / 200)
     assert third["wall_ratio"] == pytest.approx(20 / 10)
+    assert (other["queued_ratio"], queue["queued_ratio"]) == pytest.approx((16 / 6, 1))
+    assert (other["fed_again"], other["mixed_share"], other["rows_per_token"]) == (1.5, 0.25, 2.5)
     assert [ppo[f"{name}_ratio"] for name in tppo.RATIOS] == [1, 1, 1, 1]
     lines = tppo.summary(rows)
-    assert lines[0] == (
-        "decode ratio: PPO / PPO, queued 1.32; PPO / T-PPO 4.17; PPO / T-PPO, refill 5.00; target 2.5 by T-PPO: reached"
-    )
-    assert lines[1].endswith("PPO / T-PPO 3.33; PPO / T-PPO, refill 2.00; target 1.8 by T-PPO: reached")
-    assert lines[2].endswith("PPO / T-PPO 3.50; PPO / T-PPO, refill 4.20")
+    assert lines[0].startswith("decode ratio: PPO / PPO, queued 1.32; PPO / T-PPO 4.17; PPO / T-PPO, refill 5.00; ")
+    assert lines[0].endswith("PPO / T-PPO, keep 4.17; PPO / T-PPO, refill, keep 5.00; target 2.5 by T-PPO: reached")
+    assert "PPO / T-PPO 3.33; PPO / T-PPO, refill 2.00; " in lines[1]
+    assert lines[1].endswith("target 1.8 by T-PPO: reached")
+    assert lines[2].startswith("queued ratio: PPO, queued / T-PPO 2.67; ")
+    assert lines[2].endswith("target 1.0 by T-PPO: reached")
+    assert "PPO / T-PPO 3.50; PPO / T-PPO, refill 4.20" in lines[3]
+    lines = lines[1:]
     assert lines[3].startswith("PPO's reward still moved at its end by +0.000")
     # Per token a step costs a quarter in rollout and in the rest, so equal tokens would give 4, whatever the share.
     assert "4.00 times cheaper" in lines[4]
@@ -89,7 +97,8 @@ def test_all_algorithms_are_measured_to_the_plateau_of_ppo(capsys):
     assert lines[5].startswith("T-PPO, refill: per sampled token rollout is 2.00 times cheaper")
     tppo.print_rows(rows)
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if "PPO" in line[:20] and len(line) <= 80]
-    assert [line[-2:] for line in lines[:4]] == [[reward, "0.58"] for reward in ("0.60", "0.60", "0.63", "0.60")]
+    final = ("0.60", "0.60", "0.63", "0.60", "0.63", "0.60")
+    assert [line[-2:] for line in lines[:6]] == [[reward, "0.58"] for reward in final]
 
 
 def test_the_plateau_is_the_best_of_the_last_third():
@@ -124,11 +133,8 @@ def test_who_goes_first_takes_turns(monkeypatch, tmp_path):
     monkeypatch.setattr(tppo, "warmed_up", lambda *_: tmp_path)
     monkeypatch.setattr(tppo, "trained", lambda settings, _policy, _folder, name: order.append((name, settings)) or [])
     races = list(tppo.races(3, tmp_path, quick=False))
-    assert [list(race.rows) for race in races] == [
-        ["PPO", "PPO, queued", "T-PPO", "T-PPO, refill"],
-        ["PPO, queued", "T-PPO", "T-PPO, refill", "PPO"],
-        ["T-PPO", "T-PPO, refill", "PPO", "PPO, queued"],
-    ]
+    all_six = ["PPO", "PPO, queued", "T-PPO", "T-PPO, refill", "T-PPO, keep", "T-PPO, refill, keep"]
+    assert [list(race.rows) for race in races] == [[*all_six[n:], *all_six[:n]] for n in range(3)]
     assert [name for name, _ in order][:4] == ["PPO-0", "PPO-queued-0", "T-PPO-0", "T-PPO-refill-0"]
     for _, settings in order:
         load_config(None, settings)
@@ -139,7 +145,7 @@ def test_a_reward_that_is_never_reached_misses_the_target(capsys):
 
     waiting = rows_of([0.2, 0.6, 0.6, 0.6], decode_steps=100, seconds=2.0)
     windowed = rows_of([0.2, 0.2], decode_steps=20, seconds=0.5)
-    runs = {"PPO": waiting, "PPO, queued": windowed, "T-PPO": windowed, "T-PPO, refill": windowed}
+    runs = {"PPO": waiting} | {name: windowed for name in tppo.MORE if name != "PPO"}
     rows = tppo.result_rows(tppo.Race(seed=0, rows=runs))
     assert rows[2]["decode_steps"] is rows[2]["wall_ratio"] is None
     assert all("MISSED" in line for line in tppo.summary(rows)[: len(tppo.TARGETS)])

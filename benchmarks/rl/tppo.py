@@ -4,13 +4,14 @@ Chains of additions whose lengths have a heavy tail (a power law), and the built
 from one warm-up. PPO decodes as many responses as there are places until the longest of a step has ended; "queued" it
 has three times as many responses per step, and three optimizer steps, in the same places, so that those that fall free
 take waiting ones; T-PPO adds at most a window to each response and goes on in the next step, and with refill the places
-of responses that end inside a window take fresh ones.
+of responses that end inside a window take fresh ones. With "keep" a response that goes on is not fed again: its keys
+and values stay in the cache of the sampler, those of the weights that fed them.
 
 What is compared is what it took to come to PPO's plateau: the best mean of three consecutive evaluations among those
 that end in the last third of its run, less its standard error. A run is there at the first mean of three as high.
 Whether PPO was still moving (the last mean of three, less the one before) is told beside it.
 Rows go to results/tppo.json.
-Run: relibra bench tppo [--quick] [--json] [--output FOLDER]. Below twenty minutes.
+Run: relibra bench tppo [--quick] [--json] [--output FOLDER]. About thirty minutes.
 One process of one thread trains at a time. --quick takes one seed and few steps, and writes no rows.
 """
 
@@ -72,13 +73,15 @@ MORE = {
 }
 """Steps in which only the value model learns see about as many finished responses in all, and runs sample about as many
 tokens: with refill a step has more of both."""
+MORE |= {f"{algorithm}, keep": (*MORE[algorithm], "rollout.on_update=keep") for algorithm in ("T-PPO", "T-PPO, refill")}
 WINDOWED = tuple(algorithm for algorithm in MORE if algorithm.startswith("T-PPO"))
 QUICK = ("run.steps=4", "evaluation.every=2", "evaluation.prompts=16", "critic.pretrain_steps=1")
 SEEDS = 3
 LAST = 3
 """Evaluations that a reward is the mean of."""
-TARGETS = {"decode_ratio": 2.5, "wall_ratio": 1.8}
-"""What PPO takes to come to its plateau, over what T-PPO takes, in the form that is faster; medians over seeds."""
+TARGETS = {"decode_ratio": 2.5, "wall_ratio": 1.8, "queued_ratio": 1.0}
+"""What PPO takes to come to its plateau, over what T-PPO takes, in the form that is faster; medians over seeds.
+queued_ratio: seconds of PPO that queues its responses, over those of T-PPO."""
 RATIOS = {
     "updates": "updates",
     "decode": "decode_steps",
@@ -155,6 +158,9 @@ def result_rows(race: Race) -> list[dict]:
             "idle_share": idle_share(rows),
             "unfinished_share": float(np.mean([one["unfinished_share"] for one in rows])),
             "fed_again": sum(one["prefilled_tokens"] for one in rows) / sum(one["sampled_tokens"] for one in rows),
+            "mixed_share": sum(one["mixed_tokens"] for one in rows) / sum(one["sampled_tokens"] for one in rows),
+            # Rows that an update computes, over those whose log-probs it reads.
+            "rows_per_token": sum(one["tokens"] for one in rows) / sum(one["sampled_tokens"] for one in rows),
             "seconds_per_stage": {stage: seconds / len(whole) for stage, seconds in spent.items()},
             "rollout_us": 1e6 * spent["rollout"] / sampled,
             "training_us": 1e6 * (sum(spent.values()) - spent["rollout"]) / sampled,
@@ -168,6 +174,9 @@ def result_rows(race: Race) -> list[dict]:
         for name, cost in RATIOS.items():
             row[f"{name}_ratio"] = ppo[cost] / row[cost] if ppo[cost] and row[cost] else None
         found.append(row)
+    queued = next(row["wall_seconds"] for row in found if row["algorithm"] == "PPO, queued")
+    for row in found:
+        row["queued_ratio"] = queued / row["wall_seconds"] if queued and row["wall_seconds"] else None
     return found
 
 
@@ -176,6 +185,7 @@ def _configuration(algorithm: str, rows: Rows) -> str:
     longest, prompts = of["rollout.max_response"], of["rollout.prompts_per_step"]
     places = min(int(prompts), int(of.get("rollout.max_batch", prompts)))
     refilled = ", refilled inside" if "rollout.refill" in of else ""
+    refilled += ", keys and values kept over updates" if "rollout.on_update" in of else ""
     return (
         f"{places} slots, {prompts} responses of a step begin in them, window "
         f"{of.get('rollout.window', longest)} of {longest} tokens{refilled}, {of['model.num_layers']} layers of "
@@ -200,7 +210,9 @@ def summary(rows: list[dict]) -> list[str]:
     }
 
     def each(name: str) -> str:
-        return "; ".join(f"PPO / {algorithm} {medians[algorithm][name]:.2f}" for algorithm in others)
+        over = "PPO, queued" if name == "queued_ratio" else "PPO"
+        held = [algorithm for algorithm in others if algorithm != over]
+        return "; ".join(f"{over} / {algorithm} {medians[algorithm][name]:.2f}" for algorithm in held)
 
     better = max(WINDOWED, key=lambda algorithm: medians[algorithm]["wall_ratio"])
     lines = []

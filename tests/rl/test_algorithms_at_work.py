@@ -2,12 +2,14 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from relibra.rl import step, trainer
 from relibra.rl.config.defaults import PRESETS
 from relibra.rl.rollout.collect import check_live_responses
+from relibra.routing.trace_files import read_trace
 from tests.rl.ranks_at_work import (
     PLAN_COLUMNS,
     assert_near,
@@ -137,6 +139,39 @@ def test_refills_keep_places_busy_to_the_end_of_the_window(alone):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("windows", "ranks"), [(TPPO, 1), (REFILL, 1), (TPPO, 2)])
+def test_kept_windows_train_as_those_that_are_fed_again(windows, ranks, tmp_path):
+    """With weights that stay: the same routes, rewards, log-probs and gradients; an evaluation changes nothing."""
+    stay = ("update.learning_rate=1e-30", "critic.learning_rate=1e-30", "algorithm.old_log_probs=recompute")
+    settings = (*windows, *stay, "run.steps=5", "evaluation.every=2", "checkpoint.every=0", "trace.keep=9")
+    cases = {"cut": settings, "keep": (*settings, "rollout.on_update=keep")}
+    if ranks == 1:
+        runs = {name: outcome_of(tmp_path / name, [run_alone(case, tmp_path / name)]) for name, case in cases.items()}
+    else:
+        runs = run_on_ranks(ranks, cases, tmp_path)
+    for step_of, (cut, keep) in enumerate(zip(runs["cut"].rows, runs["keep"].rows, strict=True)):
+        for name in ("sampled_tokens", "finished", "decode_steps", "tokens", "reward", "trained_tokens"):
+            assert keep[name] == cut[name], name
+        assert keep["log_ratio_mean_abs"] < 1e-6
+        assert keep["grad_norm"] == pytest.approx(cut["grad_norm"], rel=1e-4, abs=1e-7)
+        cut_routes, keep_routes = (
+            routes_of(runs[name].run / "traces" / f"step-{step_of:05d}") for name in ("cut", "keep")
+        )
+        assert cut_routes.keys() == keep_routes.keys()
+        assert all(np.array_equal(routes, keep_routes[sample]) for sample, routes in cut_routes.items())
+    fed = {name: sum(row["prefilled_tokens"] for row in outcome.rows) for name, outcome in runs.items()}
+    again = {name: sum(row["tokens"] - row["sampled_tokens"] for row in outcome.rows) for name, outcome in runs.items()}
+    assert fed["cut"] == again["cut"] == again["keep"] > 1.5 * fed["keep"]
+    assert sum(row["mixed_tokens"] for row in runs["keep"].rows) > 0
+
+
+def routes_of(folder):
+    """Return the routes of each sample of a step, without those of its last token, which was not fed."""
+    trace = read_trace(folder)
+    ends = zip(trace.sample_ids.tolist(), trace.offsets, trace.offsets[1:], strict=True)
+    return {sample: trace.experts_TLK[begin : end - 1] for sample, begin, end in ends}
+
+
 def test_small_micro_batches_change_nothing_but_rounding(tmp_path):
     runs = []
     for tokens in (1, 60, 100_000):

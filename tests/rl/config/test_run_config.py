@@ -81,6 +81,13 @@ def test_an_override_has_section_key_and_value(override):
         ("rollout.refill", ("rollout.refill=true", TPPO, "rollout.window=0")),
         ("rollout.max_batch", ("rollout.max_batch=127", "rollout.refill=true", TPPO, "rollout.window=20")),
         ("rollout.refill", ("rollout.refill=true", TPPO, "rollout.window=20", *SERVED)),
+        ("rollout.on_update", ("rollout.on_update=keep", TPPO, "rollout.window=0")),
+        ("rollout.on_update", ("rollout.on_update=keep", TPPO, "rollout.window=20", *SERVED)),
+        ("rollout.max_batch", ("rollout.max_batch=127", "rollout.on_update=keep", TPPO, "rollout.window=20")),
+        (
+            "algorithm.old_log_probs",
+            ("rollout.on_update=keep", TPPO, "rollout.window=20", "algorithm.old_log_probs=sampler"),
+        ),
         ("algorithm.overlong_buffer", ("algorithm.overlong_buffer=81",)),
         ("algorithm.dual_clip", ("algorithm.dual_clip=0.5",)),
         ("algorithm.loss", ("algorithm.loss=cispo",)),
@@ -110,6 +117,7 @@ def test_a_window_that_does_not_divide_names_two_that_do():
         ("model.num_experts=0", "algorithm.replay=off", "parallel.ranks=3"),
         (TPPO, "rollout.window=20", "algorithm.tail_drop=19"),
         (TPPO, "rollout.window=20", "rollout.refill=true", "rollout.max_batch=128"),
+        (TPPO, "rollout.window=20", "rollout.on_update=keep", "rollout.max_batch=128"),
         ("algorithm.preset=ppo", "rollout.responses_per_prompt=1", "update.mini_batches=32"),
         ("rollout.window=80", "algorithm.overlong_buffer=80", "update.mini_batches=32"),
         ("model.path=somewhere", "parallel.ranks=3", "model.num_experts=0"),  # sizes are known later

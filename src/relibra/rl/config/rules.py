@@ -62,7 +62,9 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
         why = "leaves out the recompute pass, from which algorithm.replay 'R2' takes routes"
         yield "algorithm.old_log_probs", why, "set skip_first, or algorithm.replay=R3"
     if algorithm.old_log_probs == "sampler" and (rollout.ahead or rollout.on_update == "keep"):
-        older = "ahead older ones sample" if rollout.ahead else "on_update 'keep' older ones computed what it attends to"
+        older = (
+            "ahead older ones sample" if rollout.ahead else "on_update 'keep' older ones computed what it attends to"
+        )
         why = f"takes log-probs of the weights before the update, and with rollout.{older}"
         yield "algorithm.old_log_probs", why, "set skip_first"
     if update.on_mismatch == "fall_back" and algorithm.old_log_probs != "sampler":

@@ -82,7 +82,9 @@ class SamplerWatch:
         for number, (scores, read) in scored.found.items():
             now_X = read.in_window_X & (read.versions_X == self._step)  # older ones differ by what was learned since
             if self._config.rollout.keeps_cache:  # so do those sampled over older keys and values
-                begun_S = torch.tensor([batch.responses[s].windows == 1 for s in read.samples_B.tolist()], dtype=torch.bool)
+                begun_S = torch.tensor(
+                    [batch.responses[s].windows == 1 for s in read.samples_B.tolist()], dtype=torch.bool
+                )
                 now_X = now_X & begun_S[read.response_X]
             tokens, routes = read.of_tokens(now_X), batch.micro_batches[number].routes
             none_XLK = torch.zeros(len(tokens.row_X), layers, choices, dtype=torch.uint8)  # filler, or no replay
