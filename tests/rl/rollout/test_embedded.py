@@ -12,6 +12,7 @@ from relibra.engine.engine import Engine
 from relibra.engine.kv_cache import Room, SlottedCache
 from relibra.errors import EngineError
 from relibra.replay import record_routing
+from relibra.replay.forward_cache import CACHE_NAME
 from relibra.rl.rollout import embedded
 from relibra.rl.rollout.embedded import EmbeddedEngine
 from relibra.rl.rollout.response import Response, new_response
@@ -228,7 +229,7 @@ def test_what_is_not_kept_is_fed_again_and_the_same():
         assert one.tokens_n.tolist() == alone.tokens_n[: len(one.tokens_n)].tolist()
         check_against_forward_pass(model, one)
     fed = [one.prefilled_tokens for one in costs]
-    assert fed[4] > 2 * max(fed[3], fed[5])
+    assert fed[4] > 1.5 * max(fed[3], fed[5])
 
 
 @torch.inference_mode()
@@ -243,11 +244,11 @@ def test_kept_windows_attend_to_keys_of_the_old_weights():
     for before, one in zip(first, second, strict=True):
         tokens_1N, cache = torch.from_numpy(one.tokens_n)[None], transformers.DynamicCache(config=new.config)
         fed = len(before.tokens_n) - 1  # the last one is fed by the new weights
-        old(tokens_1N[:, :fed], past_key_values=cache)
+        old(tokens_1N[:, :fed], **{CACHE_NAME: cache})
         rows = []
         with record_routing(new) as recorder:
             for t in range(fed, fed + 8):
-                logits_V = new(tokens_1N[:, t : t + 1], past_key_values=cache).logits[0, -1]
+                logits_V = new(tokens_1N[:, t : t + 1], **{CACHE_NAME: cache}).logits[0, -1]
                 rows.append(torch.log_softmax(logits_V, dim=-1)[tokens_1N[0, t + 1]].item())
         np.testing.assert_allclose(one.log_probs_r[8:], rows, atol=2e-5)
         assert np.array_equal(one.experts_mLK[fed:], torch.cat(recorder.take()).numpy())
