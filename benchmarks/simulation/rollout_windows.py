@@ -134,23 +134,23 @@ def at_32b(sync: WindowTotals, windowed: WindowTotals, length_S: np.ndarray) -> 
 
 
 def print_rows(rows: list[dict]) -> None:
-    """Print one table."""
-    columns = {
+    """Print two tables: slots alone, and seconds of a 32B model."""
+    slots = {
         "idle sync": "idle\nsync",
         "idle window": "idle\nwindow",
         "rate, b = 0": "rate\nb = 0",
         f"rate, b = 1/{SLOTS}": f"rate\nb = 1/{SLOTS}",
         "continued": "\ncontinued",
         "fed again": "fed\nagain",
-        **{name: name.replace(", ", "\n") for name in WHOLE},
     }
-    table = Table(title="model of windows", title_justify="left", box=None, padding=(0, 1), pad_edge=False)
-    for title in ("\nmedian", "\nsigma", "\nW", *columns.values()):
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in rows:
-        sizes = f"{row['median']:,}", f"{row['sigma']:g}", f"{row['window']:,}"
-        table.add_row(*sizes, *(f"{row[column]:.2f}" for column in columns))
-    Console().print(table)
+    for name, columns in (("windows", slots), (MODEL.name, {one: one.replace(", ", "\n") for one in WHOLE})):
+        table = Table(title=f"model of {name}", title_justify="left", box=None, padding=(0, 1), pad_edge=False)
+        for title in ("\nmedian", "\nsigma", "\nW", *columns.values()):
+            table.add_column(title, justify="right", no_wrap=True)
+        for row in rows:
+            sizes = f"{row['median']:,}", f"{row['sigma']:g}", f"{row['window']:,}"
+            table.add_row(*sizes, *(f"{row[column]:.2f}" for column in columns))
+        Console().print(table)
     print(UNIT)
 
 
