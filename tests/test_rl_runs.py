@@ -96,7 +96,7 @@ def test_all_algorithms_are_measured_to_the_plateau_of_ppo(capsys):
     assert "equal tokens give 4.00" in lines[4]
     assert lines[5].startswith("T-PPO, refill: per sampled token rollout is 2.00 times cheaper")
     tppo.print_rows(rows)
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "PPO" in line[:20] and len(line) <= 80]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "PPO" in line[:20] and len(line) <= 96]
     final = ("0.60", "0.60", "0.63", "0.60", "0.63", "0.60")
     assert [line[-2:] for line in lines[:6]] == [[reward, "0.58"] for reward in final]
 

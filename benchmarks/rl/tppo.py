@@ -269,7 +269,7 @@ def print_rows(rows: list[dict]) -> None:
             *("-" if number is None else f"{number:.2f}" for number in ratios),
             *(f"{number:.2f}" for number in (row["idle_share"], row["final_reward"], row["target"])),
         )
-    Console().print(table)
+    Console(width=96).print(table)
     stages = {row["algorithm"]: row["seconds_per_stage"] for row in rows}
     for algorithm, seconds in stages.items():
         parts = ", ".join(f"{stage} {spent:.2f}" for stage, spent in seconds.items())

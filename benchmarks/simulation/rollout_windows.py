@@ -117,7 +117,7 @@ def at_32b(sync: WindowTotals, windowed: WindowTotals, length_S: np.ndarray) -> 
         return prefill_seconds(MODEL, CLUSTER, CLUSTER.num_ranks, np.full(responses, mean))
 
     def rates(of: WindowTotals, *, kept: bool) -> tuple[float, float]:
-        decode = cost.seconds(of.decode_steps, of.tokens / ENGINES)
+        decode = cost.seconds(of.decode_steps, of.tokens // ENGINES)
         rollout = decode + (0.0 if kept else forward(of.fed_again, of.continued))
         # The update and values feed whole responses so far; the value model learns from those that have ended.
         policy = (UPDATE + VALUES) * forward(of.tokens + of.fed_again, of.slots)

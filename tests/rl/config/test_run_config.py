@@ -86,7 +86,10 @@ def test_an_override_has_section_key_and_value(override):
         ("rollout.max_batch", ("rollout.max_batch=127", "rollout.on_update=keep", TPPO, "rollout.window=20")),
         (
             "algorithm.old_log_probs",
-            ("rollout.on_update=keep", TPPO, "rollout.window=20", "algorithm.old_log_probs=sampler"),
+            (
+                *("rollout.on_update=keep", TPPO, "rollout.window=20"),
+                *("algorithm.loss=ppo", "algorithm.old_log_probs=sampler"),
+            ),
         ),
         ("algorithm.overlong_buffer", ("algorithm.overlong_buffer=81",)),
         ("algorithm.dual_clip", ("algorithm.dual_clip=0.5",)),

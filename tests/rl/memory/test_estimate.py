@@ -11,7 +11,7 @@ from relibra.rl.config.run_config import load_config
 from relibra.rl.memory.estimate import GIB, Estimate, Peak, choose_estimate, extrapolate
 from relibra.rl.memory.estimator import DeviceMemory, Help, device_memory, refusal, with_estimate, with_setting
 from relibra.rl.memory.ledger import Ledger
-from relibra.rl.memory.worker import _with_cache, cache_of_rollout, estimate_by_plan
+from relibra.rl.memory.worker import with_cache, cache_of_rollout, estimate_by_plan
 
 
 def estimate(gib, device=80.0):
@@ -55,7 +55,7 @@ def test_the_cache_of_latent_attention_has_whole_keys_and_values():
 def test_a_kept_cache_is_there_in_every_phase_of_a_step():
     peaks = tuple(Peak(phase=phase, parts={"weights": 7.0}, line="") for phase in ("load", "rollout", "update"))
     for stays, expected in ((False, (7, 12, 7)), (True, (7, 17, 12))):  # an evaluation has a cache of its own
-        assert tuple(one.total for one in _with_cache(peaks, 5.0, stays=stays)) == expected
+        assert tuple(one.total for one in with_cache(peaks, 5.0, stays=stays)) == expected
 
 
 def test_peaks_in_a_place_are_told_apart():

@@ -69,7 +69,7 @@ def estimate_run(config: RunConfig, stand_ins: StandIns, memory: DeviceMemory, *
     peaks = extrapolate(runs[0].device, runs[-1].device, (runs[0].layers, runs[-1].layers), layers)
     host = extrapolate(runs[0].host, runs[-1].host, (runs[0].layers, runs[-1].layers), layers)
     if config.rollout.engine == "embedded":
-        peaks = _with_cache(peaks, cache_of_rollout(config, text, ranks), stays=config.rollout.keeps_cache)
+        peaks = with_cache(peaks, cache_of_rollout(config, text, ranks), stays=config.rollout.keeps_cache)
     activations, choice, saved = None, None, 0.0
     lengths, responses = response_lengths(config), config.rollout.responses_per_step / ranks
     if config.update.activations == "plan":
@@ -215,7 +215,7 @@ def cache_of_rollout(config: RunConfig, text: Any, ranks: int) -> float:
     return float(responses * (config.rollout.max_prompt + config.rollout.max_response) * of_token)
 
 
-def _with_cache(peaks: tuple[Peak, ...], cache: float, *, stays: bool) -> tuple[Peak, ...]:
+def with_cache(peaks: tuple[Peak, ...], cache: float, *, stays: bool) -> tuple[Peak, ...]:
     """Return the peaks, that of the rollout with the cache of the engine.
 
     stays   after the first rollout it is there in every phase; evaluations, which count as rollout, have one beside it
