@@ -11,7 +11,7 @@ from relibra.rl.config.run_config import load_config
 from relibra.rl.memory.estimate import GIB, Estimate, Peak, choose_estimate, extrapolate
 from relibra.rl.memory.estimator import DeviceMemory, Help, device_memory, refusal, with_estimate, with_setting
 from relibra.rl.memory.ledger import Ledger
-from relibra.rl.memory.worker import with_cache, cache_of_rollout, estimate_by_plan
+from relibra.rl.memory.worker import cache_of_rollout, estimate_by_plan, with_cache
 
 
 def estimate(gib, device=80.0):
