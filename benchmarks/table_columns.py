@@ -100,7 +100,7 @@ _RATIOS: tuple[Column, ...] = (
 COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
     "recordings": Grouped(by=("case", "configuration"), over="ranks", figures=("mean", "median", "p95")),
     "picked_together": Grouped(
-        by=("model", "split", "homes"),
+        by=("model", ("scored on", lambda row: "other samples" if "left" not in row["split"] else "a domain"), "homes"),
         over="copies",
         figures=("other ranks", "load", "load in a micro-batch"),
     ),
