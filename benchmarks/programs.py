@@ -77,6 +77,7 @@ PROGRAMS = (
     ),
     Program(name="serving", folder="serving", minutes=6, long=True, threads=1),
     Program(name="acceptance", folder="serving", minutes=15, long=True, threads=1),
+    Program(name="sizing", folder="serving", minutes=8, long=True, threads=1),
     Program(name="beside_vllm", folder="serving", minutes=5, arguments=(".venv-vllm/bin/python",), long=True),
     Program(name="shared_prompts", folder="rl", minutes=3, long=True, threads=1),
     Program(name="ahead", folder="rl", minutes=10, long=True),

@@ -105,29 +105,47 @@ def test_plans_are_simulated_with_recorded_routes_and_copies(run, tmp_path):
     assert "colocated, expert parallel" in out
 
 
-def test_plans_are_simulated_with_measured_seconds(run, tmp_path):
-    file, asked = tmp_path / "measured.toml", ["serve", "plan", "dbrx", "--gpus", "a800", "--simulate", "--json"]
-    seconds = {}
+MEASURED = "attention = [[8, {0}e-3], [64, {1}e-3]]\nexpert = [[1, {0}e-4], [16, {1}e-4]]\n"
+MESSAGE = "message = [[4096, 2e-5], [262144, 3e-5]]\n"
+SMALL = {
+    "model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64,
+    "vocab_size": 1000,
+}  # fmt: skip
+
+
+def test_measured_seconds_decide_and_are_simulated(run, tmp_path):
+    """Twice the seconds give half the tokens, in the search, in the verdict and in simulated steps."""
+    file = tmp_path / "nodes.toml"
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    asked = ["serve", "plan", tmp_path, "--measured", file, "--simulate", "--tpot", "10s", "--max-gpus", "2", "--json"]
+    found = {}
     for factor in (1, 2):
-        file.write_text(
-            f"attention = [[0, {factor * 1e-3}], [1000, {factor * 2e-3}]]\nexpert = [[0, 0], [1000, {factor * 1e-3}]]\n"
-        )
-        code, out, _ = run(*asked, "--measured", file)
-        assert code == 0
-        runs = {one["case"]: one for one in json.loads(out)["simulated"]}
-        assert set(runs) == {"apart", "apart, NCCL-like messages"}
-        seconds[factor] = runs["apart"]["iteration_seconds"]
-    assert seconds[2] == pytest.approx(2 * seconds[1], rel=0.1)
-    asked.remove("--json")
-    assert "only the simulated rows use the times" in run(*asked, "--measured", file)[2]
-    assert "only the simulated rows" not in run(*asked)[2]
-    code, _, err = run(*asked, "--max-gpus", 4, "--measured", file, "--timeline", tmp_path / "timeline.json")
-    assert (code, "no deployment with both apart fits" in err) == (1, True)
-    code, _, err = run(*asked, "--max-gpus", 4, "--copies", 1)
-    assert (code, "--copies and --rate are not simulated" in err) == (0, True)
+        file.write_text(MEASURED.format(factor, 2 * factor) + MESSAGE.replace("e-5", f"e-{5 - factor // 2}"))
+        code, out, err = run(*asked, "--output", tmp_path / "plan.json")
+        assert (code, "does both in turn" in err) == (0, True)
+        found[factor] = json.loads(out)
+    [pair], [together] = found[1]["pairs"], found[1]["colocated"]
+    assert (pair["attention"]["nodes"], pair["experts"]["nodes"], pair["gpus"], together["gpus"]) == (1, 1, 2, 1)
+    assert f"--experts 1 --micro-batches {pair['micro_batches']}" in found[1]["serve"]
+    assert planned_workers(tmp_path / "plan.json", tmp_path)["micro_batches"] == found[2]["pairs"][0]["micro_batches"]
+    speeds = [[one["pairs"][0]["tokens_per_second"], one["colocated"][0]["tokens_per_second_per_unit"]]
+              + [run["tokens_per_second"] for run in one["simulated"]] for one in found.values()]  # fmt: skip
+    assert speeds[0] == pytest.approx([2 * one for one in speeds[1]], rel=0.1)
+    assert {one["case"] for one in found[1]["simulated"]} >= {"apart", "colocated, tensor parallel"}
+
+
+def test_seconds_of_one_named_gpu_keep_its_memory_and_links(run, tmp_path):
+    file, asked = tmp_path / "nodes.toml", ["serve", "plan", "dbrx", "--gpus", "a800", "--json"]
+    file.write_text("attention = [[0, 1e-3], [1000, 2e-3]]\nexpert = [[0, 0], [1000, 1e-3]]\n")
+    code, out, _ = run(*asked, "--measured", file)
+    [pair] = json.loads(out)["pairs"]
+    assert (code, pair["attention"]["gpu"], pair["attention"]["ways"], pair["limit"]) == (0, "a800", 1, "memory")
+    assert pair["attention_seconds"] == pytest.approx(1e-3 * (1 + pair["micro_batch_requests"] / 1000))
+    asked[4] = "a800,h20"
+    assert "name it alone" in run(*asked, "--measured", file)[2]
     file.write_text("attention = 1")
-    assert "two lists of [rows, seconds]" in run(*asked, "--measured", file)[2]
-    assert "add --simulate" in run("serve", "plan", "dbrx", "--gpus", "a800", "--measured", file)[2]
+    assert run(*asked[:5], "--measured", file)[0] == 1
 
 
 def test_a_trace_of_another_model_is_refused(run, tmp_path):

@@ -6,13 +6,13 @@ import pytest
 from relibra import ConfigError, PlanError
 from relibra.planning.deployment.accelerator import accelerator
 from relibra.planning.deployment.colocated import search_colocated
+from relibra.planning.deployment.measured_seconds import MeasuredSeconds
 from relibra.planning.deployment.performance import Efficiency
 from relibra.planning.deployment.search import PAPER_SPACE, search_pair
 from relibra.planning.deployment.served_model import PAPER_MODELS
 from relibra.planning.deployment.service_level import ServiceLevel
 from relibra.routing.synthetic import TraceShape, domain_trace
 from relibra.simulation.rollout import LengthDistribution
-from relibra.simulation.serving.compute import MeasuredCompute, read_measured
 from relibra.simulation.serving.requests import Places, RequestStream, poisson_stream
 from relibra.simulation.serving.routes import drawn_routes, recorded_routes
 from relibra.simulation.serving.serving_run import Scenario, simulate_serving
@@ -91,35 +91,16 @@ def test_slow_messages_cost_more_than_their_mean(plan):
     assert simulate_serving(plan, Scenario(transport=NCCL_LIKE)).tokens_per_second < even.tokens_per_second
 
 
-def test_other_models_of_computing(plan):
-    constant = MeasuredCompute(attention_table=((0, 4e-4), (1, 4e-4)), expert_table=((0, 4e-4), (1, 4e-4)))
-    fast = replace(plan, rows=100, efficiency=Efficiency(half_rate_bytes=0, hop_seconds=0))
-    result = simulate_serving(fast, Scenario(compute=constant))
-    assert result.iteration_seconds == pytest.approx(8 * 4 * 4e-4, rel=0.02)
-    table = MeasuredCompute(attention_table=((0, 1e-4), (321, 4e-4)), expert_table=((0, 4e-4), (1, 4e-4)))
-    assert simulate_serving(fast, Scenario(compute=table)).iteration_seconds == pytest.approx(8 * 4 * 4e-4, rel=0.02)
-    with pytest.raises(ConfigError, match="at least two, rising"):
-        MeasuredCompute(attention_table=((1, 1.0),), expert_table=((0, 1.0), (1, 1.0)))
-
-
-def test_measured_seconds_come_from_a_file(tmp_path):
-    path = tmp_path / "measured.toml"
-    path.write_text("attention = [[1, 1e-4], [64, 4e-4]]\nexpert = [[0, 0], [100, 2e-4]]\n")
-    found = read_measured(path)
-    seconds, _ = found.attention(np.array([1, 64, 127]), np.array([0, 0, 0]))
-    assert seconds == pytest.approx([1e-4, 4e-4, 7e-4])
-    assert found.experts(np.array([[50.0, 0.0, 100.0]])) == pytest.approx([3e-4])
-
-
-@pytest.mark.parametrize(
-    "text", ["attention = [[1, 2]]", "attention = 3\nexpert = 4", "attention = [[1], [2]]\nexpert = [[1, 1], [2, 2]]",
-             "attention = [[1, -1], [2, 2]]\nexpert = [[1, 1], [2, 2]]", "attention = [[1, nan], [2, 2]]\nexpert = []",
-             "attention = [[2, 1], [1, 1]]\nexpert = [[1, 1], [2, 2]]", "= 3", "expert = [[true, 1]]\nattention = []"],
-)  # fmt: skip
-def test_files_without_measured_seconds_are_refused(text, tmp_path):
-    (tmp_path / "measured.toml").write_text(text)
-    with pytest.raises(ConfigError):
-        read_measured(tmp_path / "measured.toml")
+def test_measured_seconds_take_the_place_of_formulas(plan):
+    """Three nodes with 100 requests of a micro-batch each, 75 rows per expert; the busier side sets the pace."""
+    used = Efficiency(half_rate_bytes=0, hop_seconds=0, launch_seconds=0)
+    tables = (((0, 2e-4), (200, 6e-4)), ((0, 1e-4), (100, 2e-4))), (((0, 1e-4), (200, 3e-4)), ((0, 1e-4), (75, 4e-4)))
+    for attention, expert in tables:
+        measured = replace(used, measured=MeasuredSeconds(attention=attention, expert=expert))
+        fast = replace(plan, rows=100, efficiency=measured, attention=replace(plan.attention, nodes=3))
+        result = simulate_serving(fast, Scenario())
+        assert result.iteration_seconds == pytest.approx(8 * 4 * 4e-4, rel=0.02)
+        assert result.iteration_seconds == pytest.approx(fast.iteration_seconds, rel=0.02)
 
 
 def test_every_request_of_a_stream_ends(plan):

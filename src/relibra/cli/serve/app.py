@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from relibra.cli.serve import place, plan, run
+from relibra.cli.serve import measure, place, plan, run
 
 
 class ServeGroup(TyperGroup):
@@ -23,7 +23,7 @@ class ServeGroup(TyperGroup):
 app = typer.Typer(
     cls=ServeGroup,
     no_args_is_help=True,
-    help="Serve a model (relibra serve MODEL), search which GPUs to serve it with, or place its experts.",
+    help="Serve a model (relibra serve MODEL), measure it here, search how to serve it, or place its experts.",
 )
 
 
@@ -38,5 +38,6 @@ def about() -> None:
 
 
 app.command(name="run")(run.run)
+app.command(name="measure")(measure.measure)
 app.command(name="plan")(plan.plan)
 app.command(name="place")(place.place)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +19,7 @@ from relibra.cli.outputs.files import check_outputs, named, writing
 from relibra.cli.outputs.terminal import print_note, print_result, progress
 from relibra.cli.serve.simulated import RUN_COLUMNS, Arrivals, simulate_decision
 from relibra.cli.serve.simulated import figures as run_figures
+from relibra.environment import host_memory
 from relibra.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from relibra.planning.deployment.colocated import ColocatedPlan
     from relibra.planning.deployment.decision import Decision
     from relibra.planning.deployment.deployment_plan import DeploymentPlan
+    from relibra.planning.deployment.performance import Efficiency
     from relibra.planning.deployment.served_model import ServedModel
 
 DEFAULT_GPUS = ("h20", "l40s")
@@ -51,17 +55,18 @@ class ServePlanRequest:
     """A model, GPUs to choose from, and the service that is asked for.
 
     model MODEL  mixtral-8x22b, dbrx, scaled-moe, a name of --model elsewhere, or a config.json.
-    gpus NAME,...  GPUs to choose from: h20, l40s, l20, a800, h800, or of a file. Default: h20,l40s and all of a file.
+    gpus NAME,...  GPUs to choose from: h20, l40s, l20, a800, h800, or of a file. Default: h20,l40s and all of a file;
+        with --measured worker processes of this machine.
     accelerators FILE  TOML with a table per GPU of yours: price, memory, speeds (docs/serving.md).
     tpot TIME  Most time per output token, such as 150ms or 0.15s.
     context TOKENS  Mean tokens of a request while it decodes, prompt included.
     skew RATIO  Rows of the busiest expert node (GPUs that share its experts) / rows of the mean one.
     objective  What tokens per second are divided by.
-    max_gpus N  Most GPUs of one instance; 0: any number.
+    max_gpus N  Most GPUs of one instance; 0: any number, of workers of this machine its cores.
     simulate  Also simulate decode steps of the best plans.
     trace TRACE  With --simulate: recorded routes of this model; default: uniform ones.
     copies N  With --simulate: spare expert slots of a node, for copies.
-    measured FILE  With --simulate: TOML with measured seconds of nodes (docs/serving.md).
+    measured FILE  TOML with measured seconds of nodes, of relibra serve measure or your own (docs/serving.md).
     rate R  With --simulate: also R requests per second, at random.
     lengths PROMPT,RESPONSE  With --rate: median tokens of prompts and of responses.
     timeline FILE  With --simulate: write four layers of the last simulated step for Perfetto.
@@ -100,6 +105,20 @@ class ServePlanRequest:
         except ConfigError as error:
             raise ConfigError(f"--gpus: {error}") from error
 
+    def measured_choice(self, measured: Path) -> tuple[list[Accelerator], Efficiency]:
+        """Return the node that was measured as a GPU, the named one or a process of this machine, and its figures."""
+        from relibra.planning.deployment.measured_seconds import read_measured
+        from relibra.planning.deployment.performance import Efficiency, measured_worker
+
+        seconds, memory = read_measured(measured), host_memory(free=False) or 1.0
+        if self.gpus is None and self.accelerators is None:
+            worker, used = measured_worker(seconds, platform.node() or "this machine", memory)
+            return [worker], used
+        gpus = self.choices()
+        if len(gpus) > 1:
+            raise ConfigError(f"--measured {measured} is of one kind of GPU: name it alone (--gpus), not {len(gpus)}")
+        return gpus, Efficiency(measured=seconds, launch_seconds=0)
+
 
 @takes(ServePlanRequest)
 def plan(request: ServePlanRequest) -> None:
@@ -120,17 +139,23 @@ def plan(request: ServePlanRequest) -> None:
     inputs = [*named("--accelerators", request.accelerators), *named("--trace", request.trace)]
     inputs += named("--measured", request.measured)
     check_outputs([*named("--output", request.output), *named("--timeline", request.timeline)], inputs)
-    of_simulation = (request.trace, request.copies, request.measured, request.rate, request.timeline)
+    of_simulation = (request.trace, request.copies, request.rate, request.timeline)
     if not request.simulate and any(of_simulation):
-        raise ConfigError("--trace, --copies, --measured, --rate and --timeline are of a simulation: add --simulate")
+        raise ConfigError("--trace, --copies, --rate and --timeline are of a simulation: add --simulate")
     arrivals = None if request.rate is None else Arrivals.read(request.rate, request.lengths)
-    model, gpus = open_served_model(request.model), request.choices()
+    model, used = open_served_model(request.model), Efficiency()
     space = SearchSpace(objective=request.objective.value, most_gpus=request.max_gpus)
+    if request.measured is None:
+        gpus = request.choices()
+    else:
+        gpus, used = request.measured_choice(request.measured)
+        most = request.max_gpus or (len(os.sched_getaffinity(0)) if request.gpus is None else 0)
+        space = replace(space, ways=(1,), most_gpus=most)
     level = ServiceLevel(
         seconds_per_token=read_seconds(request.tpot), context=request.context, expert_skew=request.skew
     )
     with progress(f"searching deployments of {model.name}"):
-        decision = decide(model, level, gpus, space, Efficiency())
+        decision = decide(model, level, gpus, space, used)
     if request.output is not None:
         if decision.best is None:
             print_note(f"{request.output} is not written: no deployment with attention and experts apart fits")
@@ -142,22 +167,30 @@ def plan(request: ServePlanRequest) -> None:
         if decision.best is None and (request.copies or request.rate):
             print_note("--copies and --rate are not simulated: no deployment with attention and experts apart fits")
         with progress(f"simulating {model.name}; the first run compiles kernels"):
-            runs = simulate_decision(decision, request.trace, request.copies, arrivals, request.measured)
+            runs = simulate_decision(decision, request.trace, request.copies, arrivals)
         if request.timeline is not None:
             with writing(request.timeline):
                 next(iter(runs.values())).timeline().save_perfetto(request.timeline)
     if request.measured is not None:
-        print_note(f"only the simulated rows use the times of {request.measured}, the colocated plan is not simulated")
+        print_note("colocated is one measured node that does both in turn: its seconds added, no messages")
     facts = {
         "model": model.name,
         "sizes": {"layers": model.layers, "experts": model.experts, "top_k": model.top_k},
         "seconds_per_token": level.seconds_per_token,
         "context": level.context,
         **figures(decision),
+        "serve": serve_command(request.model, decision.best) if request.measured and decision.best else None,
         "simulated": [run_figures(*run) for run in runs.items()],
     }
     columns = {"pairs": PAIR_COLUMNS, "colocated": COLOCATED_COLUMNS, "simulated": RUN_COLUMNS}
     print_result(facts, as_json=request.as_json, columns=columns)
+
+
+def serve_command(model: str, plan: DeploymentPlan) -> str:
+    """Return the command that serves a model with the workers of a plan."""
+    workers = f"--attention {plan.attention.nodes} --experts {plan.experts.nodes}"
+    batch = f"--micro-batches {plan.micro_batches} --max-batch {plan.micro_batches * plan.rows}"
+    return f"relibra serve {model} {workers} {batch}"
 
 
 def open_served_model(name: str) -> ServedModel:
@@ -210,10 +243,10 @@ def _apart(decision: Decision, plan: DeploymentPlan) -> dict[str, Any]:
     from relibra.planning.deployment.deployment_files import predicted
 
     return {
-        "attention": {
-            "gpu": plan.attention.accelerator.name, "ways": plan.attention.ways, "nodes": plan.attention.nodes
+        **{
+            side: {"gpu": pool.accelerator.name, "ways": pool.ways, "nodes": pool.nodes}
+            for side, pool in (("attention", plan.attention), ("experts", plan.experts))
         },
-        "experts": {"gpu": plan.experts.accelerator.name, "ways": plan.experts.ways, "nodes": plan.experts.nodes},
         "experts_per_node": plan.experts_per_node,
         "micro_batches": plan.micro_batches,
         "micro_batch_requests": plan.rows,

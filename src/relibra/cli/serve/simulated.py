@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,25 +58,18 @@ def figures(name: str, result: ServingResult) -> dict[str, Any]:
 
 
 def simulate_decision(
-    decision: Decision, trace: Path | None, copies: int, arrivals: Arrivals | None, measured: Path | None = None
+    decision: Decision, trace: Path | None, copies: int, arrivals: Arrivals | None
 ) -> dict[str, ServingResult]:
     """Return results by name: the best plan apart with two transports and with what is asked for, the best colocated.
 
     trace      routes of the tokens; None: uniform
     copies     spare expert slots of a node; 0: no run with copies of hot experts
     arrivals   also run the plan apart with requests that arrive; None: every request slot is always full
-    measured   seconds of the nodes of the plan apart; the colocated plan, which has only formulas, is then not run
-    raises     ConfigError when the trace is of another model, or times are measured and no plan apart fits
+    raises     ConfigError when the trace is of another model
     """
-    from relibra.simulation.serving.compute import read_measured
     from relibra.simulation.serving.serving_run import Scenario, simulate_serving
     from relibra.simulation.serving.transport import NCCL_LIKE
 
-    if measured is not None and decision.best is None:
-        raise ConfigError(
-            f"--measured {measured} has times of attention and experts apart, and no deployment with both apart fits: "
-            "allow more GPUs or time, or leave it out"
-        )
     found = []
     model = decision.pairs[0].model if decision.pairs else decision.colocated[0].model
     routes = _routes(model, trace)
@@ -89,9 +81,8 @@ def simulate_decision(
             found.append((f"apart, {copies} spare slot(s)", Scenario(routes=routes, expert_LYP=placed)))
         if arrivals is not None:
             found.append((f"apart, {arrivals.rate:g} requests/s", _arriving(decision.best, routes, arrivals)))
-    compute = None if measured is None else read_measured(measured)
-    runs = {name: simulate_serving(decision.pairs[0], replace(scenario, compute=compute)) for name, scenario in found}
-    for plan in decision.colocated[:1] if measured is None else ():
+    runs = {name: simulate_serving(decision.pairs[0], scenario) for name, scenario in found}
+    for plan in decision.colocated[:1]:
         runs[f"colocated, {plan.kind} parallel"] = simulate_serving(plan, Scenario(routes=routes))
     return runs
 

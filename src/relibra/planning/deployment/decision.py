@@ -53,10 +53,14 @@ class Decision:
 def decide(
     model: ServedModel, level: ServiceLevel, gpus: Sequence[Accelerator], space: SearchSpace, efficiency: Efficiency
 ) -> Decision:
-    """Search deployments with and without separation under the same formulas; raises PlanError when nothing fits."""
+    """Search deployments with and without separation under the same formulas; raises PlanError when nothing fits.
+
+    Measured nodes are compared with one that does both in turn: what it takes with others was not measured.
+    """
     pairs = search_pairs(model, level, gpus, space, efficiency)
     kinds: tuple[Kind, ...] = ("tensor", "expert")
-    best = [search_colocated(model, level, gpus, space.objective, efficiency, (one,), space.most_gpus) for one in kinds]
+    most = 1 if efficiency.measured else space.most_gpus
+    best = [search_colocated(model, level, gpus, space.objective, efficiency, (one,), most) for one in kinds]
     found = [plan for plan in best if plan is not None]
     decision = Decision(pairs=tuple(pairs), colocated=(), objective=space.objective)
     if not pairs and not found:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from relibra.errors import PlanError
 from relibra.planning.deployment.accelerator import Accelerator
-from relibra.planning.deployment.performance import Efficiency, Node, stage_seconds
+from relibra.planning.deployment.performance import Efficiency, MeasuredNode, Node, stage_seconds
 from relibra.planning.deployment.pipeline_time import StageSeconds, drained_seconds, iteration_seconds, layer_period
 from relibra.planning.deployment.served_model import BYTES, ServedModel
 from relibra.planning.deployment.service_level import ServiceLevel
@@ -42,7 +42,8 @@ class Pool:
 
     def node(self, model: ServedModel, efficiency: Efficiency) -> Node:
         """Return one of the nodes, with its share of a model."""
-        return Node(model=model, gpu=self.accelerator, ways=self.ways, used=efficiency)
+        kind = MeasuredNode if efficiency.measured else Node
+        return kind(model=model, gpu=self.accelerator, ways=self.ways, used=efficiency)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +94,11 @@ class DeploymentPlan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Return tokens per second of the instance, by the drained step as in the paper's Algorithm 1."""
-        return self.batch / self.drained_seconds
+        """Return tokens per second of the instance, by the drained step as in the paper's Algorithm 1.
+
+        Of measured nodes by the step that runs on freely, as in `relibra serve`.
+        """
+        return self.steady_tokens_per_second if self.efficiency.measured else self.batch / self.drained_seconds
 
     @property
     def steady_tokens_per_second(self) -> float:

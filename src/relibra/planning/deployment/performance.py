@@ -16,6 +16,7 @@ from pydantic import Field
 from relibra.errors import ConfigError
 from relibra.field_checks import check_fields
 from relibra.planning.deployment.accelerator import Accelerator
+from relibra.planning.deployment.measured_seconds import NOT_MEASURED, MeasuredSeconds, fit_line, seconds_at
 from relibra.planning.deployment.pipeline_time import Amount, StageSeconds
 from relibra.planning.deployment.served_model import BYTES, ServedModel
 from relibra.planning.deployment.service_level import ServiceLevel
@@ -34,6 +35,7 @@ class Efficiency:
     launch_seconds       per layer, micro-batch and side, beside the roofline
     hop_seconds          latency of a hop beside its bytes
     hop_factor           a hop takes so many times as long: 1 for M2N, above for slower libraries
+    measured             seconds of a node, which take the place of its formulas
     raises               ConfigError for values out of range
     """
 
@@ -44,6 +46,7 @@ class Efficiency:
     launch_seconds: Latency = 20e-6
     hop_seconds: Latency = 10e-6
     hop_factor: Annotated[int | float, Field(ge=1e-3, le=1e3)] = 1.0
+    measured: MeasuredSeconds = NOT_MEASURED
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values out of range."""
@@ -118,6 +121,35 @@ class Node:
     def _roofline(self, flops: Amount, moved: Amount) -> Amount:
         computing = flops / (self.used.flops * self.gpu.flops_per_second)
         return np.maximum(computing, moved / (self.used.memory * self.gpu.memory_bytes_per_second))
+
+
+class MeasuredNode(Node):
+    """A node whose seconds are looked up in `used.measured`; links keep their formula."""
+
+    def gated(self, rows: Amount, width: int | float) -> Amount:  # noqa: ARG002
+        """Return the seconds of one expert."""
+        return seconds_at(self.used.measured.expert, rows)
+
+    def attention(self, rows: Amount, context: Amount) -> Amount:  # noqa: ARG002
+        """Return the seconds of one layer of attention, at the context that was measured."""
+        return seconds_at(self.used.measured.attention, rows)
+
+    def rest(self, rows: Amount, context: Amount) -> Amount:  # noqa: ARG002
+        """Return 0: the attention of layers has it all."""
+        return 0.0
+
+
+def measured_worker(measured: MeasuredSeconds, name: str, memory_bytes: float) -> tuple[Accelerator, Efficiency]:
+    """Return a process of a machine as a GPU of price and power 1, and the line of its messages; without any: 0 s.
+
+    Figures of computing are 1: its seconds are in the tables.
+    """
+    start, slope, _ = fit_line(measured.message) if measured.message else (0.0, 0.0, 1.0)
+    accelerator = Accelerator(
+        name=name, price=1.0, watts=1.0, node_size=1, memory_bytes=memory_bytes, memory_bytes_per_second=1.0,
+        flops_per_second=1.0, peer_bytes_per_second=1.0, network_bytes_per_second=1 / max(slope, 1e-15),
+    )  # fmt: skip
+    return accelerator, Efficiency(measured=measured, launch_seconds=0, half_rate_bytes=0, hop_seconds=max(0.0, start))
 
 
 def hop_seconds(attention: Node, experts: Node, sent: Amount, received: Amount, receivers: Amount) -> Amount:

@@ -2,7 +2,8 @@
 
 It uses `iteration_seconds`, not Eq. 5, so that one or two micro-batches and slow links are priced too, and any number
 of experts on a node. A larger micro-batch never gives fewer tokens per second here, because every time is a maximum of
-lines `a + b rows` with `a >= 0`, so the largest one that memory and latency allow is taken; a test tries all.
+lines `a + b rows` with `a >= 0`, so the largest one that memory and latency allow is taken; a test tries all. Measured
+seconds are such lines up to noise.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def search_pair(
         for per_node in space.per_node_of(model.experts):
             experts = Pool(expert_gpu, expert_ways, -(-model.experts // per_node))
             if experts_fit(model, experts, per_node, efficiency):
-                node = Node(model=model, gpu=gpu, ways=ways, used=efficiency)
+                node = Pool(gpu, ways, 1).node(model, efficiency)
                 plans.append(_best_filled(node, experts, per_node, level, space))
     found = [plan for plan in plans if plan is not None]
     return max(found, key=lambda plan: value(plan, space.objective), default=None)
@@ -122,7 +123,8 @@ def _best_filled(
         return np.asarray(iteration_seconds(stage_X(rows_X), micro_X, model.layers))
 
     rows_X = _most_rows(seconds_X, most_X, level.seconds_per_token)
-    tokens_X = rows_X * micro_X * nodes_X / drained_seconds(stage_X(np.maximum(1, rows_X)), micro_X, model.layers)
+    pace = iteration_seconds if efficiency.measured else drained_seconds
+    tokens_X = rows_X * micro_X * nodes_X / pace(stage_X(np.maximum(1, rows_X)), micro_X, model.layers)
     units_X = getattr(one_node, space.objective) * nodes_X + getattr(experts, space.objective)
     best = int(np.argmax(tokens_X / units_X))
     if not rows_X[best]:
@@ -152,7 +154,8 @@ def balanced_nodes(attention: Node, experts: Node, per_node: int, level: Service
     slope = (attention.attention(high, level.context) - attention.attention(low, level.context)) / (high - low)
     low, high = EXPERT_RANGE
     expert_slope = (experts.experts(high, per_node) - experts.experts(low, per_node)) / (high - low)
-    return float(slope * model.experts / (expert_slope * level.expert_skew * model.top_k))
+    # Measured seconds may stand still between two numbers of rows.
+    return float(slope * model.experts / (max(1e-12, expert_slope) * level.expert_skew * model.top_k))
 
 
 def value(plan: DeploymentPlan, objective: Objective) -> float:

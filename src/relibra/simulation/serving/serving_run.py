@@ -10,7 +10,6 @@ from numpy import ndarray
 
 from relibra.errors import ConfigError
 from relibra.planning.deployment.colocated import ColocatedPlan
-from relibra.simulation.serving.compute import Compute
 from relibra.simulation.serving.ping_pong import Clocks, new_clocks, run_layers
 from relibra.simulation.serving.requests import Places, RequestStream
 from relibra.simulation.serving.routes import EvenRoutes, Routes
@@ -27,7 +26,6 @@ class Scenario:
     transport           of messages between nodes
     routes              of tokens; None: even
     expert_LYP          experts of each expert node, with copies; None: each once, in order
-    compute             seconds of nodes; None: the formulas of the plan
     stream              requests; None: every place is always taken, by a request of the plan's context
     drain               a step begins when all micro-batches have ended the one before
     raises              ConfigError for fewer than one step that counts
@@ -38,7 +36,6 @@ class Scenario:
     transport: Transport = M2N
     routes: Routes | None = None
     expert_LYP: Int[ndarray, "L Y P"] | None = None
-    compute: Compute | None = None
     stream: RequestStream | None = None
     drain: bool = False
     seed: int = 0
@@ -53,7 +50,7 @@ def simulate_serving(plan: Plan, scenario: Scenario) -> ServingResult:
 
     The same plan, scenario and seed give the same figures.
     """
-    site, rng = site_of(plan, scenario.expert_LYP, scenario.compute), np.random.default_rng(scenario.seed)
+    site, rng = site_of(plan, scenario.expert_LYP), np.random.default_rng(scenario.seed)
     micro_batches = 1 if isinstance(plan, ColocatedPlan) and plan.kind == "tensor" else plan.micro_batches
     routes = scenario.routes or EvenRoutes(layers=site.model.layers, experts=site.model.experts, top_k=site.model.top_k)
     clocks = new_clocks(micro_batches, site.senders, site.receivers, shared=site.shared)

@@ -14,11 +14,37 @@ from relibra.planning.deployment.colocated import ColocatedPlan
 from relibra.planning.deployment.deployment_plan import DeploymentPlan
 from relibra.planning.deployment.performance import Node
 from relibra.planning.deployment.served_model import BYTES, ServedModel
-from relibra.simulation.serving.compute import Compute, RooflineCompute
 from relibra.simulation.serving.ping_pong import Work, sending_order
 from relibra.simulation.serving.transport import Transport
 
 Plan = DeploymentPlan | ColocatedPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeCompute:
+    """Seconds of the nodes of `planning.deployment.performance`; arrays of any shape, each entry for itself."""
+
+    attention_node: Node
+    expert_node: Node
+
+    def attention(
+        self, rows: Shaped[ndarray, "*X"], tokens: Shaped[ndarray, "*X"]
+    ) -> tuple[Float64[ndarray, "*X"], Float64[ndarray, "*X"]]:
+        """Return seconds of one layer, and of a step outside of layers with experts; no rows take no time.
+
+        rows      requests
+        tokens    that they attend to, together
+        """
+        context, node = tokens / np.maximum(1, rows), self.attention_node
+        return np.where(rows > 0, node.attention(rows, context), 0.0), np.where(rows > 0, node.rest(rows, context), 0.0)
+
+    def experts(self, rows: Float64[ndarray, "*X P"]) -> Float64[ndarray, "*X"]:
+        """Return the seconds of nodes with P experts, of the rows of each expert; one without rows is not read."""
+        launch = self.expert_node.used.launch_seconds
+        each = np.asarray(self.expert_node.experts(rows, 1)) - launch
+        busy = (rows > 0).any(axis=-1)
+        total: Float64[ndarray, "*X"] = np.where(rows > 0, each, 0.0).sum(axis=-1) + np.where(busy, launch, 0.0)
+        return total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +57,7 @@ class Site:
     server                         nodes of a server, where rows inside of it pass no NIC
     """
 
-    compute: Compute
+    compute: NodeCompute
     attention_node: Node
     expert_node: Node
     senders: int
@@ -148,7 +174,7 @@ class Site:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlicedCompute(RooflineCompute):
+class SlicedCompute(NodeCompute):
     """Seconds of nodes whose GPUs cut every expert between them and sum the rows of a token once.
 
     hand_over    seconds of a step between pipeline stages
@@ -172,11 +198,10 @@ class SlicedCompute(RooflineCompute):
         return seconds
 
 
-def site_of(plan: Plan, expert_LYP: Int[ndarray, "L Y P"] | None = None, compute: Compute | None = None) -> Site:
+def site_of(plan: Plan, expert_LYP: Int[ndarray, "L Y P"] | None = None) -> Site:
     """Return the nodes of a plan.
 
     expert_LYP    experts of each expert node, with copies; None: each expert once, in order
-    compute       seconds of nodes; None: the formulas of the plan
     raises        PlanError when an expert has no place, or the placement has other nodes than the plan
     """
     if isinstance(plan, DeploymentPlan):
@@ -186,7 +211,7 @@ def site_of(plan: Plan, expert_LYP: Int[ndarray, "L Y P"] | None = None, compute
         attention = experts = plan.node
         senders = receivers = plan.pool.nodes if plan.kind == "expert" else 1
         per_node = -(-plan.model.experts // receivers)
-    made = RooflineCompute(attention_node=attention, expert_node=experts)
+    made = NodeCompute(attention_node=attention, expert_node=experts)
     if isinstance(plan, ColocatedPlan) and plan.kind == "tensor":
         made = SlicedCompute(attention_node=attention, expert_node=experts, hand_over=plan.hand_over_seconds)
     if expert_LYP is None:
@@ -204,7 +229,7 @@ def site_of(plan: Plan, expert_LYP: Int[ndarray, "L Y P"] | None = None, compute
         same_XY = np.eye(senders, dtype=bool)
         near_XY = (server[:, None] == server) & ~same_XY
     return Site(
-        compute=compute or made,
+        compute=made,
         attention_node=attention,
         expert_node=experts,
         senders=senders,

@@ -1,0 +1,92 @@
+"""Seconds of attention, experts and messages in decode steps of batches, measured on two worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float64
+from numpy import ndarray
+
+from relibra.engine.sequence import SamplingParameters, Sequence
+from relibra.errors import EngineError
+from relibra.field_checks import build
+from relibra.planning.deployment.measured_seconds import MeasuredSeconds
+from relibra.serving.launch import RunningWorkers, Worker
+from relibra.serving.layout import WorkerLayout
+from relibra.serving.roles.checkpoint import read_config, read_structure
+from relibra.timeline import Event
+
+ROWS_PER_EXPERT = (1, 2, 4, 8, 12, 16, 24, 32)
+"""Of the batches that are measured, in the mean."""
+TOKENS, ROUNDS, WAIT_SECONDS, SEED = 32, 3, 600.0, 0
+"""Tokens of an answer, turns of each batch, longest wait for a step, and seed of the prompts."""
+
+
+def measure_batches(folder: Path, *, context: int, dtype: str = "auto") -> MeasuredSeconds:
+    """Start one attention and one expert worker of a model, a thread each, and return what batches take, in turns.
+
+    There is one micro-batch, so nothing overlaps; each figure is a median over decode steps.
+
+    context    tokens of a request in the middle of its answer, above half of TOKENS
+    raises     as `RunningWorkers` does; EngineError where a worker ends, or larger batches take no longer
+    """
+    structure, rng = read_structure(folder, dtype), np.random.default_rng(SEED)
+    E, K, layers = structure.num_experts, structure.top_k, len(structure.experts)
+    batches = sorted({-(-rows * E // K) for rows in ROWS_PER_EXPERT})
+    vocabulary, most = read_config(folder).get_text_config().vocab_size, batches[-1]
+    prompt, length = context - TOKENS // 2, context + TOKENS // 2
+    layout = WorkerLayout(
+        micro_batches=1, max_batch=most, max_length=length, max_tokens=max(512, 2 * most), kv_tokens=most * length
+    )
+    found: dict[int, list[Float64[ndarray, "3 S"]]] = {requests: [] for requests in batches}
+    with RunningWorkers(folder, layout, dtype=dtype, timeline=True) as workers:
+        for requests in [most, *ROUNDS * batches]:
+            answer(workers, rng.integers(0, vocabulary, (requests, prompt)).tolist())
+            row_bytes = structure.hidden * structure.dtype.itemsize
+            found[requests].append(_step_seconds(workers, layers, requests * row_bytes))
+    seconds_X3 = np.array([np.median(np.concatenate(found[requests], axis=1), axis=1) for requests in batches])
+    amounts_X3 = np.outer(batches, (1, K / E, 2 * K * structure.hidden))
+    table_3X2 = np.stack([amounts_X3, np.maximum(0, seconds_X3 / (1, E, 1))], axis=2).transpose(1, 0, 2)
+    names = ("attention", "expert", "message")
+    return build(MeasuredSeconds, dict(zip(names, table_3X2.tolist(), strict=True)), str(folder), EngineError)
+
+
+def answer(workers: RunningWorkers, prompts: Several[Several[int]]) -> None:
+    """Let the only attention worker answer prompts at once, greedily; raises EngineError where a worker ends."""
+    control, left = workers.attention_workers[0].control, len(prompts)
+    sampling = SamplingParameters(limit=TOKENS, temperature=0.0)
+    try:
+        for number, prompt in enumerate(prompts):
+            control.send({"generate": Sequence(number=number, prompt=tuple(prompt), sampling=sampling)})
+        while left:
+            for step in control.receive(seconds=WAIT_SECONDS)["progress"]:
+                if step.get("finish") in ("error", "lost"):
+                    raise EngineError(step["error"])
+                left -= "finish" in step
+    except OSError as error:
+        raise EngineError(f"a worker has ended or hangs ({error}): look at what it printed") from error
+
+
+def _step_seconds(workers: RunningWorkers, layers: int, num_bytes: int) -> Float64[ndarray, "3 S"]:
+    """Return attention, experts and message of a layer, means of each step with so many bytes of rows and one after it.
+
+    Attention is all but the waits for experts, a message half of what these take beyond the experts.
+    """
+    waits_3LS = _layer_events(workers.attention_workers[0], "await experts", layers)
+    experts_3LS = _layer_events(workers.expert_workers[0], "experts", layers)
+    steps = min(waits_3LS.shape[2], experts_3LS.shape[2])
+    (start_LS, wait_LS, _), (_, busy_LS, bytes_LS) = waits_3LS[..., -steps:], experts_3LS[..., -steps:]
+    whole_S = (bytes_LS == num_bytes).all(axis=0)
+    wait_S, busy_S = wait_LS.sum(axis=0)[:-1], busy_LS.sum(axis=0)[:-1]
+    parts_3S = np.stack([np.diff(start_LS[0]) - wait_S, busy_S, (wait_S - busy_S) / 2])
+    return parts_3S[:, whole_S[:-1] & whole_S[1:]] / layers
+
+
+def _layer_events(worker: Worker, stage: str, layers: int) -> Float64[ndarray, "3 L S"]:
+    """Return start, seconds and bytes of a stage in each layer of the latest steps; earlier ones are forgotten."""
+    worker.control.send({"timeline": True})
+    events = [Event(*one) for one in worker.control.receive(seconds=WAIT_SECONDS)["timeline"]["events"]]
+    kept = [(event.start, event.seconds, event.bytes) for event in events if event.stage == stage]
+    return np.array(kept[len(kept) % layers :], dtype=np.float64).reshape(-1, layers, 3).T
