@@ -1,4 +1,4 @@
-"""A server sized by measurement: tokens per second that a plan predicts from measured times, beside those of the server.
+"""A server sized by measurement: tokens per second that a plan predicts from measured times, and those of the server.
 
 One attention and one expert process, a core each, are measured with one micro-batch, as `relibra serve measure` does.
 Then 64, 128 and 256 requests decode in 1 to 4 micro-batches, in turns. Rows go to results/sizing.json.
@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.deployment.rows import row
 from benchmarks.harness.options import measurement_options
 from benchmarks.harness.provenance import write_results
-from benchmarks.serving.decoding import ANSWER, PROMPT, BenchModel, Driver, prompts
+from benchmarks.serving.decoding import PROMPT, BenchModel, Driver, prompts
 from relibra.cli.serve.plan import open_served_model
 from relibra.planning.deployment.deployment_plan import DeploymentPlan, Pool
 from relibra.planning.deployment.measured_seconds import MeasuredSeconds, fit_line
@@ -30,7 +30,9 @@ from relibra.serving.batch_seconds import measure_batches
 from relibra.serving.launch import RunningWorkers
 from relibra.serving.layout import WorkerLayout
 
-TABLE, CONTEXT, JUDGED_ROWS = "sizing", PROMPT + ANSWER // 2, 8
+TABLE, JUDGED_ROWS = "sizing", 8
+ANSWER = 32
+CONTEXT = PROMPT + ANSWER // 2
 BATCHES, MICRO_BATCHES = (64, 128, 256), (1, 2, 3, 4)
 NEAR, SETTINGS = 0.15, 10
 """Accepted error of a prediction, and settings of the twelve that have to be within it."""
@@ -98,11 +100,11 @@ def _predicted(folder: Path, measured: MeasuredSeconds, batch: int, micro_batche
 
 
 def _measured(folder: Path, batch: int, rounds: int) -> dict[int, float]:
-    """Return the tokens per second of decoding by micro-batches, which take turns; prompts do not count."""
+    """Return tokens per second of decoding by micro-batches, which take turns; prompts, fed at once, do not count."""
     with ExitStack() as stack:
         drivers = {}
         for m in MICRO_BATCHES:
-            layout = WorkerLayout(micro_batches=m, max_batch=batch, max_length=128, max_tokens=1024)
+            layout = WorkerLayout(micro_batches=m, max_batch=batch, max_length=128, max_tokens=batch * PROMPT)
             drivers[m] = Driver(stack.enter_context(RunningWorkers(folder, layout, threads=1)))
             drivers[m].run(prompts(batch), 2)
         found: dict[int, list[float]] = {m: [] for m in drivers}

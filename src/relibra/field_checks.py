@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
@@ -66,7 +66,8 @@ def _is_numpy_scalar(value: Any) -> bool:
 
 
 def _part(kind: Any, value: Any, where: str, error: type[RelibraError]) -> Any:
-    if isinstance(kind, type) and is_dataclass(kind):
+    kind = next((one for one in get_args(kind) if is_dataclass(one)), kind)  # of one that may be None
+    if isinstance(kind, type) and is_dataclass(kind) and value is not None:
         return build(kind, value, where, error)
     if isinstance(value, list):
         return tuple(_part(None, row, where, error) for row in value)

@@ -20,8 +20,8 @@ from relibra.timeline import Event
 
 ROWS_PER_EXPERT = (1, 2, 4, 8, 12, 16, 24, 32)
 """Of the batches that are measured, in the mean."""
-TOKENS, ROUNDS, WAIT_SECONDS, SEED = 32, 3, 600.0, 0
-"""Tokens of an answer, turns of each batch, longest wait for a step, and seed of the prompts."""
+TOKENS, ROUNDS, WAIT_SECONDS, SEED = 24, 3, 600.0, 0
+"""Tokens that all requests of a batch decode together, turns of a batch, longest wait for a step, seed of prompts."""
 
 
 def measure_batches(folder: Path, *, context: int, dtype: str = "auto") -> MeasuredSeconds:
@@ -34,29 +34,32 @@ def measure_batches(folder: Path, *, context: int, dtype: str = "auto") -> Measu
     """
     structure, rng = read_structure(folder, dtype), np.random.default_rng(SEED)
     E, K, layers = structure.num_experts, structure.top_k, len(structure.experts)
+    row_bytes = structure.hidden * structure.dtype.itemsize
     batches = sorted({-(-rows * E // K) for rows in ROWS_PER_EXPERT})
     vocabulary, most = read_config(folder).get_text_config().vocab_size, batches[-1]
-    prompt, length = context - TOKENS // 2, context + TOKENS // 2
+    prompt, max_tokens = context - TOKENS // 2, max(512, 4 * most)
+    # Prompts are fed in pieces, while those before decode: so many more tokens, and all requests are there at once.
+    tokens = {requests: TOKENS + -(-requests * prompt // max_tokens) for requests in batches}
     layout = WorkerLayout(
-        micro_batches=1, max_batch=most, max_length=length, max_tokens=max(512, 2 * most), kv_tokens=most * length
-    )
+        micro_batches=1, max_batch=most, max_length=prompt + tokens[most], max_tokens=max_tokens,
+        kv_tokens=most * (prompt + tokens[most]),
+    )  # fmt: skip
     found: dict[int, list[Float64[ndarray, "3 S"]]] = {requests: [] for requests in batches}
     with RunningWorkers(folder, layout, dtype=dtype, timeline=True) as workers:
         for requests in [most, *ROUNDS * batches]:
-            answer(workers, rng.integers(0, vocabulary, (requests, prompt)).tolist())
-            row_bytes = structure.hidden * structure.dtype.itemsize
+            answer(workers, rng.integers(0, vocabulary, (requests, prompt)).tolist(), tokens[requests])
             found[requests].append(_step_seconds(workers, layers, requests * row_bytes))
     seconds_X3 = np.array([np.median(np.concatenate(found[requests], axis=1), axis=1) for requests in batches])
     amounts_X3 = np.outer(batches, (1, K / E, 2 * K * structure.hidden))
-    table_3X2 = np.stack([amounts_X3, np.maximum(0, seconds_X3 / (1, E, 1))], axis=2).transpose(1, 0, 2)
+    table_3X2 = np.stack([amounts_X3, seconds_X3 / (1, E, 1)], axis=2).transpose(1, 0, 2)
     names = ("attention", "expert", "message")
     return build(MeasuredSeconds, dict(zip(names, table_3X2.tolist(), strict=True)), str(folder), EngineError)
 
 
-def answer(workers: RunningWorkers, prompts: Several[Several[int]]) -> None:
+def answer(workers: RunningWorkers, prompts: Several[Several[int]], tokens: int) -> None:
     """Let the only attention worker answer prompts at once, greedily; raises EngineError where a worker ends."""
     control, left = workers.attention_workers[0].control, len(prompts)
-    sampling = SamplingParameters(limit=TOKENS, temperature=0.0)
+    sampling = SamplingParameters(limit=tokens, temperature=0.0)
     try:
         for number, prompt in enumerate(prompts):
             control.send({"generate": Sequence(number=number, prompt=tuple(prompt), sampling=sampling)})
@@ -72,7 +75,7 @@ def answer(workers: RunningWorkers, prompts: Several[Several[int]]) -> None:
 def _step_seconds(workers: RunningWorkers, layers: int, num_bytes: int) -> Float64[ndarray, "3 S"]:
     """Return attention, experts and message of a layer, means of each step with so many bytes of rows and one after it.
 
-    Attention is all but the waits for experts, a message half of what these take beyond the experts.
+    A message is half of what the waits for experts take beyond these, attention all the rest.
     """
     waits_3LS = _layer_events(workers.attention_workers[0], "await experts", layers)
     experts_3LS = _layer_events(workers.expert_workers[0], "experts", layers)
@@ -80,7 +83,8 @@ def _step_seconds(workers: RunningWorkers, layers: int, num_bytes: int) -> Float
     (start_LS, wait_LS, _), (_, busy_LS, bytes_LS) = waits_3LS[..., -steps:], experts_3LS[..., -steps:]
     whole_S = (bytes_LS == num_bytes).all(axis=0)
     wait_S, busy_S = wait_LS.sum(axis=0)[:-1], busy_LS.sum(axis=0)[:-1]
-    parts_3S = np.stack([np.diff(start_LS[0]) - wait_S, busy_S, (wait_S - busy_S) / 2])
+    message_S = np.maximum(0.0, wait_S - busy_S) / 2
+    parts_3S = np.stack([np.diff(start_LS[0]) - busy_S - 2 * message_S, busy_S, message_S])
     return parts_3S[:, whole_S[:-1] & whole_S[1:]] / layers
 
 

@@ -1,3 +1,4 @@
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +26,7 @@ LEVEL = ServiceLevel(seconds_per_token=0.05, context=64)
 
 def lines(attention, expert, message=(1e-5, 1e-11)):
     """Return tables on three lines of (start, slope)."""
+
     def table(start, slope, unit=1):
         return tuple((unit * x, start + slope * unit * x) for x in AMOUNTS)
 
@@ -35,7 +37,7 @@ def slow_seconds(table, amount):
     """Return the seconds of one amount by the two entries around it."""
     if amount <= table[0][0]:
         return table[0][1]
-    for (low, first), (high, second) in zip(table, table[1:], strict=False):
+    for (low, first), (high, second) in itertools.pairwise(table):
         if amount <= high:
             return first + (second - first) * (amount - low) / (high - low)
     x = np.array([one for one, _ in table])
@@ -72,7 +74,8 @@ def test_measured_seconds_come_from_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "attention = [[1, 2]]", "attention = 3\nexpert = 4", "attention = [[1], [2]]\nexpert = [[1, 1], [2, 2]]",
+    "text", ["", "attention = [[1, 2]]", "attention = 3\nexpert = 4",
+             "attention = [[1], [2]]\nexpert = [[1, 1], [2, 2]]",
              "attention = [[1, -1], [2, 2]]\nexpert = [[1, 1], [2, 2]]", "attention = [[1, nan], [2, 2]]\nexpert = []",
              "attention = [[2, 1], [1, 1]]\nexpert = [[1, 1], [2, 2]]", "= 3", "expert = [[true, 1]]\nattention = []",
              "attention = [[1, 2], [2, 1]]\nexpert = [[1, 1], [2, 2]]", "message = [[1, 2], [2, 1]]"],

@@ -16,15 +16,14 @@ from relibra.environment import uncollected_imports
 from relibra.errors import missing_packages
 from relibra.files import toml_value, write_text
 
-JUDGED_ROWS = 8
-"""Rows per expert from which on lines are judged: products of fewer rows take time in steps."""
+JUDGED_ROWS = 8  # per expert, from which on lines are judged: products of fewer rows take time in steps
 
 
 @documented
 def measure(
     model: Annotated[Path, typer.Argument()],
     output: Annotated[Path | None, typer.Option("--output", "-o")] = None,
-    context: Annotated[int, within(17, 1 << 20)] = 64,
+    context: Annotated[int, within(13, 1 << 20)] = 64,
     dtype: str = "auto",
     as_json: options.Json = False,
 ) -> None:
@@ -52,9 +51,7 @@ def measure(
             write_text(output, "".join(f"{name} = {toml_value(table)}\n" for name, table in tables.items()))
     judged = sum(rows < JUDGED_ROWS for rows, _ in tables["expert"])
     facts = {
-        "model": model.resolve().name,
         "label": "measured",
-        "context": context,
         "r2": {name: fit_line(table[judged:])[2] for name, table in tables.items() if len(table) > judged + 2},
         "batches": [
             {"requests": a[0], "rows_per_expert": e[0], "attention": a[1], "expert": e[1], "message": m[1]}

@@ -91,33 +91,30 @@ class ServePlanRequest:
     output: Annotated[Path | None, typer.Option("--output", "-o")] = None
     as_json: options.Json = False
 
-    def choices(self) -> list[Accelerator]:
-        """Return the GPUs to choose from, each once."""
+    def choices(self) -> tuple[list[Accelerator], Efficiency]:
+        """Return the GPUs to choose from, each once, and what they reach; measured ones are nodes of one GPU."""
         from relibra.planning.deployment.accelerator import accelerator, read_accelerators
+        from relibra.planning.deployment.measured_seconds import read_measured
+        from relibra.planning.deployment.performance import Efficiency, measured_worker
 
+        measured = None if self.measured is None else read_measured(self.measured)
+        if measured is not None and self.gpus is None:
+            worker, used = measured_worker(measured, platform.node() or "here", host_memory(free=False) or 1.0)
+            return [worker], used
         more = read_accelerators(self.accelerators) if self.accelerators else {}
         if self.gpus is None:
             names = [*DEFAULT_GPUS, *more]
         else:
             names = [name.strip().lower() for name in self.gpus.split(",") if name.strip()]
         try:
-            return [accelerator(name, more) for name in dict.fromkeys(names)]
+            gpus = [accelerator(name, more) for name in dict.fromkeys(names)]
         except ConfigError as error:
             raise ConfigError(f"--gpus: {error}") from error
-
-    def measured_choice(self, measured: Path) -> tuple[list[Accelerator], Efficiency]:
-        """Return the node that was measured as a GPU, the named one or a process of this machine, and its figures."""
-        from relibra.planning.deployment.measured_seconds import read_measured
-        from relibra.planning.deployment.performance import Efficiency, measured_worker
-
-        seconds, memory = read_measured(measured), host_memory(free=False) or 1.0
-        if self.gpus is None and self.accelerators is None:
-            worker, used = measured_worker(seconds, platform.node() or "this machine", memory)
-            return [worker], used
-        gpus = self.choices()
+        if measured is None:
+            return gpus, Efficiency()
         if len(gpus) > 1:
-            raise ConfigError(f"--measured {measured} is of one kind of GPU: name it alone (--gpus), not {len(gpus)}")
-        return gpus, Efficiency(measured=seconds, launch_seconds=0)
+            raise ConfigError(f"--measured {self.measured} is of one GPU: name it alone (--gpus), not {len(gpus)}")
+        return [replace(gpu, node_size=1) for gpu in gpus], Efficiency(measured=measured, launch_seconds=0)
 
 
 @takes(ServePlanRequest)
@@ -132,7 +129,6 @@ def plan(request: ServePlanRequest) -> None:
     """
     from relibra.planning.deployment.decision import decide
     from relibra.planning.deployment.deployment_files import write_deployment
-    from relibra.planning.deployment.performance import Efficiency
     from relibra.planning.deployment.search import SearchSpace
     from relibra.planning.deployment.service_level import ServiceLevel
 
@@ -143,14 +139,9 @@ def plan(request: ServePlanRequest) -> None:
     if not request.simulate and any(of_simulation):
         raise ConfigError("--trace, --copies, --rate and --timeline are of a simulation: add --simulate")
     arrivals = None if request.rate is None else Arrivals.read(request.rate, request.lengths)
-    model, used = open_served_model(request.model), Efficiency()
-    space = SearchSpace(objective=request.objective.value, most_gpus=request.max_gpus)
-    if request.measured is None:
-        gpus = request.choices()
-    else:
-        gpus, used = request.measured_choice(request.measured)
-        most = request.max_gpus or (len(os.sched_getaffinity(0)) if request.gpus is None else 0)
-        space = replace(space, ways=(1,), most_gpus=most)
+    model, (gpus, used) = open_served_model(request.model), request.choices()
+    cores = 0 if request.measured is None or request.gpus else len(os.sched_getaffinity(0))
+    space = SearchSpace(objective=request.objective.value, most_gpus=request.max_gpus or cores)
     level = ServiceLevel(
         seconds_per_token=read_seconds(request.tpot), context=request.context, expert_skew=request.skew
     )
@@ -188,9 +179,8 @@ def plan(request: ServePlanRequest) -> None:
 
 def serve_command(model: str, plan: DeploymentPlan) -> str:
     """Return the command that serves a model with the workers of a plan."""
-    workers = f"--attention {plan.attention.nodes} --experts {plan.experts.nodes}"
-    batch = f"--micro-batches {plan.micro_batches} --max-batch {plan.micro_batches * plan.rows}"
-    return f"relibra serve {model} {workers} {batch}"
+    nodes, m = f"--attention {plan.attention.nodes} --experts {plan.experts.nodes}", plan.micro_batches
+    return f"relibra serve {model} {nodes} --micro-batches {m} --max-batch {m * plan.rows}"
 
 
 def open_served_model(name: str) -> ServedModel:
@@ -259,15 +249,11 @@ def _apart(decision: Decision, plan: DeploymentPlan) -> dict[str, Any]:
 
 def _together(decision: Decision, plan: ColocatedPlan) -> dict[str, Any]:
     return {
-        "kind": plan.kind,
+        **{name: getattr(plan, name) for name in ("kind", "micro_batches", "gpus", "limit", "iteration_seconds")},
         "gpu": plan.pool.accelerator.name,
         "ways": plan.pool.ways,
         "groups": plan.pool.nodes,
-        "micro_batches": plan.micro_batches,
         "micro_batch_requests": plan.rows,
         "requests": plan.batch,
-        "gpus": plan.gpus,
-        "limit": plan.limit,
-        "iteration_seconds": plan.iteration_seconds,
         "tokens_per_second_per_unit": decision.figure(plan),
     }

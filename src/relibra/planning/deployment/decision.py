@@ -53,13 +53,10 @@ class Decision:
 def decide(
     model: ServedModel, level: ServiceLevel, gpus: Sequence[Accelerator], space: SearchSpace, efficiency: Efficiency
 ) -> Decision:
-    """Search deployments with and without separation under the same formulas; raises PlanError when nothing fits.
-
-    Measured nodes are compared with one that does both in turn: what it takes with others was not measured.
-    """
+    """Search deployments with and without separation under the same formulas; raises PlanError when nothing fits."""
     pairs = search_pairs(model, level, gpus, space, efficiency)
     kinds: tuple[Kind, ...] = ("tensor", "expert")
-    most = 1 if efficiency.measured else space.most_gpus
+    most = 1 if efficiency.measured else space.most_gpus  # a node that does both was not measured among others
     best = [search_colocated(model, level, gpus, space.objective, efficiency, (one,), most) for one in kinds]
     found = [plan for plan in best if plan is not None]
     decision = Decision(pairs=tuple(pairs), colocated=(), objective=space.objective)

@@ -42,8 +42,10 @@ class Pool:
 
     def node(self, model: ServedModel, efficiency: Efficiency) -> Node:
         """Return one of the nodes, with its share of a model."""
-        kind = MeasuredNode if efficiency.measured else Node
-        return kind(model=model, gpu=self.accelerator, ways=self.ways, used=efficiency)
+        if efficiency.measured is None:
+            return Node(model=model, gpu=self.accelerator, ways=self.ways, used=efficiency)
+        tables = efficiency.measured
+        return MeasuredNode(model=model, gpu=self.accelerator, ways=self.ways, used=efficiency, measured=tables)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +96,7 @@ class DeploymentPlan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Return tokens per second of the instance, by the drained step as in the paper's Algorithm 1.
-
-        Of measured nodes by the step that runs on freely, as in `relibra serve`.
-        """
+        """Return tokens per second: by the drained step of the paper's Algorithm 1; of measured nodes as it runs on."""
         return self.steady_tokens_per_second if self.efficiency.measured else self.batch / self.drained_seconds
 
     @property

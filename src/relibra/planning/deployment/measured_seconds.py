@@ -28,7 +28,7 @@ def fit_line(table: Table) -> tuple[float, float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSeconds:
-    """Tables at rising rows or bytes; false where nothing was measured.
+    """Tables at rising rows or bytes.
 
     attention    (requests, seconds) of one layer; what a decode step has outside of layers is spread over them
     expert       (rows, seconds) of one expert
@@ -36,24 +36,18 @@ class MeasuredSeconds:
     raises       ConfigError for tables of less than two entries, or that do not rise, and numbers out of range
     """
 
-    attention: Table = ()
-    expert: Table = ()
+    attention: Table
+    expert: Table
     message: Table = ()
 
     def __post_init__(self) -> None:
         check_fields(MeasuredSeconds, vars(self), "measured seconds", ConfigError)
-        for name, table in vars(self).items() if any(vars(self).values()) else ():
+        for name, table in vars(self).items():
             amounts, needed = [amount for amount, _ in table], name != "message"
             if (table or needed) and (len(amounts) < 2 or amounts != sorted(set(amounts))):
                 raise ConfigError(f"measured seconds: {name} has rows or bytes {amounts}: give at least two, rising")
             if needed and fit_line(table)[1] <= 0:
                 raise ConfigError(f"measured seconds of {name} do not rise with rows: measure again on a quiet machine")
-
-    def __bool__(self) -> bool:
-        return bool(self.attention)
-
-
-NOT_MEASURED = MeasuredSeconds()
 
 
 def seconds_at(table: Table, amount: Amount) -> Amount:
@@ -66,6 +60,4 @@ def seconds_at(table: Table, amount: Amount) -> Amount:
 def read_measured(path: Path) -> MeasuredSeconds:
     """Return the seconds in a TOML file, whose lists are the fields of `MeasuredSeconds`; raises ConfigError."""
     found = read_toml(path, ConfigError, "a TOML file of measured seconds")
-    if not found:
-        raise ConfigError(f"{path} is empty: give lists attention and expert, or use relibra serve measure")
     return build(MeasuredSeconds, found, str(path), ConfigError)

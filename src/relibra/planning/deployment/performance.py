@@ -16,7 +16,7 @@ from pydantic import Field
 from relibra.errors import ConfigError
 from relibra.field_checks import check_fields
 from relibra.planning.deployment.accelerator import Accelerator
-from relibra.planning.deployment.measured_seconds import NOT_MEASURED, MeasuredSeconds, fit_line, seconds_at
+from relibra.planning.deployment.measured_seconds import MeasuredSeconds, fit_line, seconds_at
 from relibra.planning.deployment.pipeline_time import Amount, StageSeconds
 from relibra.planning.deployment.served_model import BYTES, ServedModel
 from relibra.planning.deployment.service_level import ServiceLevel
@@ -35,7 +35,7 @@ class Efficiency:
     launch_seconds       per layer, micro-batch and side, beside the roofline
     hop_seconds          latency of a hop beside its bytes
     hop_factor           a hop takes so many times as long: 1 for M2N, above for slower libraries
-    measured             seconds of a node, which take the place of its formulas
+    measured             seconds of a node, which take the place of its formulas (`MeasuredNode`)
     raises               ConfigError for values out of range
     """
 
@@ -46,7 +46,7 @@ class Efficiency:
     launch_seconds: Latency = 20e-6
     hop_seconds: Latency = 10e-6
     hop_factor: Annotated[int | float, Field(ge=1e-3, le=1e3)] = 1.0
-    measured: MeasuredSeconds = NOT_MEASURED
+    measured: MeasuredSeconds | None = None
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values out of range."""
@@ -123,16 +123,19 @@ class Node:
         return np.maximum(computing, moved / (self.used.memory * self.gpu.memory_bytes_per_second))
 
 
+@dataclass(frozen=True, kw_only=True)
 class MeasuredNode(Node):
-    """A node whose seconds are looked up in `used.measured`; links keep their formula."""
+    """A node whose seconds are looked up in tables; links keep their formula."""
+
+    measured: MeasuredSeconds
 
     def gated(self, rows: Amount, width: int | float) -> Amount:  # noqa: ARG002
         """Return the seconds of one expert."""
-        return seconds_at(self.used.measured.expert, rows)
+        return seconds_at(self.measured.expert, rows)
 
     def attention(self, rows: Amount, context: Amount) -> Amount:  # noqa: ARG002
         """Return the seconds of one layer of attention, at the context that was measured."""
-        return seconds_at(self.used.measured.attention, rows)
+        return seconds_at(self.measured.attention, rows)
 
     def rest(self, rows: Amount, context: Amount) -> Amount:  # noqa: ARG002
         """Return 0: the attention of layers has it all."""
@@ -140,10 +143,7 @@ class MeasuredNode(Node):
 
 
 def measured_worker(measured: MeasuredSeconds, name: str, memory_bytes: float) -> tuple[Accelerator, Efficiency]:
-    """Return a process of a machine as a GPU of price and power 1, and the line of its messages; without any: 0 s.
-
-    Figures of computing are 1: its seconds are in the tables.
-    """
+    """Return a process of a machine as a GPU of price and power 1; its links are the line of messages, if any."""
     start, slope, _ = fit_line(measured.message) if measured.message else (0.0, 0.0, 1.0)
     accelerator = Accelerator(
         name=name, price=1.0, watts=1.0, node_size=1, memory_bytes=memory_bytes, memory_bytes_per_second=1.0,

@@ -2,8 +2,7 @@
 
 It uses `iteration_seconds`, not Eq. 5, so that one or two micro-batches and slow links are priced too, and any number
 of experts on a node. A larger micro-batch never gives fewer tokens per second here, because every time is a maximum of
-lines `a + b rows` with `a >= 0`, so the largest one that memory and latency allow is taken; a test tries all. Measured
-seconds are such lines up to noise.
+lines `a + b rows` with `a >= 0` (measured ones nearly), so the largest one that memory and latency allow is taken.
 """
 
 from __future__ import annotations
@@ -153,9 +152,9 @@ def balanced_nodes(attention: Node, experts: Node, per_node: int, level: Service
     low, high = ATTENTION_RANGE
     slope = (attention.attention(high, level.context) - attention.attention(low, level.context)) / (high - low)
     low, high = EXPERT_RANGE
-    expert_slope = (experts.experts(high, per_node) - experts.experts(low, per_node)) / (high - low)
-    # Measured seconds may stand still between two numbers of rows.
-    return float(slope * model.experts / (max(1e-12, expert_slope) * level.expert_skew * model.top_k))
+    rise = experts.experts(high, per_node) - experts.experts(low, per_node)
+    expert_slope = max(1e-12, rise / (high - low))  # measured seconds may stand still
+    return float(slope * model.experts / (expert_slope * level.expert_skew * model.top_k))
 
 
 def value(plan: DeploymentPlan, objective: Objective) -> float:

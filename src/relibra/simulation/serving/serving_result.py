@@ -137,7 +137,7 @@ class Tally:
             directions = [directions[0] + others[1], directions[1] + others[0]]
         self._busy["network"] += float(max(item.max() for item in (*directions, *others)))
         sent_XY = bytes_LMXY.sum(axis=(0, 1)) * self._site.by_network_XY * (1 + self._site.shared)  # results go back
-        self._bytes += float(sent_XY.sum(axis=1).mean()) / self._site.attention_node.ways
+        self._bytes += float(sent_XY.sum(axis=1).mean()) / self._site.compute.attention_node.ways
 
     def result(self) -> ServingResult:
         """Return the figures."""

@@ -30,11 +30,7 @@ class NodeCompute:
     def attention(
         self, rows: Shaped[ndarray, "*X"], tokens: Shaped[ndarray, "*X"]
     ) -> tuple[Float64[ndarray, "*X"], Float64[ndarray, "*X"]]:
-        """Return seconds of one layer, and of a step outside of layers with experts; no rows take no time.
-
-        rows      requests
-        tokens    that they attend to, together
-        """
+        """Return seconds of a layer for requests that attend to tokens together, and of a step outside of layers."""
         context, node = tokens / np.maximum(1, rows), self.attention_node
         return np.where(rows > 0, node.attention(rows, context), 0.0), np.where(rows > 0, node.rest(rows, context), 0.0)
 
@@ -58,8 +54,6 @@ class Site:
     """
 
     compute: NodeCompute
-    attention_node: Node
-    expert_node: Node
     senders: int
     expert_LYP: Int64[ndarray, "L Y P"]
     near_XY: Bool[ndarray, "X Y"]
@@ -70,7 +64,7 @@ class Site:
     @property
     def model(self) -> ServedModel:
         """Return the model that is served."""
-        return self.attention_node.model
+        return self.compute.attention_node.model
 
     @property
     def order_XY(self) -> Int64[ndarray, "X Y"]:
@@ -126,8 +120,8 @@ class Site:
         slot_LM1P = np.where(index_L11P >= 0, np.take_along_axis(share_LM1E, np.maximum(0, index_L11P), axis=3), 0.0)
         slot_LM1YP = slot_LM1P.reshape(*share_LM1E.shape[:3], Y, P)
         bytes_LMXY = BYTES * self.model.hidden * rows_LMXY
-        send, receive = self._link_seconds(bytes_LMXY, self.attention_node, self.expert_node, transport)
-        give, take = self._link_seconds(bytes_LMXY, self.expert_node, self.attention_node, transport)
+        send, receive = self._link_seconds(bytes_LMXY, self.compute.attention_node, self.compute.expert_node, transport)
+        give, take = self._link_seconds(bytes_LMXY, self.compute.expert_node, self.compute.attention_node, transport)
         work = Work(
             attention_LMX=attention_LMX,
             experts_LMXY=np.ascontiguousarray(self.compute.experts(slot_LM1YP)),
@@ -149,7 +143,7 @@ class Site:
         """
         pair = bytes_LMXY * self.by_network_XY
         used = sender.used
-        slower = 1 + used.half_rate_bytes * self.attention_node.ways / np.maximum(pair, 1e-9)
+        slower = 1 + used.half_rate_bytes * self.compute.attention_node.ways / np.maximum(pair, 1e-9)
         seconds = pair * slower * transport.factor * used.hop_factor
         return (
             seconds / (sender.gpu.network_bytes_per_second * sender.ways),
@@ -165,7 +159,7 @@ class Site:
         rng: Generator,
     ) -> Float64[ndarray, "L M X Y"]:
         """Return latency and tails of messages, and the time of those inside a server."""
-        node = self.attention_node
+        node = self.compute.attention_node
         factor = transport.factor * node.used.hop_factor
         inside = np.where(self.near_XY, bytes_LMXY / (node.gpu.peer_bytes_per_second * node.ways), 0.0)
         latency = np.where(self.same_XY, 0.0, factor * node.used.hop_seconds)
@@ -230,8 +224,6 @@ def site_of(plan: Plan, expert_LYP: Int[ndarray, "L Y P"] | None = None) -> Site
         near_XY = (server[:, None] == server) & ~same_XY
     return Site(
         compute=made,
-        attention_node=attention,
-        expert_node=experts,
         senders=senders,
         expert_LYP=expert_LYP.astype(np.int64),
         near_XY=near_XY,
