@@ -47,3 +47,15 @@ def test_the_running_server_is_judged_by_its_tests():
     assert {one["test"] for one in rows} == {1, 2, 12, 13, 14, 15, 16}
     exact = [one for one in rows if one["test"] in (1, 2, 16)]
     assert all(one["ok"] == "yes" for one in exact)  # the others are times
+
+
+@pytest.mark.slow
+def test_a_server_is_predicted_from_measured_times():
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS), "sizing", "--quick", "--json"], capture_output=True, text=True, check=True
+    )
+    rows = json.loads(done.stdout)
+    settings = [one for one in rows if "predicted" in one]
+    assert len(settings) == 4
+    assert all(one["value"] == pytest.approx(one["predicted"] / one["measured"]) for one in settings)
+    assert len([one for one in rows if one["goal"]]) == 4
