@@ -144,6 +144,8 @@ def test_seconds_of_one_named_gpu_keep_its_memory_and_links(run, tmp_path):
     assert pair["attention_seconds"] == pytest.approx(1e-3 * (1 + pair["micro_batch_requests"] / 1000))
     asked[4] = "a800,h20"
     assert "name it alone" in run(*asked, "--measured", file)[2]
+    (tmp_path / "gpus.toml").write_text("")
+    assert "name it alone" in run(*asked[:3], "--accelerators", tmp_path / "gpus.toml", "--measured", file)[2]
     file.write_text("attention = 1")
     assert run(*asked[:5], "--measured", file)[0] == 1
 

@@ -98,7 +98,7 @@ class ServePlanRequest:
         from relibra.planning.deployment.performance import Efficiency, measured_worker
 
         measured = None if self.measured is None else read_measured(self.measured)
-        if measured is not None and self.gpus is None:
+        if measured is not None and self.gpus is None and self.accelerators is None:
             worker, used = measured_worker(measured, platform.node() or "here", host_memory(free=False) or 1.0)
             return [worker], used
         more = read_accelerators(self.accelerators) if self.accelerators else {}
