@@ -275,7 +275,7 @@ def test_nobody_pickles():
 
 
 LINE_CEILINGS = {
-    "src/relibra": (67_700, ""),
+    "src/relibra": (67_500, ""),
     "planning without deployment and baselines": (8_300, r"planning/(?!deployment/|baselines/)"),
     "planning/baselines": (1_300, "planning/baselines/"),
     "parallel": (5_300, "parallel/"),

@@ -223,7 +223,7 @@ def compute_step_statistics(
 
 def keep_halves(
     pieces: Iterable[RoutingTrace],
-) -> tuple[Shaped[ndarray, "T L K"], Shaped[ndarray, "U L K"], int]:
+) -> tuple[Shaped[ndarray, "T L K"], Shaped[ndarray, "X L K"], int]:
     """Return routed rows of every second sample, those of the samples between, and the experts of a layer.
 
     Of many rows and layers evenly spaced ones are kept: whole pairs of samples, of a large sample its first rows.
