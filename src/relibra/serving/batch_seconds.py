@@ -27,7 +27,7 @@ TOKENS, ROUNDS, WAIT_SECONDS, SEED = 24, 3, 600.0, 0
 def measure_batches(folder: Path, *, context: int, dtype: str = "auto") -> MeasuredSeconds:
     """Start one attention and one expert worker of a model, a thread each, and return what batches take, in turns.
 
-    There is one micro-batch, so nothing overlaps; each figure is a median over decode steps.
+    There is one micro-batch, so nothing overlaps; each figure is the mean decode step of the median turn.
 
     context    tokens of a request in the middle of its answer, above half of TOKENS
     raises     as `RunningWorkers` does; EngineError where a worker ends, or larger batches take no longer
@@ -49,7 +49,9 @@ def measure_batches(folder: Path, *, context: int, dtype: str = "auto") -> Measu
         for requests in [most, *ROUNDS * batches]:
             answer(workers, rng.integers(0, vocabulary, (requests, prompt)).tolist(), tokens[requests])
             found[requests].append(_step_seconds(workers, layers, requests * row_bytes))
-    seconds_X3 = np.array([np.median(np.concatenate(found[requests], axis=1), axis=1) for requests in batches])
+    # Means of steps, since throughput is of all steps; medians of turns, since a turn may meet a slow moment.
+    turns_X = [[turn_3S.mean(axis=1) for turn_3S in found[requests]] for requests in batches]
+    seconds_X3 = np.array([np.median(turns, axis=0) for turns in turns_X])
     amounts_X3 = np.outer(batches, (1, K / E, 2 * K * structure.hidden))
     table_3X2 = np.stack([amounts_X3, seconds_X3 / (1, E, 1)], axis=2).transpose(1, 0, 2)
     names = ("attention", "expert", "message")

@@ -29,8 +29,8 @@ def measure(
 ) -> None:
     """Time attention, experts and messages of a model on two worker processes here, a thread each, by batch size.
 
-    Seconds are medians of one layer of a decode step; attention has a share of what is outside of layers, expert is one
-    expert, message one way. R2 is that of a line, from 8 rows per expert on. Let the machine do nothing else.
+    Seconds are those of one layer in the mean decode step; attention has a share of what is outside of layers, expert
+    is one expert, message one way. R2 is that of a line, from 8 rows per expert on. Let the machine do nothing else.
 
     model MODEL  Folder of a transformers MoE model, written by save_pretrained.
     output FILE  Write the tables, TOML, for relibra serve plan MODEL --measured FILE.
