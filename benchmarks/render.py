@@ -246,10 +246,14 @@ def _titles(columns: Sequence[Column]) -> list[str]:
 
 
 def _range(values: Sequence[Any]) -> str:
-    """Return the smallest and the largest of some figures as one cell, or the first of some words."""
+    """Return the smallest and the largest of some figures as one cell, or the first of some words.
+
+    None is what a run did not reach: "never", beside the figures of the runs that did.
+    """
     numbers = [value for value in values if isinstance(value, int | float)]
-    ends = (min(numbers), max(numbers)) if len(numbers) == len(values) > 0 else values[:1]
-    return " to ".join(dict.fromkeys(map(shown, ends)))
+    reached = bool(numbers) and len(numbers) + list(values).count(None) == len(values)
+    cell = " to ".join(dict.fromkeys(map(shown, (min(numbers), max(numbers)) if reached else values[:1])))
+    return f"{cell}, or never" if reached and None in values else cell
 
 
 def _cells(row: Row, columns: Sequence[Column], file: str) -> list[str]:
