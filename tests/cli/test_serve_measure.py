@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from relibra.planning.deployment.measured_seconds import read_measured
@@ -26,6 +27,15 @@ def test_a_model_is_measured_and_planned(run, tmp_path, monkeypatch):
     )
     assert code == 0, err
     assert json.loads(out)["pairs"][0]["gpus"] == 2
+
+
+def test_models_whose_caches_are_not_joined_are_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(batch_seconds, "ROUNDS", 1)
+    monkeypatch.setattr(batch_seconds, "ROWS_PER_EXPERT", (4, 32))
+    write_model("Qwen3NextForCausalLM", tmp_path / "model")
+    measured = batch_seconds.measure_batches(tmp_path / "model", context=24)
+    assert [requests for requests, _ in measured.attention] == [16, 128]
+    assert np.all(np.array([measured.attention, measured.expert])[..., 1] > 0)
 
 
 def test_a_folder_without_a_model_cannot_be_measured(run, tmp_path):

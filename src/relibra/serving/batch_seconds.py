@@ -60,11 +60,13 @@ def measure_batches(folder: Path, *, context: int, dtype: str = "auto") -> Measu
 
 def answer(workers: RunningWorkers, prompts: Several[Several[int]], tokens: int) -> None:
     """Let the only attention worker answer prompts at once, greedily; raises EngineError where a worker ends."""
-    control, left = workers.attention_workers[0].control, len(prompts)
-    sampling = SamplingParameters(limit=tokens, temperature=0.0)
+    control, left = workers.attention_workers[0].control, len(prompts) + 1
     try:
-        for number, prompt in enumerate(prompts):
+        # A first one, as long in the end, is under way until all are there: states of linear attention are not joined.
+        for number, prompt in enumerate(([0], *prompts)):
+            sampling = SamplingParameters(limit=tokens + len(prompts[0]) - len(prompt), temperature=0.0)
             control.send({"generate": Sequence(number=number, prompt=tuple(prompt), sampling=sampling)})
+        control.send({"cancel": 0})
         while left:
             for step in control.receive(seconds=WAIT_SECONDS)["progress"]:
                 if step.get("finish") in ("error", "lost"):
