@@ -33,8 +33,7 @@ def measure_batches(folder: Path, *, context: int, dtype: str = "auto") -> Measu
     raises     as `RunningWorkers` does; EngineError where a worker ends, or larger batches take no longer
     """
     structure, rng = read_structure(folder, dtype), np.random.default_rng(SEED)
-    E, K, layers = structure.num_experts, structure.top_k, len(structure.experts)
-    row_bytes = structure.hidden * structure.dtype.itemsize
+    E, K, row_bytes = structure.num_experts, structure.top_k, structure.hidden * structure.dtype.itemsize
     batches = sorted({-(-rows * E // K) for rows in ROWS_PER_EXPERT})
     vocabulary, most = read_config(folder).get_text_config().vocab_size, batches[-1]
     prompt, max_tokens = context - TOKENS // 2, max(512, 4 * most)
@@ -48,7 +47,7 @@ def measure_batches(folder: Path, *, context: int, dtype: str = "auto") -> Measu
     with RunningWorkers(folder, layout, dtype=dtype, timeline=True) as workers:
         for requests in [most, *ROUNDS * batches]:
             answer(workers, rng.integers(0, vocabulary, (requests, prompt)).tolist(), tokens[requests])
-            found[requests].append(_step_seconds(workers, layers, requests * row_bytes))
+            found[requests].append(_step_seconds(workers, len(structure.experts), requests * row_bytes))
     # Means of steps, since throughput is of all steps; medians of turns, since a turn may meet a slow moment.
     turns_X = [[turn_3S.mean(axis=1) for turn_3S in found[requests]] for requests in batches]
     seconds_X3 = np.array([np.median(turns, axis=0) for turns in turns_X])
@@ -62,8 +61,7 @@ def answer(workers: RunningWorkers, prompts: Several[Several[int]], tokens: int)
     """Let the only attention worker answer prompts at once, greedily; raises EngineError where a worker ends."""
     control, left = workers.attention_workers[0].control, len(prompts) + 1
     try:
-        # A first one, as long in the end, is under way until all are there: states of linear attention are not joined.
-        for number, prompt in enumerate(([0], *prompts)):
+        for number, prompt in enumerate(([0], *prompts)):  # the first holds back what cannot join, until all are there
             sampling = SamplingParameters(limit=tokens + len(prompts[0]) - len(prompt), temperature=0.0)
             control.send({"generate": Sequence(number=number, prompt=tuple(prompt), sampling=sampling)})
         control.send({"cancel": 0})
