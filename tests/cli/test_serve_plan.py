@@ -1,6 +1,7 @@
 import itertools
 import json
 import re
+import shlex
 import tomllib
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -133,6 +134,21 @@ def test_measured_seconds_decide_and_are_simulated(run, tmp_path):
               + [run["tokens_per_second"] for run in one["simulated"]] for one in found.values()]  # fmt: skip
     assert speeds[0] == pytest.approx([2 * one for one in speeds[1]], rel=0.1)
     assert {one["case"] for one in found[1]["simulated"]} >= {"apart", "colocated, tensor parallel"}
+
+
+def test_the_command_serves_all_requests_of_the_plan(run, tmp_path):
+    """From a file in a folder with a space: its folder, and a cache for requests of twice their mean length."""
+    file, folder = tmp_path / "nodes.toml", tmp_path / "a model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SMALL))
+    file.write_text(MEASURED.format(1, 2))
+    asked = ["serve", "plan", folder / "config.json", "--measured", file, "--max-gpus", "2", "--json"]
+    found = json.loads(run(*asked, "--context", "700", "--tpot", "1s")[1])
+    [pair], words = found["pairs"], shlex.split(found["serve"])
+    requests = pair["micro_batches"] * pair["micro_batch_requests"]
+    assert words[2] == str(folder)
+    assert words[words.index("--kv-tokens") + 1] == str(2 * 700 * requests)
+    assert 2 * 700 * requests > 65536
 
 
 def test_seconds_of_one_named_gpu_keep_its_memory_and_links(run, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -102,9 +103,8 @@ class ServePlanRequest:
             worker, used = measured_worker(measured, platform.node() or "here", host_memory(free=False) or 1.0)
             return [worker], used
         more = read_accelerators(self.accelerators) if self.accelerators else {}
-        if self.gpus is None:
-            names = [*DEFAULT_GPUS, *more]
-        else:
+        names = [*DEFAULT_GPUS, *more]
+        if self.gpus is not None:
             names = [name.strip().lower() for name in self.gpus.split(",") if name.strip()]
         try:
             gpus = [accelerator(name, more) for name in dict.fromkeys(names)]
@@ -135,16 +135,14 @@ def plan(request: ServePlanRequest) -> None:
     inputs = [*named("--accelerators", request.accelerators), *named("--trace", request.trace)]
     inputs += named("--measured", request.measured)
     check_outputs([*named("--output", request.output), *named("--timeline", request.timeline)], inputs)
-    of_simulation = (request.trace, request.copies, request.rate, request.timeline)
-    if not request.simulate and any(of_simulation):
+    if not request.simulate and any((request.trace, request.copies, request.rate, request.timeline)):
         raise ConfigError("--trace, --copies, --rate and --timeline are of a simulation: add --simulate")
     arrivals = None if request.rate is None else Arrivals.read(request.rate, request.lengths)
     model, (gpus, used) = open_served_model(request.model), request.choices()
     cores = 0 if request.measured is None or request.gpus else len(os.sched_getaffinity(0))
     space = SearchSpace(objective=request.objective.value, most_gpus=request.max_gpus or cores)
-    level = ServiceLevel(
-        seconds_per_token=read_seconds(request.tpot), context=request.context, expert_skew=request.skew
-    )
+    seconds = read_seconds(request.tpot)
+    level = ServiceLevel(seconds_per_token=seconds, context=request.context, expert_skew=request.skew)
     with progress(f"searching deployments of {model.name}"):
         decision = decide(model, level, gpus, space, used)
     if request.output is not None:
@@ -178,9 +176,11 @@ def plan(request: ServePlanRequest) -> None:
 
 
 def serve_command(model: str, plan: DeploymentPlan) -> str:
-    """Return the command that serves a model with the workers of a plan."""
-    nodes, m = f"--attention {plan.attention.nodes} --experts {plan.experts.nodes}", plan.micro_batches
-    return f"relibra serve {model} {nodes} --micro-batches {m} --max-batch {m * plan.rows}"
+    """Return the command that serves a model, or the folder of its file, with the workers and the cache of a plan."""
+    folder, m = shlex.quote(str(Path(model).parent if Path(model).is_file() else model)), plan.micro_batches
+    nodes = f"--attention {plan.attention.nodes} --experts {plan.experts.nodes} --micro-batches {m}"
+    tokens = max(65536, int(2 * plan.level.context * m * plan.rows))  # requests end at most at twice their mean
+    return f"relibra serve {folder} {nodes} --max-batch {m * plan.rows} --kv-tokens {tokens}"
 
 
 def open_served_model(name: str) -> ServedModel:
