@@ -3,7 +3,8 @@
 Run: relibra bench render [--check] [--json]
 --check writes nothing and exits with 1 when a page differs from the result files.
 
-    <!-- results: FILE -->                   a table of all rows of FILE.json up to the next <!-- end -->
+    <!-- results: FILE -->                   a table of all rows of FILE.json up to the next <!-- end -->; what the line
+                                             under it shares with the table before on the page is "as above"
     <!-- results: FILE/VIEW @ key=value; ... --> a table of the rows with these values; table_columns.py has the views
     <!-- figure: NAME KEY -->                a figure up to the next <!-- end -->, which is the same in all rows
     <!-- figure: NAME KEY @ CASE -->         the same, of the rows of one case
@@ -19,7 +20,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.harness.provenance import RESULTS, ROOT
 from benchmarks.harness.results_files import Row, read_results
@@ -79,11 +80,15 @@ def _written_anew() -> list[tuple[Path, str]]:
 
 def rendered(page: str) -> str:
     """Return a page with everything between a marker and its `<!-- end -->` made from the result files."""
+    origins: list[Origin | None] = [None]
+
+    def written(match: re.Match[str]) -> str:
+        text, origin = _table(match[2], match[3], origins[-1])
+        origins.append(origin)
+        return match[1] + text + match[4]
+
     page = re.sub(
-        r"(<!-- results: ([\w/]+)(?: @ (.+?))? -->\n).*?(<!-- end -->)",
-        lambda m: m[1] + table(m[2], m[3]) + m[4],
-        page,
-        flags=re.DOTALL,
+        r"(<!-- results: ([\w/]+)(?: @ (.+?))? -->\n).*?(<!-- end -->)", written, page, flags=re.DOTALL
     )
     page = re.sub(
         r"(<!-- answer: ([\w-]+) -->).*?(<!-- end -->)", lambda m: m[1] + answer(m[2]) + m[3], page, flags=re.DOTALL
@@ -152,8 +157,20 @@ def _names_keys_of(rows: Sequence[Row], key: str, of: str | None) -> bool:
     return all(any(name in row for row in rows) for name in keys)
 
 
+class Origin(NamedTuple):
+    """What the line under a table says of the meaning of its figures, and of where they come from."""
+
+    units: str  # empty: each row says its own
+    program: str
+
+
 def table(name: str, of: str | None = None) -> str:
-    """Return rows of one result file as Markdown, with where they come from underneath.
+    """Return the table of a marker that is the first one of its page; see `_table`."""
+    return _table(name, of, None)[0]
+
+
+def _table(name: str, of: str | None, before: Origin | None) -> tuple[str, Origin | None]:
+    """Return rows of one result file as Markdown, with where they come from underneath, and that in parts.
 
     Columns that are empty in all rows are left out; those that are the same in all rows stand underneath, and so do
     the facts with which all cells of a column of FACTS begin or end. Without the file, or without such rows, the text
@@ -161,15 +178,16 @@ def table(name: str, of: str | None = None) -> str:
 
     name      FILE or FILE/VIEW, a key of COLUMNS
     of        a case, or `key=value` pairs with "; " between them; None: all rows
+    before    of the table before on the page; None: there is none
     raises    ConfigError as `read_results`, or when a row lacks a key that the table shows
     """
     path = RESULTS / f"{name.partition('/')[0]}.json"
     file = f"`benchmarks/results/{path.name}`"
     if not path.exists():
-        return f"*Not measured yet: there is no {file}.*\n"
+        return f"*Not measured yet: there is no {file}.*\n", None
     rows = [row for row in read_results(path) if _is_of(row, of)]
     if not rows:
-        return f"*{file} has no rows with {of}.*\n"
+        return f"*{file} has no rows with {of}.*\n", None
     columns = COLUMNS[name]
     if isinstance(columns, Grouped):
         titles, lines = _grouped(rows, columns, path.name)
@@ -182,7 +200,8 @@ def table(name: str, of: str | None = None) -> str:
         shared.insert(0, f"cells: {_titles(columns.figures)[0]}")
     written = [" | ".join(["", *(line[n] for n in kept), ""]).strip() for line in (titles, *lines)]
     written.insert(1, "|" + "---|" * len(kept))
-    return "\n".join([*written, "", _provenance(rows, titles, shared, path.name), ""])
+    origin = _origin(rows, titles)
+    return "\n".join([*written, "", _provenance(rows, shared, path.name, origin, before), ""]), origin
 
 
 def _facts_apart(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
@@ -271,24 +290,31 @@ def _values(row: Row, columns: Sequence[Column], file: str) -> list[Any]:
         ) from error
 
 
-def _provenance(rows: Sequence[Row], titles: Sequence[str], shared: Sequence[str], file: str) -> str:
-    """Return the line under a table: label, units, what all rows share, program, commit, machine and file.
-
-    One repetition, the usual system and a file with the name of its program are left out: docs/results.md says so.
-    """
+def _origin(rows: Sequence[Row], titles: Sequence[str]) -> Origin:
+    """Return the units of rows, and their command, commit and machine; the usual system is left out."""
     first = rows[0]
-    program = recorded_program(first["command"])[0]
     dirty = " (uncommitted changes)" if first["dirty"] else ""
     units = [row["unit"] for row in rows if "unit" in row and "unit" not in titles]
+    made = f"{_command_in_words(first['command'])} at commit {first['commit'][:12]}{dirty}"
+    machine = first["machine"].removesuffix(", Linux x86_64")
+    return Origin("; ".join(dict.fromkeys(units)), f"{made}; {machine}")
+
+
+def _provenance(rows: Sequence[Row], shared: Sequence[str], file: str, origin: Origin, before: Origin | None) -> str:
+    """Return the line under a table: label, units, what all rows share, repetitions, program and file.
+
+    One repetition and a file with the name of its program are left out: docs/results.md says so.
+    """
     counts = sorted({row["repetitions"] for row in rows})
     repetitions = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+    same = [part for part in Origin._fields if before and getattr(origin, part) == getattr(before, part) != ""]
     facts = [
-        "; ".join(dict.fromkeys(units)) or "see each row",
+        *[origin.units or "see each row"] * ("units" not in same),
         *shared,
         *[f"{repetitions} repetitions"] * (repetitions != "1"),
-        f"{_command_in_words(first['command'])} at commit {first['commit'][:12]}{dirty}",
-        first["machine"].removesuffix(", Linux x86_64"),
-        *[f"`{file}`"] * (file != f"{program}.json"),
+        *[origin.program] * ("program" not in same),
+        *[f"`{file}`"] * (file != f"{recorded_program(rows[0]['command'])[0]}.json"),
+        *[f"{' and '.join(same)} as above"] * bool(same),
     ]
     return f"*{', '.join(dict.fromkeys(row['label'] for row in rows))}: {'; '.join(facts)}.*"
 

@@ -38,8 +38,8 @@ _STEP: tuple[Column, ...] = (
     ("static / it", lambda row: row["ratio_to_static"]),
     ("best peer / it", lambda row: row["ratio_to_best_peer"]),
     ("best own setting / it", lambda row: row["ratio_to_best_own_setting"]),
-    ("exchange hidden (model): static / it", lambda row: row["hidden_ratio_to_static"]),
-    ("exchange hidden (model): best peer / it", lambda row: row["hidden_ratio_to_best_peer"]),
+    ("hidden (model): static / it", lambda row: row["hidden_ratio_to_static"]),
+    ("hidden (model): best peer / it", lambda row: row["hidden_ratio_to_best_peer"]),
     ("slots", lambda row: row["slots"]),
 )
 _SHARES: tuple[Column, ...] = (
@@ -101,8 +101,8 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
     "recordings": Grouped(by=("case", "configuration"), over="ranks", figures=("mean", "median", "p95")),
     "picked_together": Grouped(
         by=("model", ("scored on", lambda row: "other samples" if "left" not in row["split"] else "a domain"), "homes"),
-        over="copies",
-        figures=("other ranks", "load", "load in a micro-batch"),
+        over=("copies", lambda row: "no copies" if row["copies"] == "none" else "a copy per rank"),
+        figures=("other ranks", "load", ("in a micro-batch", lambda row: row["load in a micro-batch"])),
     ),
     "picked_together_seconds": (
         "case",
@@ -197,12 +197,12 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         ("update alone", lambda row: f"{row['update_tokens_per_second']:,.0f}"),
         ("GiB", lambda row: f"{row['gib']:.1f}"),
         ("estimated", lambda row: f"{row['estimated_gib']:.1f}" if "estimated_gib" in row else "-"),
-        ("GPU", lambda row: row["configuration"].split(", ")[0].partition(" x ")[2]),
+        ("GPU", lambda row: re.sub("NVIDIA | HBM3", "", row["configuration"].split(", ")[0].partition(" x ")[2])),
         ("micro-batches", lambda row: re.sub(" micro-batches| per GPU", "", row["configuration"].split(", ", 2)[2])),
     ),
     "preparation": Grouped(
-        by=("configuration",),
-        over="case",
+        by=(("case", lambda row: ", ".join(filter(None, (row["case"], _sizes_and_routes(row)[1])))),),
+        over=("sizes", lambda row: _sizes_and_routes(row)[0]),
         figures=(
             (
                 "value",
@@ -305,7 +305,6 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         _of("step, fed again"),
         _of("step, kept"),
         _of("cited"),
-        "configuration",
     ),
     "papers/throughput": Grouped(
         by=("model", "ranks", "load"),
@@ -449,6 +448,12 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
     ),
 }
 """Columns per table: FILE, or FILE/VIEW where a file has several views."""
+
+
+def _sizes_and_routes(row: dict) -> tuple[str, str]:
+    """Return the sizes of a model and its batches, and which routes are known, of a row of preparation.py."""
+    sizes, known, routes = row["configuration"].partition(" micro-batches, ")
+    return sizes + known.rstrip(", "), routes
 
 
 def sizes(of: dict) -> str:
