@@ -87,9 +87,7 @@ def rendered(page: str) -> str:
         origins.append(origin)
         return match[1] + text + match[4]
 
-    page = re.sub(
-        r"(<!-- results: ([\w/]+)(?: @ (.+?))? -->\n).*?(<!-- end -->)", written, page, flags=re.DOTALL
-    )
+    page = re.sub(r"(<!-- results: ([\w/]+)(?: @ (.+?))? -->\n).*?(<!-- end -->)", written, page, flags=re.DOTALL)
     page = re.sub(
         r"(<!-- answer: ([\w-]+) -->).*?(<!-- end -->)", lambda m: m[1] + answer(m[2]) + m[3], page, flags=re.DOTALL
     )

@@ -86,12 +86,15 @@ _PASSES: tuple[Column, ...] = (
     ("old log-probs of mini-batches", lambda row: _MINI_BATCHES[row["passes"].partition(", ")[0]]),
     ("activations", lambda row: row["passes"].partition(", activations ")[2]),
 )
-_KEPT: Column = ("kept", lambda row: row["kept"].replace(" of ", " ").replace(" layers", ""))
+_KEPT: Column = ("kept", lambda row: re.sub(" of| layers| the", "", row["kept"]).replace("everything", "all"))
 _ITERATION: tuple[Column, ...] = (
     ("training s", lambda row: row["seconds"]),
     ("iteration s", lambda row: row["iteration_seconds"]),
     ("GiB", lambda row: f"{row['gib']:.1f}" + ("" if row["fits"] else ", does not fit")),
 )
+_CITED_RATIOS: Column = (
+    "cited / static, / ideal", lambda row: row["cited"].replace(" of static", "").replace(" of ideal", "")
+)  # fmt: skip
 _RATIOS: tuple[Column, ...] = (
     ("static / it", lambda row: row["ratio_to_static"]),
     ("best balancer / it", lambda row: row["ratio_to_best_peer"]),
@@ -135,7 +138,7 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         over="trainer",
         figures=(("skew, planned", lambda row: f"{row['skew']:.3f}, {row['planned_skew']:.3f}"),),
     ),
-    "step/default": Grouped(by=_IN_TURN, figures=_STEP),
+    "step/default": Grouped(by=("dispatch", ("routes", lambda row: row["case"].split(", ")[0])), figures=_STEP),
     "step/unseen": Grouped(by=_IN_TURN, figures=_STEP),
     "step/lost": ("case", *_STEP),
     "step/ahead": Grouped(by=("dispatch", "plan"), figures=(("default / it - 1", lambda row: row["ahead"]),)),
@@ -318,7 +321,7 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         "balancer",
         ("simulated / static", lambda row: row["ratio_to_static"]),
         ("simulated / Balanced", lambda row: row["ratio_to_balanced"]),
-        "why",
+        ("against Balanced, in % of its step", lambda row: row["why"].partition("of its step: ")[2] or row["why"]),
     ),
     "papers/ablation": (
         ("simulated", lambda row: row["case"]),
@@ -330,7 +333,7 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
     "papers/skew": Grouped(by=("balancer", "cited"), over="ranks", figures=(("skew", lambda row: row["skew"]),)),
     "papers/planner": ("case", ("skew, model", lambda row: row["skew"]), ("copies", lambda row: row["value"]), "cited"),
     "papers/training": Grouped(
-        by=("balancer",), over="model", figures=(("simulated / static", lambda row: row["ratio_to_static"]), "cited")
+        by=("balancer",), over="model", figures=(("simulated", lambda row: row["ratio_to_static"]), _CITED_RATIOS)
     ),
     "papers/straggler": Grouped(by=("balancer",), over="ranks", figures=(("model", lambda row: row["value"]), "cited")),
     "papers/iteration": (

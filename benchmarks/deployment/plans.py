@@ -11,7 +11,6 @@ import numpy as np
 
 from benchmarks.deployment.brute_force import brute_force
 from benchmarks.deployment.node_costs import node_costs
-from benchmarks.deployment.popularity import zipf_popularity
 from benchmarks.deployment.rows import BASIS, GPUS, LEVEL, MODELS, PAIRS, SEED, row
 from relibra.planning.deployment.colocated import search_colocated
 from relibra.planning.deployment.deployment_plan import DeploymentPlan, cache_rows

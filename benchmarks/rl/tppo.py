@@ -184,11 +184,11 @@ def _configuration(algorithm: str, rows: Rows) -> str:
     of = dict(setting.split("=") for setting in (*SETTINGS, *MORE[algorithm]))
     longest, prompts = of["rollout.max_response"], of["rollout.prompts_per_step"]
     places = min(int(prompts), int(of.get("rollout.max_batch", prompts)))
-    refilled = ", refilled inside" if "rollout.refill" in of else ""
-    refilled += ", keys and values kept over updates" if "rollout.on_update" in of else ""
+    slots = ", refilled inside" if "rollout.refill" in of else ""
+    slots += ", keys and values kept over updates" if "rollout.on_update" in of else ""
     return (
         f"{places} slots, {prompts} responses of a step begin in them, window "
-        f"{of.get('rollout.window', longest)} of {longest} tokens{refilled}, {of['model.num_layers']} layers of "
+        f"{of.get('rollout.window', longest)} of {longest} tokens{slots}, {of['model.num_layers']} layers of "
         f"{of['model.num_experts']} experts, {len(rows)} steps, 1 process of 1 thread; reward: mean of {LAST} "
         f"evaluations of {of['evaluation.prompts']} held-out prompts, at the first that reaches it"
     )

@@ -172,6 +172,7 @@ def routes_of(folder):
     return {sample: trace.experts_TLK[begin : end - 1] for sample, begin, end in ends}
 
 
+@pytest.mark.slow
 def test_small_micro_batches_change_nothing_but_rounding(tmp_path):
     runs = []
     for tokens in (1, 60, 100_000):

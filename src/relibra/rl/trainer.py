@@ -137,7 +137,7 @@ def _train(
             if config.checkpoint.every and step % config.checkpoint.every == 0:
                 saved = _stage(writer, step, learner, progress)
                 if isinstance(learner.engine, EmbeddedEngine):
-                    learner.engine.kept = None  # a resumed run has none
+                    learner.engine.kept = None  # as after a resume, so that both go on alike
             metrics["seconds"]["checkpoint"] = round(writer.take_seconds(), 4)
             if logs:
                 logs.append(metrics, result.responses, task, tokenizer)

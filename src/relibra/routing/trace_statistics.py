@@ -224,9 +224,11 @@ def compute_step_statistics(
 def keep_halves(
     pieces: Iterable[RoutingTrace],
 ) -> tuple[Shaped[ndarray, "T L K"], Shaped[ndarray, "X L K"], int]:
-    """Return routed rows of every second sample, those of the samples between, and the experts of a layer.
+    """Return routed rows of every second sample, those of the samples between, and the number of experts.
 
-    Of many rows and layers evenly spaced ones are kept: whole pairs of samples, of a large sample its first rows.
+    Of a large trace evenly spaced layers and pairs of samples are kept, and of a large sample its first rows.
+
+    pieces   of one trace, with at least one sample
     """
     kept: list[tuple[int, ndarray]] = []
     number, every, rows, num_experts = 0, 1, 0, 0

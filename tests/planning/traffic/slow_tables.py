@@ -1,4 +1,4 @@
-"""The slow and obvious tables of one rank in one layer, and the split in whole chunks that they follow."""
+"""The slow and obvious tables of one rank in one layer, and chunks that are dealt one by one."""
 
 from dataclasses import replace
 
@@ -20,15 +20,7 @@ def rank_tables_reference(plan, demand, rank, micro_batch, layer, chunk=None):
     return _make_tables(split, tokens_RE, map_E, place, slots=plan.slots, ranks_per_node=per_node)
 
 
-def _make_tables(
-    split,
-    tokens_RE,
-    physical_to_logical_E,
-    place,
-    *,
-    slots,
-    ranks_per_node,
-):
+def _make_tables(split, tokens_RE, physical_to_logical_E, place, *, slots, ranks_per_node):
     (num_ranks, E), rank = tokens_RE.shape, place.rank
     num_homes = E // num_ranks
     home_slot_E = np.argsort(physical_to_logical_E, kind="stable") % num_homes
@@ -75,36 +67,27 @@ def _pushes(split, home_slot_E):
 
 
 def chunked_split(split, chunk):
-    """Return the split with each instance's share rounded to whole chunks, for canonical sums.
-
-    The token-slots of an expert in a micro-batch are numbered by (source rank, position). Chunk `c` holds numbers
-    `c C` to `(c + 1) C - 1` under every plan; the last one may be short. A plan only decides which instance computes
-    which chunks: consecutive ones, so that its rows, in the order of computation, are its chunks one after another.
-
-    chunk    token-slots per chunk, C
-    source   UniEP, arXiv 2604.19241
-    """
+    """Return the split with each instance's share in whole chunks, expert by expert."""
     tokens_RI = np.zeros_like(split.tokens_RI)
     for expert in np.unique(split.expert_I):
         own = np.flatnonzero(split.expert_I == expert)
-        tokens_RI[:, own] = _in_chunks(split.tokens_RI[:, own], chunk)
+        supply_R, quota_I = split.tokens_RI[:, own].sum(axis=1), split.tokens_RI[:, own].sum(axis=0)
+        tokens_RI[:, own] = deal_chunks(supply_R.tolist(), quota_I.tolist(), chunk)
     return replace(split, tokens_RI=tokens_RI)
 
 
-def _in_chunks(tokens_RI, chunk):
-    supply_R = tokens_RI.sum(axis=1)
-    total = int(supply_R.sum())
-    end_I = np.minimum(np.cumsum(_chunks_per_instance(tokens_RI.sum(axis=0), chunk)) * chunk, total)
-    start_I = np.concatenate([[0], end_I[:-1]])
-    end_R = np.cumsum(supply_R)[:, None]
-    start_R = end_R - supply_R[:, None]
-    return np.maximum(0, np.minimum(end_R, end_I) - np.maximum(start_R, start_I))
-
-
-def _chunks_per_instance(quota_I, chunk):
-    """Return the chunks of each instance, by largest remainder; ties go to the earlier instance, the home first."""
-    total = -(-int(quota_I.sum()) // chunk)
-    chunks_I = quota_I // chunk
-    by_remainder = np.argsort(-(quota_I - chunks_I * chunk), kind="stable")
-    chunks_I[by_remainder[: total - int(chunks_I.sum())]] += 1
-    return chunks_I
+def deal_chunks(supply_R, quota_I, chunk):
+    """Number the token-slots of an expert by source, cut them into chunks, and deal these out one by one."""
+    sources = [rank for rank, supply in enumerate(supply_R) for _ in range(supply)]
+    pieces = [sources[begin : begin + chunk] for begin in range(0, len(sources), chunk)]
+    shares = [quota // chunk for quota in quota_I]
+    while sum(shares) < len(pieces):
+        short = [quota - share * chunk for quota, share in zip(quota_I, shares, strict=True)]
+        shares[short.index(max(short))] += 1
+    result = np.zeros((len(supply_R), len(quota_I)), dtype=int)
+    for instance, share in enumerate(shares):
+        for piece in pieces[:share]:
+            for source in piece:
+                result[source, instance] += 1
+        pieces = pieces[share:]
+    return result

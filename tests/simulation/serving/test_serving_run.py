@@ -3,7 +3,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.deployment.popularity import zipf_popularity
 from relibra import ConfigError, PlanError
 from relibra.planning.deployment.accelerator import accelerator
 from relibra.planning.deployment.colocated import search_colocated

@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from relibra.parallel.rows.exchange import AllToAll, exchange
-from relibra.parallel.rows.row_lists import Hop, RowLists, TokenRows
+from relibra.parallel.rows.row_lists import Hop, RowLists
 
 
 def dispatch_tokens(
@@ -46,7 +46,8 @@ def combine_tokens(
 
     outputs   consecutive parts of the computed rows
     """
-    tokens = _token_rows(lists)
+    tokens = lists.tokens
+    assert tokens is not None, "fast sums have lists of `prepare_rows`"
     num_copied = num_tokens if tokens.by_node_X is None else len(tokens.by_node_X)
     # Rows before each hop, then those that the last one brought.
     num_rows = [num_copied, *(sum(hop.sizes.receive_R) for hop in tokens.hops)]
@@ -59,10 +60,7 @@ def combine_tokens(
 def dispatch_choices(
     lists: RowLists, choices: AllToAll, hidden_TH: Float[Tensor, "T H"], top_k: int
 ) -> Float[Tensor, "Y H"]:
-    """Return the rows that this rank computes; collective, raises as `dispatch_tokens`.
-
-    Without rows of tokens in `lists` one row per token-slot goes in this direction too.
-    """
+    """Return the rows that this rank computes; collective, raises as `dispatch_tokens`."""
     rows_YH: Tensor = _DispatchChoices.apply(hidden_TH, top_k, lists, choices)
     return rows_YH
 
@@ -110,7 +108,7 @@ class _CombineChoices(torch.autograd.Function):
 def _send_tokens(lists: RowLists, choices: AllToAll, rows_TH: Tensor, top_k: int = 0) -> Tensor:
     """Return the rows `[Y, H]` that this rank computes, of tokens that go to a rank once; collective.
 
-    top_k   one row per token-slot goes if the lists have no rows of tokens
+    top_k   choices of a token; needed for lists without rows of tokens (`row_lists`), with which a row goes for each
     """
     if lists.tokens is None:
         arrived_XH = exchange(rows_TH.index_select(0, lists.choice_X // top_k), choices)
@@ -137,11 +135,6 @@ def _return_choices(lists: RowLists, choices: AllToAll, rows_YH: Tensor, shape_T
     back_XH = exchange(rows_YH.index_select(0, _inverse(lists.compute_order_Y)), choices.back)
     rows_XH = back_XH.new_zeros((shape_TK[0] * shape_TK[1], back_XH.shape[1]))
     return rows_XH.index_copy_(0, lists.choice_X.long(), back_XH).unflatten(0, tuple(shape_TK))
-
-
-def _token_rows(lists: RowLists) -> TokenRows:
-    assert lists.tokens is not None, "tokens are sent once"
-    return lists.tokens
 
 
 def _exchange_hop(rows_XH: Tensor, hop: Hop, choices: AllToAll, *, back: bool = False) -> Tensor:

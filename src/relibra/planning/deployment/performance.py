@@ -130,7 +130,7 @@ class MeasuredNode(Node):
     measured: MeasuredSeconds
 
     def gated(self, rows: Amount, width: int | float) -> Amount:  # noqa: ARG002
-        """Return the seconds of one expert."""
+        """Return the seconds of one expert, at the width that was measured."""
         return seconds_at(self.measured.expert, rows)
 
     def attention(self, rows: Amount, context: Amount) -> Amount:  # noqa: ARG002
@@ -138,12 +138,15 @@ class MeasuredNode(Node):
         return seconds_at(self.measured.attention, rows)
 
     def rest(self, rows: Amount, context: Amount) -> Amount:  # noqa: ARG002
-        """Return 0: the attention of layers has it all."""
+        """Return 0: it is spread over the attention of layers."""
         return 0.0
 
 
 def measured_worker(measured: MeasuredSeconds, name: str, memory_bytes: float) -> tuple[Accelerator, Efficiency]:
-    """Return a process of a machine as a GPU of price and power 1; its links are the line of messages, if any."""
+    """Return a process of a machine as a GPU of price and power 1; its links are the line of messages, if any.
+
+    Its speeds are 1: nothing reads them where seconds are measured.
+    """
     start, slope, _ = fit_line(measured.message) if measured.message else (0.0, 0.0, 1.0)
     accelerator = Accelerator(
         name=name, price=1.0, watts=1.0, node_size=1, memory_bytes=memory_bytes, memory_bytes_per_second=1.0,

@@ -212,7 +212,7 @@ def _make_tables(
     places: Sequence[Place],
     chunk: int | None,
 ) -> list[RankTables]:
-    """Return the tables of a rank in some layers of a micro-batch, each with its place."""
+    """Return the tables of the rank of `places` in their layers, one after another."""
     (L, R, E), rank = tokens_LRE.shape, places[0].rank if places else 0
     B, num_homes = replica_LRB.shape[2], E // R
     position_LE = np.argsort(physical_to_logical_LE, axis=1, kind="stable")
@@ -330,10 +330,13 @@ def _fill(tokens_LRE, position_LE, replica_LRB, quota_LRB, ranks_per_node, rank,
 def chunked_split(supply_R, quota_I, chunk, chunks_I, split_RI) -> None:
     """Write the split of one expert with each instance's share rounded to whole chunks, for canonical sums.
 
+    supply_R, quota_I   token-slots of each source rank and of each instance, the home first
+    chunks_I, split_RI  receive the chunks of each instance; token-slots, 0 before
+
     The token-slots of an expert in a micro-batch are numbered by (source rank, position). Chunk `c` holds numbers
     `c C` to `(c + 1) C - 1` under every plan; the last one may be short. A plan only decides which instance computes
     which chunks: consecutive ones, so that its rows, in the order of computation, are its chunks one after another.
-    Source: UniEP, arXiv 2604.19241.
+    Source: UniEP, arXiv 2604.19241. `tests/planning/traffic/slow_tables.py` deals chunks one by one.
     """
     n, total = len(quota_I), quota_I.sum()
     missing = -(-total // chunk)

@@ -62,10 +62,8 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
         why = "leaves out the recompute pass, from which algorithm.replay 'R2' takes routes"
         yield "algorithm.old_log_probs", why, "set skip_first, or algorithm.replay=R3"
     if algorithm.old_log_probs == "sampler" and (rollout.ahead or rollout.on_update == "keep"):
-        older = (
-            "ahead older ones sample" if rollout.ahead else "on_update 'keep' older ones computed what it attends to"
-        )
-        why = f"takes log-probs of the weights before the update, and with rollout.{older}"
+        setting = "rollout.ahead" if rollout.ahead else "rollout.on_update 'keep'"
+        why = f"takes log-probs of the weights before the update alone, and with {setting} older ones take part"
         yield "algorithm.old_log_probs", why, "set skip_first"
     if update.on_mismatch == "fall_back" and algorithm.old_log_probs != "sampler":
         why = f"computes what algorithm.old_log_probs {algorithm.old_log_probs!r} computes anyway"

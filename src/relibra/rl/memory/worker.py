@@ -221,7 +221,7 @@ def with_cache(peaks: tuple[Peak, ...], cache: float, *, stays: bool) -> tuple[P
     stays   after the first rollout it is there in every phase; evaluations, which count as rollout, have one beside it
     """
     bytes_of = {one.phase: stays * cache for one in peaks if one.phase != "load"}
-    bytes_of |= {"rollout": (1 + stays) * cache}
+    bytes_of["rollout"] = (1 + stays) * cache
     return tuple(
         replace(
             one,

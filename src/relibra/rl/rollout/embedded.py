@@ -80,7 +80,7 @@ class EmbeddedEngine:
         """
         keeps = self.keeps and window < max_response
         assert not (keeps or spare is not None) or len(responses) <= self.max_batch, "each response needs a slot"
-        longest = max_response if keeps else window  # of what is kept the loop below ends the window
+        longest = max_response if keeps else window  # a kept sequence goes on after the window, which the loop ends
         engine = self._kept_of(responses) if keeps else None
         known = {sequence.number: sequence for sequence in engine.running} if engine else {}
         sequences = [
@@ -101,7 +101,7 @@ class EmbeddedEngine:
             passes_before = engine.decode_steps + engine.prefill_passes
             # idle: slots x decode steps without a sequence since the last prefill
             begun = steps = busy = idle = prefilled = 0
-            if known:  # their first token of the window is decoded; that of the others comes with their prompts
+            if known:  # a step decodes their first token of the window; prompts of the others give theirs
                 _check_finite(engine.step())
                 fresh = [sequence for sequence in sequences if not sequence.fed]
                 prefilled = _feed_prompts(engine, fresh)
@@ -138,7 +138,7 @@ class EmbeddedEngine:
         return windows, cost
 
     def _kept_of(self, responses: Several[Response]) -> Engine | None:
-        """Return the engine that keeps some of these responses, and no others any more; None: none is kept."""
+        """Drop what is kept of other responses, and return the engine that keeps some of these; None: none is kept."""
         if self.kept is None:
             return None
         length_of = {response.sample_id: len(response.tokens_n) for response in responses}
