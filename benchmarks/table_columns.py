@@ -252,7 +252,6 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
         "configuration",
     ),
     "demo": (
-        "case",
         "seed",
         "reward_first",
         "reward_last",
