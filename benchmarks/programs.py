@@ -85,7 +85,7 @@ PROGRAMS = (
     Program(name="rl", folder="rl", minutes=30, long=True),
     Program(name="reliability", folder="reliability", minutes=45, long=True),
     Program(name="demo", folder="rl", minutes=10, arguments=("0", "1", "2"), long=True),
-    Program(name="tppo", folder="rl", minutes=22, long=True),
+    Program(name="tppo", folder="rl", minutes=30, long=True),
     Program(
         name="runtime", folder="runtime", minutes=25, arguments=("--repetitions", "9"), takes_data=True, long=True,
         threads=1,

@@ -11,7 +11,7 @@ What is compared is what it took to come to PPO's plateau: the best mean of thre
 that end in the last third of its run, less its standard error. A run is there at the first mean of three as high.
 Whether PPO was still moving (the last mean of three, less the one before) is told beside it.
 Rows go to results/tppo.json.
-Run: relibra bench tppo [--quick] [--json] [--output FOLDER]. About thirty minutes.
+Run: relibra bench tppo [--quick] [--json] [--output FOLDER]. Sixteen to thirty minutes.
 One process of one thread trains at a time. --quick takes one seed and few steps, and writes no rows.
 """
 
