@@ -13,13 +13,13 @@ from tests.serving.models import write_model
 @pytest.fixture
 def steps(monkeypatch):
     """Return what was measured of each batch; in its place come seconds that rise, whatever else this machine does."""
-    found, measure = [], batch_seconds._step_seconds
+    found, measure = [], batch_seconds.step_seconds
 
     def rising(workers, layers, num_bytes):
         found.append(measure(workers, layers, num_bytes))
         return np.full((3, 2), 1e-4 + 1e-9 * num_bytes)
 
-    monkeypatch.setattr(batch_seconds, "_step_seconds", rising)
+    monkeypatch.setattr(batch_seconds, "step_seconds", rising)
     monkeypatch.setattr(batch_seconds, "ROUNDS", 1)
     yield found
     assert found

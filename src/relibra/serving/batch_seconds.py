@@ -47,7 +47,7 @@ def measure_batches(folder: Path, *, context: int, dtype: str = "auto") -> Measu
     with RunningWorkers(folder, layout, dtype=dtype, timeline=True) as workers:
         for requests in [most, *ROUNDS * batches]:
             answer(workers, rng.integers(0, vocabulary, (requests, prompt)).tolist(), tokens[requests])
-            found[requests].append(_step_seconds(workers, len(structure.experts), requests * row_bytes))
+            found[requests].append(step_seconds(workers, len(structure.experts), requests * row_bytes))
     # Means of steps, since throughput is of all steps; medians of turns, since a turn may meet a slow moment.
     turns_X = [[turn_3S.mean(axis=1) for turn_3S in found[requests]] for requests in batches]
     seconds_X3 = np.array([np.median(turns, axis=0) for turns in turns_X])
@@ -74,7 +74,7 @@ def answer(workers: RunningWorkers, prompts: Several[Several[int]], tokens: int)
         raise EngineError(f"a worker has ended or hangs ({error}): look at what it printed") from error
 
 
-def _step_seconds(workers: RunningWorkers, layers: int, num_bytes: int) -> Float64[ndarray, "3 S"]:
+def step_seconds(workers: RunningWorkers, layers: int, num_bytes: int) -> Float64[ndarray, "3 S"]:
     """Return attention, experts and message of a layer, means of each step with so many bytes of rows and one after it.
 
     A message is half of what the waits for experts take beyond these, attention all the rest.
