@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from relibra.parallel import canonical, relocate
 from relibra.parallel.balanced import BalancedEP
@@ -93,3 +94,29 @@ def test_tokens_are_sent_once_and_experts_run_once(tmp_path):
         assert of_canonical["runs"] == (-(-rows_XP // CHUNK)).sum()
         assert of_canonical["dispatch"] == of_fast["dispatch"] > 0
         assert of_canonical["combine"] > of_fast["combine"]
+
+
+def rows_alive_on_rank(case, folder):
+    """Do a step; return the most tensors of chunks, rows and results, that are alive when a chunk begins."""
+    held, most, run_rows = [], 0, BalancedEP.run_rows
+
+    def noted(self, rows_XH, *others):
+        nonlocal most
+        most = max(most, sum(not one.expired() for one in held))
+        output_XH = run_rows(self, rows_XH, *others)
+        held.extend(StorageWeakRef(one.untyped_storage()) for one in (rows_XH, output_XH))
+        return output_XH
+
+    with mock.patch.object(canonical, "CHUNK", CHUNK), mock.patch.object(BalancedEP, "run_rows", noted):
+        step_on_rank(case, folder)
+    return {"most": most}
+
+
+def test_checkpointing_drops_the_chunks_of_other_layers(tmp_path):
+    case = long_step(2, sums="canonical", checkpointing=True)
+    cases = {"checkpointed": case, "kept": replace(case, checkpointing=False)}
+    found = on_ranks(2, cases, tmp_path, rows_alive_on_rank)
+    for rank, (checkpointed, kept) in enumerate(zip(*found.values(), strict=True)):
+        tables = [rank_tables(case.plan, case.demand, rank, m, layer, CHUNK) for m, layer in np.ndindex(2, 3)]
+        of_layer = [2 * (-(-one.receive_RP.sum(axis=0) // CHUNK)).sum() for one in tables]
+        assert checkpointed["most"] <= max(of_layer) < kept["most"]

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from relibra.errors import EngineError
 from relibra.parallel.balanced import BalancedEP, parameters_replaced
@@ -46,18 +46,20 @@ class _Chunk(NamedTuple):
 
     slot     of the expert, local
     rows     of the chunk, among the rows of this rank
-    output   their results, with the graph of the inputs
-    inputs   the rows, then the trained weights `[1, ...]`
+    dtype    of their results
+    output   where the graph of their results begins
+    inputs   where it ends: at the rows, then at the trained weights `[1, ...]`
     """
 
     slot: int
     rows: slice
-    output: Tensor
-    inputs: list[Tensor]
+    dtype: torch.dtype
+    output: GradientEdge
+    inputs: list[GradientEdge]
 
     def gradients(self, of_output_YH: Tensor) -> list[Tensor]:
         """Return the gradients of the inputs; those of weights are partial ones."""
-        of_output_XH = of_output_YH[self.rows].to(self.output.dtype, copy=True)  # aligned alike under every plan
+        of_output_XH = of_output_YH[self.rows].to(self.dtype, copy=True)  # aligned alike under every plan
         return list(torch.autograd.grad(self.output, self.inputs, of_output_XH))
 
 
@@ -91,24 +93,32 @@ class CanonicalExperts:
             return {name: weight[slot : slot + 1] for name, weight in homes.items()}
         return self.replicas.weights_of(slot - self.tables.num_homes)
 
-    def run(self, rows_YH: Tensor, homes: dict[str, Tensor], trained: list[str], *, of_homes: bool) -> Iterator[_Chunk]:
-        """Yield the chunks of homes, or of replicas, after a forward pass."""
+    def run(
+        self, rows_YH: Tensor, homes: dict[str, Tensor], trained: list[str], *, of_homes: bool
+    ) -> Iterator[tuple[slice, Tensor, _Chunk | None]]:
+        """Yield the rows of each chunk of homes, or of replicas, their results, and the chunk if it has a graph."""
         for slot, chunks in self.chunks(of_homes=of_homes):
             own = {name: weight.detach() for name, weight in self.weights_of(slot, homes).items()}
             leaves = [own[name].requires_grad_() for name in trained]
             for rows in chunks:
-                rows_XH = rows_YH[rows].clone().requires_grad_()  # aligned alike under every plan
+                # A copy, aligned alike under every plan; its edge holds no tensor, where that of a leaf holds the leaf.
+                rows_XH = torch.cat([rows_YH[rows], rows_YH[:0].clone().requires_grad_()])
                 with parameters_replaced(self.layer.experts, own):
                     one = one_expert(len(rows_XH), rows_XH.device)
                     output_XH = self.layer.run_rows(rows_XH, one, rows_XH.new_ones((len(rows_XH), 1)))
-                yield _Chunk(slot, rows, output_XH, [rows_XH, *leaves])
+                chunk = None
+                if output_XH.requires_grad:
+                    inputs = [get_gradient_edge(one) for one in (rows_XH, *leaves)]
+                    chunk = _Chunk(slot, rows, output_XH.dtype, get_gradient_edge(output_XH), inputs)
+                yield rows, output_XH, chunk
 
 
 class _Canonical(torch.autograd.Function):
     """Run the experts at home, then the replicas; backward runs the replicas first and sends their gradients home.
 
     What the backward pass of chunks needs is saved as that of the layer, so that checkpointing drops it and makes it
-    again; `kept` has it until the forward pass of the layer ends, and in the backward pass.
+    again; `kept` has it until the forward pass of the layer ends, and in the backward pass. Graphs of chunks hold no
+    tensor of their own.
     """
 
     @staticmethod
@@ -128,9 +138,9 @@ class _Canonical(torch.autograd.Function):
             for of_homes, chunks in ctx.chunks.items():
                 if not of_homes and layer.replicas is not None:
                     layer.replicas.wait_for_weights()
-                for chunk in layer.run(rows_YH.detach(), weights, trained, of_homes=of_homes):
-                    output_YH[chunk.rows] = chunk.output.detach()
-                    if with_backward:
+                for rows, output_XH, chunk in layer.run(rows_YH.detach(), weights, trained, of_homes=of_homes):
+                    output_YH[rows] = output_XH.detach()
+                    if chunk is not None:
                         chunks.append(chunk)
         ctx.save_for_backward(*kept)
         kept.clear()
