@@ -19,17 +19,17 @@ from relibra.serving.roles.checkpoint import read_config, read_structure
 from relibra.timeline import Event
 
 ROWS_PER_EXPERT = (1, 2, 4, 8, 12, 16, 24, 32)
-"""Of the batches that are measured, in the mean."""
+"""Mean rows of an expert in each batch that is measured."""
 TOKENS, ROUNDS, WAIT_SECONDS, SEED = 24, 3, 600.0, 0
-"""Tokens that all requests of a batch decode together, turns of a batch, longest wait for a step, seed of prompts."""
+"""Steps in which all requests of a batch decode, turns of each batch, longest wait for a step, seed of prompts."""
 
 
 def measure_batches(folder: Path, *, context: int, dtype: str = "auto") -> MeasuredSeconds:
-    """Start one attention and one expert worker of a model, a thread each, and return what batches take, in turns.
+    """Return what decode steps of several batches take on one attention and one expert worker with a thread each.
 
-    There is one micro-batch, so nothing overlaps; each figure is the mean decode step of the median turn.
+    There is one micro-batch, so nothing overlaps; each figure is the median, over turns, of a turn's mean step.
 
-    context    tokens of a request in the middle of its answer, above half of TOKENS
+    context    tokens of a request, with its prompt, in the middle of its answer; above half of TOKENS
     raises     as `RunningWorkers` does; EngineError where a worker ends, or larger batches take no longer
     """
     structure, rng = read_structure(folder, dtype), np.random.default_rng(SEED)
@@ -37,7 +37,7 @@ def measure_batches(folder: Path, *, context: int, dtype: str = "auto") -> Measu
     batches = sorted({-(-rows * E // K) for rows in ROWS_PER_EXPERT})
     vocabulary, most = read_config(folder).get_text_config().vocab_size, batches[-1]
     prompt, max_tokens = context - TOKENS // 2, max(512, 4 * most)
-    # Prompts are fed in pieces, while those before decode: so many more tokens, and all requests are there at once.
+    # Prompts are fed in pieces while earlier requests decode: with a token more per piece, the last one finds them all.
     tokens = {requests: TOKENS + -(-requests * prompt // max_tokens) for requests in batches}
     layout = WorkerLayout(
         micro_batches=1, max_batch=most, max_length=prompt + tokens[most], max_tokens=max_tokens,
@@ -51,7 +51,7 @@ def measure_batches(folder: Path, *, context: int, dtype: str = "auto") -> Measu
     # Means of steps, since throughput is of all steps; medians of turns, since a turn may meet a slow moment.
     turns_X = [[turn_3S.mean(axis=1) for turn_3S in found[requests]] for requests in batches]
     seconds_X3 = np.array([np.median(turns, axis=0) for turns in turns_X])
-    amounts_X3 = np.outer(batches, (1, K / E, 2 * K * structure.hidden))
+    amounts_X3 = np.outer(batches, (1, K / E, 2 * K * structure.hidden))  # requests, rows of an expert, bytes
     table_3X2 = np.stack([amounts_X3, seconds_X3 / (1, E, 1)], axis=2).transpose(1, 0, 2)
     names = ("attention", "expert", "message")
     return build(MeasuredSeconds, dict(zip(names, table_3X2.tolist(), strict=True)), str(folder), EngineError)
@@ -61,7 +61,7 @@ def answer(workers: RunningWorkers, prompts: Several[Several[int]], tokens: int)
     """Let the only attention worker answer prompts at once, greedily; raises EngineError where a worker ends."""
     control, left = workers.attention_workers[0].control, len(prompts) + 1
     try:
-        for number, prompt in enumerate(([0], *prompts)):  # the first holds back what cannot join, until all are there
+        for number, prompt in enumerate(([0], *prompts)):  # request 0: what cannot join it waits, and begins together
             sampling = SamplingParameters(limit=tokens + len(prompts[0]) - len(prompt), temperature=0.0)
             control.send({"generate": Sequence(number=number, prompt=tuple(prompt), sampling=sampling)})
         control.send({"cancel": 0})
@@ -75,9 +75,9 @@ def answer(workers: RunningWorkers, prompts: Several[Several[int]], tokens: int)
 
 
 def step_seconds(workers: RunningWorkers, layers: int, num_bytes: int) -> Float64[ndarray, "3 S"]:
-    """Return attention, experts and message of a layer, means of each step with so many bytes of rows and one after it.
+    """Return seconds of attention, experts and one message per layer, in each step of `num_bytes` before another such.
 
-    A message is half of what the waits for experts take beyond these, attention all the rest.
+    A message takes half of the wait for experts beyond their own seconds, attention all the rest of the step.
     """
     waits_3LS = _layer_events(workers.attention_workers[0], "await experts", layers)
     experts_3LS = _layer_events(workers.expert_workers[0], "experts", layers)
@@ -91,7 +91,7 @@ def step_seconds(workers: RunningWorkers, layers: int, num_bytes: int) -> Float6
 
 
 def _layer_events(worker: Worker, stage: str, layers: int) -> Float64[ndarray, "3 L S"]:
-    """Return start, seconds and bytes of a stage in each layer of the latest steps; earlier ones are forgotten."""
+    """Return start, seconds and bytes of a stage in each layer, of the whole steps that the worker still keeps."""
     worker.control.send({"timeline": True})
     events = [Event(*one) for one in worker.control.receive(seconds=WAIT_SECONDS)["timeline"]["events"]]
     kept = [(event.start, event.seconds, event.bytes) for event in events if event.stage == stage]

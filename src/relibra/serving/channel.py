@@ -30,7 +30,7 @@ from relibra.engine.sequence import FinishReason, Sequence
 from relibra.errors import EngineError
 
 MOST_BYTES = 256 << 20
-"""Of the largest message: routes of a long answer are tens of MiB."""
+"""Limit of one message: routes of a long answer are tens of MiB."""
 ANYTHING: msgpack.Decoder[Any] = msgpack.Decoder()
 UNIX = "unix:"
 BACKLOG = 1024
@@ -71,7 +71,7 @@ class Channel:
     def receive(
         self, decoder: msgpack.Decoder[Any] = ANYTHING, *, most_bytes: int = MOST_BYTES, seconds: float | None = None
     ) -> Any:
-        """Wait for a message; a larger one is an OSError, and is not read.
+        """Wait for a message; one above `most_bytes` is an OSError, and is not read.
 
         seconds   until it begins; None: as `limit` says
         raises    EngineError for anything that the decoder does not know
@@ -125,7 +125,7 @@ class Channel:
 
 @contextmanager
 def _connection_errors() -> Iterator[None]:
-    """Give the two ways in which a transfer fails the names that Python has for them."""
+    """Raise ConnectionError where the other end has closed, TimeoutError where a transfer stands still too long."""
     try:
         yield
     except EOFError as error:
@@ -218,7 +218,7 @@ def progress_of(sequence: Sequence) -> Progress:
 
 
 def progress_frames(sequences: Iterable[Sequence]) -> list[list[Progress]]:
-    """Return the progress of sequences in frames; one with routes has its own, for all of them may pass MOST_BYTES."""
+    """Return the progress of sequences in frames; each with routes has its own: together they may pass MOST_BYTES."""
     everyone = [progress_of(sequence) for sequence in sequences]
     short = [one for one in everyone if one.routes is None]
     return [*([short] if short else []), *([one] for one in everyone if one.routes is not None)]

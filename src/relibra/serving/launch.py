@@ -70,11 +70,11 @@ class RunningWorkers:
         `experts` then has the address of each expert worker and the experts that it holds, `most_cache_bytes` what the
         KV cache of an attention worker takes when it is full.
 
-        placement   experts of each worker; None: by number, with copies of any
-        threads   of torch in each worker
-        timeline  workers record what they do and when
-        raises    ConfigError, EngineError for a model or layout that cannot be split, before any process starts; else
-                  with the sentence of the first worker that failed
+        placement   experts of each worker; None: by number, with spare copies (`place_copies`)
+        threads     of torch in each worker
+        timeline    workers record what they do and when
+        raises      ConfigError, EngineError for a model or layout that cannot be split, before any process starts;
+                    afterwards EngineError with the sentence of the first worker that failed
         """
         structure = read_structure(folder, dtype)
         num_layers, num_experts = len(structure.experts), structure.num_experts

@@ -28,12 +28,12 @@ class WorkerLayout:
     experts         expert workers: each holds some experts of every layer
     micro_batches   of each attention worker: the attention of one runs while experts run another
     spare_experts   experts that each expert worker holds beyond its share, so that others have copies
-    cap             load of the busiest worker / mean up to which tokens choose copies that save rows
-    transport       of rows between the two
+    cap             tokens choose copies that save rows on workers below this load / mean load
+    transport       how rows travel between attention and experts
     max_tokens      most tokens of one forward pass of one micro-batch: sizes every buffer
     max_batch       most requests that one attention worker decodes at once, over its micro-batches
     max_length      most tokens of one request, prompt and answer
-    kv_tokens       tokens of the KV cache of one attention worker: of each micro-batch, its requests under way x the
+    kv_tokens       tokens of the KV caches of one attention worker; a micro-batch takes its requests under way x the
                     tokens that the longest of them may reach
     timeout         seconds that one side waits for the other before it gives up
     """
@@ -93,7 +93,7 @@ def held_by(experts_of: Sequence[Sequence[Sequence[int]]], num_experts: int) -> 
 def place_copies(
     home_LNE: Bool[ndarray, "L N E"], spare: int, load_LE: Int64[ndarray, "L E"] | None = None
 ) -> Bool[ndarray, "L N E"]:
-    """Return which experts each worker holds: its own, and in each layer up to `spare` copies of the most loaded ones.
+    """Return which experts each worker holds: its own, and in each layer up to `spare` copies of the most loaded.
 
     load_LE   rows of each expert so far; None: unknown, all alike
     """
@@ -104,9 +104,9 @@ def place_copies(
 def add_copies(home_NE: Bool[ndarray, "N E"], load_E: Float64[ndarray, " E"], spare: int) -> Bool[ndarray, "N E"]:
     """Return what workers of a layer hold with up to `spare` more experts each; what a worker has stays.
 
-    A copy goes to the expert with the most load per copy that some worker with room does not hold, and to the least
-    loaded of these workers; ties: lower id. MegaScale-Infer (arXiv 2504.02263) gives copies by the same rule; there,
-    experts move too.
+    Of the experts that some worker with room lacks, the one with the most load per copy is copied to the least loaded
+    such worker, again and again; ties: lower id. MegaScale-Infer (arXiv 2504.02263) gives copies by the same rule;
+    there, experts move too.
     """
     held_NE, room_N = home_NE.copy(), np.full(len(home_NE), spare)
     while True:
@@ -122,7 +122,7 @@ def add_copies(home_NE: Bool[ndarray, "N E"], load_E: Float64[ndarray, " E"], sp
 
 
 def worker_imbalance(held_LNE: Bool[ndarray, "L N E"], load_LE: Shaped[ndarray, "L E"]) -> float:
-    """Return the load of the busiest workers / that of the mean, over all layers, where copies share rows evenly."""
+    """Return the busiest worker's load / the mean load, each summed over layers; copies share an expert's rows."""
     load_LN = (held_LNE * (load_LE / held_LNE.sum(axis=1))[:, None]).sum(axis=2)
     return float(load_LN.max(axis=1).sum() / max(load_LN.mean(axis=1).sum(), 1e-9))
 

@@ -57,9 +57,9 @@ def serve(control: Channel) -> None:
 
 
 class ExpertProcess:
-    """Expert workers of one process: one that answers, and while it takes other experts, the one before.
+    """Expert workers of one process: the latest, and after a change of experts the one before, until it is left.
 
-    The new one has an address of its own. Attention workers change over between two of their steps, and the old one
+    The latest has an address of its own. Attention workers change over between two of their steps, and the one before
     ends when the last of them has left.
     """
 
@@ -108,7 +108,7 @@ class ExpertProcess:
         return address
 
     def change_weights(self, frame: dict[str, Any]) -> dict[str, Any]:
-        """Read or use other weights; what is held later comes from their folder."""
+        """Read or use other weights; experts that `hold` takes later come from the folder in use."""
         answer = self._weights.change(frame)
         if frame.get("use"):
             self._spec["folder"] = frame["use"]
@@ -172,7 +172,7 @@ def run_attention_worker(control: Channel, spec: dict[str, Any]) -> None:
 
 
 def _answer_frames(control: Channel, actions: dict[str, Callable[[Any], Any]]) -> None:
-    """Do what frames ask, by their key, and send back under it what is returned, until the other end is gone."""
+    """Call the action of each frame's key, and send its answer under the same key, until the other end is gone."""
     actions = {"health": lambda _: True, **actions}
     with suppress(ConnectionError):
         while True:
@@ -222,8 +222,8 @@ def check_same_shapes(new: Several[nn.Module], old: Several[nn.Module], folder: 
     if len(new) != len(old):
         raise ConfigError(f"{folder} holds {len(new)} layers of experts: this server has {len(old)}")
     for modules in zip(new, old, strict=True):
-        shapes = [{name: (tuple(one.shape), one.dtype) for name, one in of.state_dict().items()} for of in modules]
+        shapes = [{key: (tuple(t.shape), t.dtype) for key, t in module.state_dict().items()} for module in modules]
         for name in sorted(shapes[0].keys() | shapes[1].keys()):
-            found, known = (of.get(name) for of in shapes)
+            found, known = (shape_of.get(name) for shape_of in shapes)
             if found != known:
                 raise ConfigError(f"{folder} is of another model: {name} is {found}, here {known}")

@@ -1,8 +1,8 @@
 """Timelines of workers: recorded where they compute, sent as a frame, merged into one of the deployment.
 
-Attention workers are the first ranks, expert workers the others, as in the simulator. Stages: "attention", up to the
-rows for experts of a layer (-1: from the last of them to the logits), "await experts", in which another micro-batch may
-compute, "experts", and "wait", in which an expert worker has no rows.
+Attention workers are the first ranks, expert workers the others, as in the simulator. Stages: "attention" of a layer,
+up to its rows for experts (layer -1: from the last experts to the logits), "await experts", in which another
+micro-batch may compute, "experts", and "wait", in which an expert worker has no rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def timeline_frame(recorder: TimelineRecorder | None) -> dict[str, Any]:
 
 
 def deployment_timeline(layout: WorkerLayout, frames: Sequence[dict[str, Any]]) -> Timeline:
-    """Return the timeline of workers, of which there is one at least."""
+    """Return one timeline from the frames of one worker or more."""
     ranks = layout.attention + layout.experts
     timelines = [
         Timeline(

@@ -17,7 +17,7 @@ class Addressed(NamedTuple):
     token_Y     token of each row, by worker, then ascending
     counts_NE   choices of each expert at each worker
     choice_C    choices, as places in `[T, K]`, by worker, then expert, then ascending
-    row_C       row of each, counted from the first one of its worker
+    row_C       row of each choice, counted from the first row of its worker
     """
 
     rows_N: ndarray
@@ -43,13 +43,13 @@ def address_choices(expert_TK: ndarray, worker_TK: ndarray, workers: int, num_ex
                 rows_N[n] += 1
     token_Y = np.empty(rows_N.sum(), dtype=np.int64)
     first_N = np.cumsum(rows_N) - rows_N
-    next_Y = np.cumsum(counts_NE) - counts_NE.ravel()  # place of the next choice of each worker and expert
+    next_X = np.cumsum(counts_NE) - counts_NE.ravel()  # place of the next choice of each (worker, expert)
     choice_C, row_C = np.empty(T * K, dtype=np.int64), np.empty(T * K, dtype=np.uint32)
     for t in range(T):
         for k in range(K):
             n = worker_TK[t, k]
             token_Y[first_N[n] + row_TN[t, n]] = t
-            y = n * num_experts + expert_TK[t, k]
-            choice_C[next_Y[y]], row_C[next_Y[y]] = t * K + k, row_TN[t, n]
-            next_Y[y] += 1
+            pair = n * num_experts + expert_TK[t, k]
+            choice_C[next_X[pair]], row_C[next_X[pair]] = t * K + k, row_TN[t, n]
+            next_X[pair] += 1
     return Addressed(rows_N, token_Y, counts_NE, choice_C, row_C)

@@ -63,7 +63,7 @@ class SlotExchange:
     One exchange is under way at a time: `rows`, `dispatch`, `collect`, layer after layer. So a worker never holds more
     than one message of a slot, and its memory is bounded.
 
-    lost   why each worker that is gone is gone; it gets no messages any more
+    lost   the error of each worker that is gone; it gets no more messages
     """
 
     def __init__(
@@ -113,13 +113,12 @@ class SlotExchange:
             count = self._sent_N[worker] = int(addressed.rows_N[worker])
             counts = addressed.counts_NE[worker, list(layers[layer])].astype("<u4")
             own, sent_YH = slice(choice, choice + int(counts.sum())), self._rows_XH[first : first + count]
-            first, choice = first + count, own.stop
             if not count:
                 self.counters.empty_messages += 1
             elif worker not in self.lost:
                 rows = Rows(
                     layer=layer,
-                    first_row=first - count,
+                    first_row=first,
                     count=count,
                     counts=counts.tobytes(),
                     rows=row_C[own].tobytes(),
@@ -129,6 +128,7 @@ class SlotExchange:
                     self._channels[worker].send(rows, None if self._shared else bytes_of(sent_YH))
                 self.counters.rows += count
                 self.counters.bytes += sent_YH.nbytes + len(rows.rows) + len(rows.gates)
+            first, choice = first + count, own.stop
 
     def collect(self, layer: int) -> Float[Tensor, "Y H"]:
         """Wait for all workers; return the results in the order of the rows. The next `dispatch` overwrites them.
@@ -187,7 +187,7 @@ class SlotExchange:
                 self._open(worker)
 
     def _open(self, worker: int) -> None:
-        """Open a channel to a worker, in the place of a former one; raises EngineError, and the worker is lost."""
+        """Open a channel to a worker, in place of a former one; where that fails the worker is lost: EngineError."""
         shape = self.shape
         hello = Hello(
             secret=self._secret,

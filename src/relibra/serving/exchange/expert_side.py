@@ -37,7 +37,7 @@ from relibra.serving.exchange.messages import (
 GREETING_SECONDS = 5.0
 """How long a connection may take to say who it is."""
 _MOST_GREETINGS = 64
-"""Connections that may take it at the same time."""
+"""Connections that may be greeting at the same time."""
 LONGEST_SENTENCE = 2000
 
 
@@ -114,7 +114,7 @@ class Message:
 
     @property
     def micro_batch(self) -> int:
-        """Its number at the attention worker."""
+        """Number of the micro-batch at its attention worker."""
         return self.slot.hello.slot
 
     @property
@@ -136,7 +136,7 @@ class Message:
     def _reply(self, answer: Done | Failure, rows: memoryview | None = None) -> None:
         try:
             self.slot.channel.send(answer, rows)
-        except OSError:  # the sender is gone, or does not read; who receives from it closes the channel
+        except OSError:  # the sender is gone, or does not read; the thread that receives from it closes the channel
             self.slot.channel.shut_down()
 
 
@@ -171,7 +171,7 @@ class ExpertInbox:
                 key.data()
             while self._arrived:
                 self._open(self._arrived.popleft())
-            # A channel passes through these in this order.
+            # A channel moves from `_greeting` to `_arrived` to `_slots`: looked at in this order, none is missed.
             if self._ending and not self._greeting and not self._arrived and not self._slots:
                 self._closed = True
         return self._ready.popleft() if self._ready else None
@@ -263,7 +263,7 @@ class ExpertInbox:
                 raise EngineError("the secret is that of another deployment")
             if hello.sizes != shape.sizes:
                 names = ("worker", "experts", "hidden size", "dtype")
-                unlike = [name for name, *two in zip(names, hello.sizes, shape.sizes, strict=True) if two[0] != two[1]]
+                unlike = [name for name, got, own in zip(names, hello.sizes, shape.sizes, strict=True) if got != own]
                 raise EngineError(f"the two ends were started for different models: they differ in {', '.join(unlike)}")
             if (most := max(hello.capacity, hello.choices, hello.shared_rows)) > shape.max_rows:
                 raise EngineError(f"a channel of {most} rows or choices is more than the {shape.max_rows} allowed")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 VERSION: Literal[5] = 5
 MOST_BYTES = 1 << 18
-"""Of a message without its rows and choices: some per expert."""
+"""Limit of a message without its rows and choices: some bytes per expert."""
 CHOICE_BYTES = 8
 """Of a choice in a message: its row and its gate."""
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
@@ -120,7 +120,8 @@ class ExchangeCounters:
     rows              sent
     bytes             of these rows, and of the choices and gates with them
     empty_messages    those without rows, which are not sent
-    group_creations   sets of peers made for a call: a channel opened, or a buffer allocated, after the first call
+    buffers           allocated
+    group_creations   channels opened after the first call
     """
 
     calls: int = 0
@@ -131,6 +132,6 @@ class ExchangeCounters:
     group_creations: int = 0
 
     def open_channel(self, buffers: int = 0) -> None:
-        """Count a channel with its buffers; after the first call it is a set-up that a call has waited for."""
+        """Count a channel's buffers, and after the first call the channel: a set-up that calls wait for."""
         self.buffers += buffers
         self.group_creations += self.calls > 0

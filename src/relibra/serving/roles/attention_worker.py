@@ -63,7 +63,7 @@ class MicroBatch:
         return len(self._sequences)
 
     def has_prompt(self, tokens: tuple[int, ...], *, waiting: bool = False) -> bool:
-        """Return whether a request with this prompt waits or runs; `waiting`: whether one waits."""
+        """Return whether a request with this prompt waits or runs; with `waiting`, whether one still waits."""
         with self._work:
             known = self._sequences.values()
             return any(one.prompt == tokens and not (waiting and one.fed) for one in known)
@@ -215,9 +215,9 @@ class AttentionWorker:
         ]
 
     def submit(self, sequence: Sequence) -> None:
-        """Give a request to the micro-batch where its prompt waits, else to the one with the fewest.
+        """Give a request to the micro-batch where its prompt waits, else to the one with the fewest requests.
 
-        Ties: one where its prompt runs, then the first.
+        Ties: the one where its prompt runs, then the first.
         """
         prompt = sequence.prompt
         waiting = next((one for one in self.micro_batches if one.has_prompt(prompt, waiting=True)), None)
@@ -270,5 +270,5 @@ def _most_cache_bytes(model: Any, layout: WorkerLayout) -> int:
             cache_bytes(model(input_ids=torch.zeros((1, tokens), dtype=torch.int64), use_cache=True)[CACHE_NAME])
             for tokens in (1, 2)
         )
-    token, request = two - one, 2 * one - two
-    return layout.micro_batches * (layout.micro_batch_kv_tokens * token + layout.max_running * request)
+    per_token, per_request = two - one, 2 * one - two
+    return layout.micro_batches * (layout.micro_batch_kv_tokens * per_token + layout.max_running * per_request)

@@ -39,7 +39,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """A tensor of a checkpoint that is read when it is indexed with `...`, whole or some of its first axis."""
+    """A tensor of a checkpoint, read when it is indexed with `...`: whole, or some experts of its first axis."""
 
     slice: Any
     experts: tuple[int, ...] | None = None
@@ -107,7 +107,7 @@ def read_config(folder: Path) -> Any:
 
 
 def count_positions(config: Any) -> int | None:
-    """Return the most positions that a model is made for, stretched ones included; None: its configuration has none."""
+    """Return the most positions that a model is made for, stretched RoPE included; None: its configuration has none."""
     text = config.get_text_config()
     usual: Any = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
     rope = getattr(text, "rope_parameters", None) or {}
@@ -120,8 +120,7 @@ def read_structure(folder: Path, dtype: str = "auto") -> ModelStructure:
     """Build a model from its configuration, without weights.
 
     dtype    of the weights; "auto": as the configuration says
-    raises   ConfigError for a folder without a model, EngineError for a model that cannot be split, by the name of its
-             family
+    raises   ConfigError for a folder without a model, EngineError with the family of a model that cannot be split
     """
     config = read_config(folder)
     with loading(f"the model {str(folder)!r}"), quiet_loading():

@@ -57,7 +57,7 @@ class ExpertWorker:
 
 
 def run_choices(experts: nn.Module, message: Message) -> None:
-    """Write the weighted sum of its experts here for each row of a message, added up in float32 by ascending expert."""
+    """Write for each row of a message the weighted sum of its experts here, added in float32 by ascending expert."""
     chosen_CH = message.rows_YH.index_select(0, message.row_C)
     output_CH = torch.empty_like(chosen_CH)
     run_experts(experts, chosen_CH, message.counts_E, output_CH)

@@ -38,7 +38,7 @@ class RemoteExperts:
 
     exchange    its channels to the expert workers
     token       held while this micro-batch computes, released while it waits for experts
-    cap         load of the busiest worker / mean up to which a token chooses copies that save rows
+    cap         tokens choose copies that save rows on workers below this load / mean load
     load_LE     choices of each expert in each layer since the start
     recorder    of this worker's timeline; None: nothing is recorded
     routes      expert ids of the forward pass under way, one tensor `[T, K]` per layer
@@ -62,7 +62,7 @@ class RemoteExperts:
 
     @contextmanager
     def forward_pass(self, mask_T: Bool[Tensor, " T"]) -> Iterator[list[Tensor]]:
-        """Run the model inside; yield the routes `[T, K]` of each layer, which are there afterwards.
+        """Run the model inside; yield a list that its layers fill with their routes `[T, K]`.
 
         mask_T   rows that are tokens; padding goes to no expert
         """
@@ -75,7 +75,7 @@ class RemoteExperts:
             self._give_token(-1)
 
     def run_layer(self, layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return the weighted sum of the experts' outputs of each token: of each worker's, added in their order."""
+        """Return each token's weighted sum of outputs of experts: sums of the workers, added in the workers' order."""
         self.routes.append(ids_TK)
         if (token_Y := self._token_Y) is None:
             return self._run_pieces(layer, hidden_TH, ids_TK, weights_TK)
@@ -96,7 +96,7 @@ class RemoteExperts:
         ids_TK: Int64[Tensor, "T K"],
         weights_TK: Float[Tensor, "T K"],
     ) -> Float[Tensor, "T H"]:
-        expert_TK, gate_Y = ids_TK.numpy(), weights_TK.float().numpy().ravel()
+        expert_TK, gate_X = ids_TK.numpy(), weights_TK.float().numpy().ravel()
         self.load_LE[layer] += np.bincount(expert_TK.ravel(), minlength=self.load_LE.shape[1])
         while True:
             held_NE = self._held()[layer]
@@ -104,7 +104,7 @@ class RemoteExperts:
             addressed = address_choices(expert_TK, worker_TK, *held_NE.shape)
             token_Y = torch.from_numpy(addressed.token_Y)
             torch.index_select(hidden_TH, 0, token_Y, out=self.exchange.rows(len(token_Y)))
-            self.exchange.dispatch(layer, addressed, gate_Y[addressed.choice_C])
+            self.exchange.dispatch(layer, addressed, gate_X[addressed.choice_C])
             self._give_token(layer)
             try:
                 result_YH = self.exchange.collect(layer)
@@ -135,14 +135,14 @@ class RemoteExperts:
 
     def _held(self) -> Bool[ndarray, "L N E"]:
         """Return the experts of the workers that are there; raises EngineError if an expert is nowhere."""
-        current = (self.exchange.shape.experts_of, frozenset(self.exchange.lost))
+        experts_of, lost = current = self.exchange.shape.experts_of, frozenset(self.exchange.lost)
         if current != self._held_of:
-            held_LNE = held_by(current[0], self.load_LE.shape[1])
+            held_LNE = held_by(experts_of, self.load_LE.shape[1])
             try:
-                check_holders(held_LNE, current[1])
+                check_holders(held_LNE, lost)
             except EngineError as error:
                 raise EngineError(f"{error}. The first error: {next(iter(self.exchange.lost.values()))}") from None
-            held_LNE[:, list(current[1])] = False
+            held_LNE[:, list(lost)] = False
             self._held_LNE, self._held_of = held_LNE, current
         return self._held_LNE
 

@@ -33,7 +33,7 @@ class Admission:
 
         most_waiting   choices in the queue
         most_open      choices in all: in the queue, at the workers, and of clients that read slowly
-        at_worker      choices that are sent to one worker at once: those it decodes, and some that take their slots
+        at_worker      choices that are sent to one worker at once: those it decodes, and some to take slots that end
         deadline       seconds that a request may take
         """
         self.clients, self._metrics = clients, metrics
@@ -66,7 +66,7 @@ class Admission:
                         grown.append(choice)
                         if choice.finish is not None:
                             self.clients.cancel(choice)
-                        await asyncio.sleep(0)  # others have their turn between the choices of a request
+                        await asyncio.sleep(0)  # other requests have their turn between the choices of this one
                 yield grown
         finally:
             self._open -= len(choices)
@@ -90,7 +90,7 @@ class Admission:
         arrived.clear()
 
     def _check(self, samples: int) -> None:
-        """Raise an error where so many more choices cannot be taken."""
+        """Raise HTTPException where `samples` more choices cannot be taken."""
         if why := self._stopping or self.clients.failure:
             raise HTTPException(503, why)
         if samples > self._most_waiting:
@@ -114,7 +114,7 @@ class Admission:
         self._send()
 
     def pause(self) -> None:
-        """End all answers with the tokens that they have, and keep those that come in the queue until `resume`."""
+        """End all answers with the tokens that they have, and keep new choices in the queue until `resume`."""
         self._paused = True
         self._end_all("abort")
 
@@ -124,7 +124,7 @@ class Admission:
         self._send()
 
     def stop(self) -> None:
-        """End all answers with a sentence, waiting or under way, and take no more."""
+        """End all answers, waiting or under way, with an error sentence, and take no more."""
         self._stopping = "the server is being stopped: send the request again when it is back"
         self._end_all("lost", self._stopping)
 

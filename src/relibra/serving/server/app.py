@@ -26,12 +26,12 @@ from relibra.serving.server.weights import NewVersion, ServedWeights, WorkerCall
 
 LAST_EVENT = "data: [DONE]\n\n"
 MOST_ENTRIES = 2000
-"""Entries of an answer that are written at once, which takes milliseconds each hundred."""
+"""Most entries of an answer that this process writes itself: a hundred take milliseconds."""
 OpenAiBody = CompletionBody | ChatBody
 
 
 OpenWorkers = Callable[[], AbstractAsyncContextManager[tuple[Admission, ServedWeights]]]
-"""Connects to the workers, and ends them; in between there are the queue before them, and their weights."""
+"""Connects to the workers, yields the queue before them and their weights, and ends the workers."""
 
 
 def make_app(
@@ -210,7 +210,7 @@ def _as_json(body: dict[str, Any]) -> str:
 async def _written(
     choices: list[Choice], part: Callable[[Choice], Any], rest: Callable[[], dict[str, Any]]
 ) -> Response:
-    """Return an answer: what `part` makes of each choice, and the fields of `rest`; a long one choice by choice."""
+    """Return an answer: `part` of each choice, and the fields of `rest`; a long answer is sent choice by choice."""
 
     def pieces() -> Iterator[str]:
         for number, choice in enumerate(choices):
@@ -230,7 +230,7 @@ async def _each(texts: list[str]) -> AsyncGenerator[str, None]:
 
 
 async def _texts(pieces: Callable[[], Iterable[str]], entries: int) -> list[str]:
-    """Return the pieces of an answer; where there are many entries, they are written in a process of its own."""
+    """Return the pieces of an answer; where there are many entries, a forked process writes them."""
     return list(pieces()) if entries <= MOST_ENTRIES else await run_forked(pieces)
 
 

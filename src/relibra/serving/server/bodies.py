@@ -107,7 +107,7 @@ class SamplingBody(WholeBody):
         return known._replace(name=f"token_id:{number}") if self.return_tokens_as_token_ids else known
 
     def stop_reason(self, choice: Choice) -> str | int | None:
-        """Return the text or the token among those of this request that ended an answer, as vLLM does, or None."""
+        """Return the stop text or stop token of this request that ended an answer, as vLLM does; None: neither did."""
         if choice.finish != "stop" or choice.answer.stopped_by is not None:
             return choice.answer.stopped_by
         last = choice.tokens[-1] if choice.new else None
@@ -116,7 +116,7 @@ class SamplingBody(WholeBody):
     def amounts(self, room: int) -> tuple[int, int, bool]:
         """Return most new tokens, log-probs beside each token's own, and whether the prompt is scored.
 
-        room   tokens that the longest request leaves to the answer
+        room   tokens that the prompt leaves to the answer
         """
         raise NotImplementedError
 
@@ -199,7 +199,7 @@ class CompletionBody(TextBody):
         """Return what is new of a choice, for the answer or for an event."""
         kept = 0 if self.max_tokens == 0 else len(choice.new)
         echoed = choice.prompt if self.echo and choice.first else ()
-        if self.echo and choice.echo is None:  # a process that wrote the first event has kept it to itself
+        if self.echo and choice.echo is None:  # or a forked process wrote the first event, and its echo ended with it
             choice.echo = codec.decode(choice.prompt, self.skip_special_tokens)
         text = ((choice.echo or "") if echoed else "") + ("" if self.max_tokens == 0 else choice.new_text)
         body = self.fields_of(choice) | {"text": text}

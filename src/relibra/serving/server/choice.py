@@ -66,7 +66,7 @@ class Choice:
         return Sequence(number=number, prompt=self.prompt, sampling=self.sampling)
 
     def put(self, progress: Progress) -> None:
-        """Add progress to read later: no one else waits for this client, and the length of the answer bounds it."""
+        """Add progress for a later `read`: nobody waits for a slow client; its answer's length is the bound."""
         self._unread.append(progress)
         self.arrived.set()
 

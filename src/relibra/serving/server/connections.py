@@ -16,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HEADER_SECONDS = 20.0
 """Until the headers of a request have to be there, from the connection or from their first byte on."""
 READING_SECONDS = 60.0
-"""Until a client has to have read what is sent at once, an event or a choice; else it is given up."""
+"""In which a client has to read what is sent at once, an event or a choice; else it is given up."""
 MOST_CONNECTIONS = 4096
 """Where the system allows the files; workers and forks need some, too."""
 READ_BYTES = 16 << 10

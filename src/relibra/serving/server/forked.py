@@ -1,4 +1,4 @@
-"""`run_forked`: long work for a client in a process of its own, which ends with its client, and its memory with it."""
+"""`run_forked`: long work for a client in a forked process, which ends when the client leaves and frees its memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from relibra.serving.server.admission import SOON
 SMALL_BYTES = 16 << 10
 """Bodies up to this size are worked on at once, which takes milliseconds."""
 LARGE_BYTES = 1 << 20
-"""Bodies above it wait for one another; neither they, nor shorter ones, nor answers hold the others up."""
+"""Bodies above this size, shorter ones and answers each wait only for others of their own kind."""
 SECONDS_BETWEEN_FORKS = 0.05
 """In which short requests of others pass: a fork holds them for 30 ms, and they take several turns of the loop."""
 MOST_SECONDS = 60.0
@@ -38,7 +38,7 @@ _one_fork = asyncio.Lock()
 async def run_forked(work: Callable[[], Iterable[Any]], size: int | None = None) -> list[Any]:
     """Return what `work` yields, as msgpack has it; the process is killed where the caller is cancelled.
 
-    size     bytes of the body that it reads; None: it writes an answer
+    size     bytes of the body that `work` reads; None: it writes an answer
     raises   HTTPException as the work does; 400 where it takes more memory than a request may, 503 for more time
     """
     found: list[Any] = []
@@ -82,7 +82,7 @@ def _work(work: Callable[[], Iterable[Any]], end: socket.socket) -> NoReturn:
         gc.disable()  # it would touch, and so copy, what the server has
         os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # libraries that lack memory say so
         for file in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, end.fileno()}:
-            with suppress(OSError):  # that of the list is closed already
+            with suppress(OSError):  # the file by which the folder was listed is closed already
                 os.close(file)
         most = MOST_MEMORY + int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -50,7 +50,7 @@ class CountAnswers:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let it answer, and look at the status."""
+        """Let the application answer, and count the status."""
 
         begun = False
 
@@ -97,7 +97,7 @@ class ServerMetrics:
         self._metrics["prompt_tokens"].inc(sum(map(len, prompts)))
 
     def count(self, choice: Choice, before: int) -> None:
-        """Count what has been added to a choice that had so many tokens."""
+        """Count what has been added to a choice that had `before` tokens."""
         self._metrics["generated_tokens"].inc(choice.num_tokens - before)
         elapsed = time.monotonic() - choice.began
         if not before:
@@ -127,8 +127,8 @@ class ServerMetrics:
         for (role, number), counts in workers.items():
             then, before = self._before.get((role, number), (now, {}))
             self._before[role, number] = now, counts
-            again = counts["busy_seconds"] < before.get("busy_seconds", 0.0)
-            more = {name: counts[name] - (0 if again else before.get(name, 0)) for name in counters}
+            restarted = counts["busy_seconds"] < before.get("busy_seconds", 0.0)
+            more = {name: counts[name] - (0 if restarted else before.get(name, 0)) for name in counters}
             for name, count in more.items():
                 self._metrics[name].labels(role, number).inc(count)
             if now > then:

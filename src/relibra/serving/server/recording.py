@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class RouteRecorder:
-    """Writes answers that their worker has ended, in a thread; the index after each shard. Tokens are not written."""
+    """Writes the routes of answers, without their tokens, as shards in a thread; the index after each shard."""
 
     def __init__(self, writer: TraceWriter, num_experts: int, layer_ids: Sequence[int]) -> None:
         """Take over the writer of a trace."""

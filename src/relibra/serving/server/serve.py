@@ -149,7 +149,7 @@ def serve(
     """Serve a model until Ctrl-C or SIGTERM.
 
     placement    experts of each expert worker; None: by number
-    print_line   takes a line when requests are taken
+    print_line   prints a warning, the address once requests are taken, and what was written in the end
     raises       ConfigError for no key or a taken address, TraceError for a taken folder, and as `RunningWorkers` does
     """
     keys = read_api_keys(settings.api_key_from)
@@ -195,7 +195,7 @@ def serve(
                         print_line(line)
                 await clients.close()
             finally:  # after a second Ctrl-C, too
-                model.stop()  # a worker that is just being started again ends too, and with it who waits for it
+                model.stop()  # a worker that is just being started again ends too, and the thread that waits for it
 
         codec, check_key = load_codec(folder), key_check(keys)
         config = uvicorn.Config(
@@ -234,7 +234,7 @@ def _is_loopback(host: str) -> bool:
 def _stop_at_eof() -> None:
     """Stop this process when whoever started it is gone."""
     with contextlib.suppress(OSError):  # it is closed, which is an end too
-        # Not by its buffer, which an interpreter that ends meanwhile would have to lock, and aborts.
+        # Not through sys.stdin: an interpreter that ends meanwhile cannot lock its buffer, and aborts.
         while os.read(0, 1 << 10):
             pass
     os.kill(os.getpid(), signal.SIGTERM)

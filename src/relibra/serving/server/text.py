@@ -128,9 +128,9 @@ class TextCodec:
 
 
 def partial_bytes(name: str, text: str) -> bytes | None:
-    """Return the bytes of a token that is no whole text, from its name in the vocabulary; None: from neither kind.
+    """Return the bytes of a token that is part of a character, by its name: "<0x..>" or byte-level BPE; None: neither.
 
-    text   that it decodes to, by which the kind of name is known
+    text   that the token decodes to, which tells the kind of its name
 
     >>> partial_bytes("<0xE2>", "\N{REPLACEMENT CHARACTER}"), partial_bytes("âĤ", "\N{REPLACEMENT CHARACTER}")
     (b'\xe2', b'\xe2\x82')
@@ -170,7 +170,7 @@ class AnswerText:
         """
         self._codec, self._skip_special, self._include_stop = codec, skip_special, include_stop
         near = max(0, len(prompt) - _LONGEST_CHARACTER)
-        # From the beginning of a character on: a part of one spoils the text of bytes that follow.
+        # Begin with a whole character: a part of one spoils the text of the bytes that follow.
         starts = range(near, max(-1, near - _LONGEST_CHARACTER), -1)
         start = next((one for one in starts if BROKEN not in codec.decode(prompt[one:], skip_special)), near)
         self._tokens = list(prompt[start:])
@@ -194,7 +194,7 @@ class AnswerText:
         """Add tokens; return the text that is certain now.
 
         last    no more will come
-        stops   the token is one that ends the answer: only a stop text may need it
+        stops   the token is one that ends the answer: without `include_stop` only a stop text may need it
         """
         if self.stopped_by is not None:
             return ""

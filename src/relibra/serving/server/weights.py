@@ -43,7 +43,7 @@ class ServedWeights:
     def __init__(self, admission: Admission, updates: Path | None) -> None:
         """Begin with the weights of the start.
 
-        updates   folder below which clients may name others: they then decide what it computes with; None: nowhere
+        updates   folder below which clients may name other weights, and so decide the answers; None: nowhere
         """
         self.version = FIRST_VERSION
         self._updates = None if updates is None else updates.resolve()
@@ -73,7 +73,7 @@ class ServedWeights:
             self.version = FIRST_VERSION
 
     def _folder(self, path: str) -> Path:
-        """Return the folder that a client names; raises HTTPException (400) alike where it is none, or elsewhere."""
+        """Return the folder that a client names; raises the same HTTPException (400) for none and for one elsewhere."""
         assert self._updates is not None, "check_offered was called before"
         with contextlib.suppress(OSError, ValueError):
             folder = Path(path).resolve()

@@ -32,9 +32,9 @@ _ANSWERS = ("weights", "hold", "load", "counters", "timeline")
 HEALTH_SECONDS = 1.0
 """Time after which a worker is asked whether it is there."""
 SHOWN_SECONDS = 3.0
-"""Silence from which on it is shown."""
+"""Silence of a worker from which on `/health` shows it."""
 LEAST_PATIENCE = 10.0
-"""Least silence from which on a worker hangs: a machine may be busy."""
+"""Silence up to which no worker counts as hanging: a machine may be busy."""
 ANSWER_SECONDS = 2.0
 """How long workers may take to return their counters, or what they have recorded."""
 
@@ -116,7 +116,7 @@ class Connection:
         """Return the answer to a command that may take long; a worker that hangs is given up. None: it ends."""
         answer = await self.ask(what, value, seconds)
         if answer is None and not self.lost:
-            self.writer.transport.abort()  # who reads from it takes the worker for ended
+            self.writer.transport.abort()  # the task that reads from it takes the worker for ended
         return answer
 
     def end(self, why: str) -> None:
@@ -137,7 +137,7 @@ async def connection_to(worker: Worker) -> Connection:
 
 
 WORTH_A_CHANGE = 1.05
-"""Imbalance of workers / that after a change, above which the change is made."""
+"""A change is made where imbalance of workers now / imbalance after it is above this."""
 LEAST_ROWS = 100
 """Choices per expert and layer, in one period or several, below which nothing is changed."""
 RESTARTS = 3
@@ -214,16 +214,16 @@ class WorkerClients:
         return sum(len(worker.running) for worker in self._attention)
 
     def has_room(self, most: int) -> bool:
-        """Return whether to call `begin`: a worker runs fewer than `most`, or none comes back and choices end."""
+        """Return whether to call `begin`: a worker runs fewer than `most`, or none comes back: `begin` ends choices."""
         alive = [worker for worker in self._attention if not worker.lost]
         if not alive:
             return all(worker.for_good for worker in self._attention)
         return min(len(worker.running) for worker in alive) < most
 
     def begin(self, choice: Choice, most: int) -> None:
-        """Send a choice to the worker with the fewest, or to that of an earlier sample of its prompt if that has room.
+        """Send a choice to a worker with room that runs another sample of its prompt, else to the one with the fewest.
 
-        Without workers it ends at once.
+        Without workers the choice ends at once.
         """
         alive = [worker for worker in self._attention if not worker.lost and len(worker.running) < most]
         if not alive:
@@ -303,7 +303,7 @@ class WorkerClients:
         return changed
 
     async def _rebalance_forever(self, seconds: float) -> None:
-        """Place copies anew every so many seconds, by the choices of experts since the last time that had enough."""
+        """Place copies anew every `seconds`, by the choices of experts since the last period that had enough."""
         before = await self._load()
         while True:
             await asyncio.sleep(seconds)
@@ -330,7 +330,7 @@ class WorkerClients:
         return {(one.worker.role, one.worker.number): count for one, count in found if count is not None}
 
     async def timelines(self) -> list[dict[str, Any]]:
-        """Return what each worker has recorded, of those that are there and answer; others are then lost records."""
+        """Return what each worker that answers has recorded; note the others in `lost_records`."""
         everyone = self._everyone
         frames = await asyncio.gather(*(worker.ask("timeline") for worker in everyone))
         silent = [worker for worker, frame in zip(everyone, frames, strict=True) if frame is None and not worker.lost]
@@ -350,7 +350,7 @@ class WorkerClients:
                 worker.check_health()
                 if worker.silence > self._patience:
                     _log.warning("%s has not answered for %.0f s: it is given up", worker.worker.name, self._patience)
-                    worker.writer.transport.abort()  # who reads from it takes the worker for ended
+                    worker.writer.transport.abort()  # the task that reads from it takes the worker for ended
 
     def _announce(self, number: int) -> None:
         """Send the attention workers where an expert worker is, and what it holds."""
