@@ -4,7 +4,7 @@ model_shape, ModelShape       sizes of a model; `model_shape_from_config` reads 
 simulate_step                 one training step under a plan; `simulate_groups`: of many expert-parallel groups;
                               `with_mini_batches`: of a schedule with mini-batches
 Execution, ParallelLayout     pipeline stages, mini-batches, overlap; how ranks are numbered
-simulated_timeline            its events, as the executor records them
+simulated_timeline            events of a simulated step, as the executor records them
 memory_use, step_limits       does it fit, and what limits it; `memory_for_slots`: what slots may take;
                               `overlap_ratio` needs no simulation; `choose_kept_activations`: what layers keep
 simulate_rollout              the stage before a training step; `training_passes` puts an iteration together

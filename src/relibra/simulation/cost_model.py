@@ -65,7 +65,7 @@ def handover_seconds(model: ModelShape, cluster: Cluster, rows_MR: Float64[ndarr
 def owned_parameters(
     model: ModelShape, layout: ParallelLayout, num_layers: int, *, first: bool, last: bool
 ) -> tuple[int, int]:
-    """Return the weights of a rank of one stage: outside of routed experts (equal on all its ranks), and its experts.
+    """Return the weights of a rank: those outside of routed experts (equal on all ranks of a stage), and its experts.
 
     num_layers   MoE layers of the stage
     first        whether the stage holds the dense layers and the input embedding
@@ -99,8 +99,8 @@ def gradient_reduction_seconds(
 
     A ring of n sends 2 (n - 1) / n x bytes in 2 (n - 1) messages, a double binary tree 2 x bytes in 2 log2(n)
     (NCCL has both). Shared weights are on all ranks of a stage: they go through the ranks of a node and through the
-    nodes at once, and each of the node's G network links carries a G-th of the bytes. Experts are on one rank of each
-    expert-parallel group, which are on other nodes: all bytes of a rank go through its own link.
+    nodes at once, and each of the node's G network links carries a G-th of the bytes. An expert is on one rank of each
+    expert-parallel group, and groups are on different nodes: its bytes all go through the link of that rank.
 
     cluster   of one expert-parallel group
     sharded   shared weights are spread over the ranks of each group (FSDP, replicated over groups): a reduce-scatter in
@@ -126,7 +126,7 @@ def gradient_reduction_seconds(
 def spread_seconds(cluster: Cluster, num_bytes: float) -> float:
     """Return the seconds of an all-gather of bytes spread over the ranks of a group, or of the reduce-scatter back.
 
-    Inside nodes and between them at once, as sums of shared gradients; (n - 1) / n of the bytes through each link, in
+    Inside nodes and between them at once, as for shared gradients; (n - 1) / n of the bytes go through each link, in
     log2(n) messages (NCCL's PAT).
     """
     G, N = cluster.ranks_per_node, cluster.num_nodes
@@ -144,7 +144,7 @@ def optimizer_seconds(cluster: Cluster, layout: ParallelLayout, shared: int, exp
 
 
 def owned_share(layout: ParallelLayout, shared: int, experts: int) -> float:
-    """Return the parameters that a rank updates: those with equal weights on other ranks are spread over them."""
+    """Return the number of parameters that a rank updates: ranks with equal weights update an equal share each."""
     return shared / (layout.data_parallel * layout.expert_parallel) + experts / layout.data_parallel
 
 

@@ -39,7 +39,7 @@ def replica_cover(plan: StepPlan, demand: ScheduledDemand) -> Float64[ndarray, "
 
 
 def step_cover(plan: StepPlan, demand: ScheduledDemand) -> Float64[ndarray, " R"]:
-    """Return the share over all layers, weighted by load; 1 for a step without load."""
+    """Return the mean of `replica_cover` over all layers, weighted by load; 1 for a step without load."""
     load_L = demand.load_MLE.sum(axis=(0, 2), dtype=np.float64)
     if not load_L.any():
         return np.ones(plan.num_ranks)
@@ -52,7 +52,7 @@ def cover_replicas(
     """Return replicas of one layer with the highest cover of the least covered rank.
 
     The heaviest expert without a replica, of the rank whose loss takes most load along, goes to the rank with most free
-    slots (ties: less load, lower id); where only its own rank has any, another rank's replica moves there to make room.
+    slots (ties: less load, lower id); where only its own rank has any, a replica of another rank moves into it first.
     Slots stay empty when every load has a replica.
 
     slots_R   slots of each rank that may be filled
@@ -82,7 +82,7 @@ def cover_replicas(
 def cover_plan(plan: StepPlan, demand: ScheduledDemand, slots: int) -> StepPlan:
     """Return a plan with the same homes and schedule whose replicas are chosen for cover, and stay over micro-batches.
 
-    slots    of each rank; their token-slots are split for the lowest busiest rank
+    slots    of each rank; token-slots are split so that the busiest rank gets the fewest
     demand   with the schedule of the plan
     """
     load_MLE, slots_R = demand.load_MLE, np.full(plan.num_ranks, slots)
@@ -95,7 +95,7 @@ def cover_plan(plan: StepPlan, demand: ScheduledDemand, slots: int) -> StepPlan:
 
 
 def with_resident_replicas(plan: StepPlan, replica_MLRB: ndarray, quota_MLRB: ndarray) -> StepPlan:
-    """Return a plan with other replicas, anywhere, in slots of layers; nothing is proven about it, or predicted."""
+    """Return a plan with other replicas, on any ranks, in slots of layers; its bound and predictions are dropped."""
     return replace(
         plan, replica_MLRB=replica_MLRB, quota_MLRB=quota_MLRB, resident=True, scope="cluster",
         bound_ML=np.zeros_like(plan.bound_ML), predicted={}, considered=(), considered_layers=(),

@@ -51,14 +51,14 @@ def best_policies(recoveries: Sequence[Recovery]) -> list[tuple[float, Recovery]
 
     Ties go to the shorter pause, then to the earlier policy.
     """
-    meets = {
+    crossings = {  # horizons at which the rates of two policies are equal
         (two.pause_seconds * b - one.pause_seconds * a) / (b - a)
         for one in recoveries
         for two in recoveries
         if (b := two.samples / two.step_seconds) > (a := one.samples / one.step_seconds)
     }
     found: list[tuple[float, Recovery]] = []
-    starts = sorted({0.0, *(one.pause_seconds for one in recoveries), *(h for h in meets if h > 0)})
+    starts = sorted({0.0, *(one.pause_seconds for one in recoveries), *(h for h in crossings if h > 0)})
     for start, end in zip(starts, [*starts[1:], math.inf], strict=True):
         inside = start + 1.0 if math.isinf(end) else (start + end) / 2
         best = max(recoveries, key=lambda one: (one.rate(inside), -one.pause_seconds))
@@ -89,8 +89,8 @@ def without_rank(
 
     Samples of the lost rank go to the rank with the fewest tokens. An expert of it goes to the least loaded rank that
     keeps a replica, else to the least loaded of all, which fetches it; token-slots are split anew. Homes stay as they
-    are on paper, because all ranks have equally many; the lost rank computes nothing. A buffer that all layers share
-    keeps no replica.
+    are on paper, because all ranks have equally many; the lost rank computes nothing. Slots that all layers share (not
+    `plan.resident`) keep no replica for this.
 
     demand   with the schedule of the plan
     anew     replicas are chosen anew too, and every expert of the lost rank is fetched
@@ -123,8 +123,8 @@ def without_rank(
             quota_MLRB[:, layer, home_E[e], b] = load_MLE[:, layer, e] - of_slots_M
     rank_S, tokens_MR = plan.rank_S.copy(), demand.sum_per_rank(demand.length_S)
     tokens_MR[:, lost] = np.inf
-    own = sorted(np.flatnonzero((rank_S == lost) & (plan.micro_batch_S >= 0)), key=lambda s: (-demand.length_S[s], s))
-    for s in own:
+    moved = np.flatnonzero((rank_S == lost) & (plan.micro_batch_S >= 0))
+    for s in sorted(moved, key=lambda s: (-demand.length_S[s], s)):
         rank_S[s] = tokens_MR[plan.micro_batch_S[s]].argmin()
         tokens_MR[plan.micro_batch_S[s], rank_S[s]] += demand.length_S[s]
     return replace(with_resident_replicas(plan, replica_MLRB, quota_MLRB), rank_S=rank_S), fetched_R

@@ -32,14 +32,14 @@ def choose_activations(
     token_slots_MLR: Num[ndarray, "M L R"],
     free: float | ndarray,
 ) -> ActivationChoice:
-    """Return what each layer keeps, chosen greedily: with one limit, within the seconds of one option of the optimum.
+    """Return what each layer keeps, chosen greedily: with one limit an optimum saves at most one option's seconds more.
 
-    What the layers below keep is there when a layer runs backward, what all keep when the loss does. Options are taken
-    by falling seconds per byte on the fullest rank; of equal layers the last first, which is freed first.
+    While a layer runs backward, memory holds what the layers below keep; while the loss does, what all keep. Options
+    are taken by falling seconds per byte on the fullest rank; of equal layers the last first, which is freed first.
 
     token_bytes_LX  that a layer keeps of a token of the rank, for each of the X `OPTIONS`; the first keeps nothing, and
                     is taken even where nothing fits. token_slot_bytes_LX: of a token-slot that the rank computes
-    seconds_LX      that a step is faster with an option
+    seconds_LX      that an option of a layer saves in a step
     free            bytes left beside recomputing all layers, `[L + 1, M, R]` or what broadcasts to it: entry l while
                     layer l runs backward, the last one while the loss does
     """
@@ -77,13 +77,13 @@ def _fill(
     L = len(weight_LX)
     option_L = np.zeros(L, dtype=np.int64)
     steps = [
-        (-density, -layer, option)
+        (density, layer, option)
         for layer in range(L)
         for density, option in _steps(weight_LX[layer], seconds_LX[layer], allowed)
     ]
-    for _, minus_layer, option in sorted(steps):
+    for _, layer, option in sorted(steps, key=lambda step: (-step[0], -step[1], step[2])):
         tried_L = option_L.copy()
-        tried_L[-minus_layer] = option
+        tried_L[layer] = option
         if fits(bytes_LXMR[np.arange(L), tried_L], free_LMR):
             option_L = tried_L
     return option_L

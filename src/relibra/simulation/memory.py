@@ -43,7 +43,7 @@ class MemoryUse:
                          recomputed layer: the two are never in memory together, so the larger counts)
     activations_static   activations with the same schedule, every expert at its first home and no replicas
     capacity             memory of a rank; for a part of a model (`cut_model`) its share
-    keeps_activations    for the backward pass; False: recomputed, or there is none
+    keeps_activations    for the backward pass; False: they are recomputed, or there is no backward pass
     """
 
     stage: int
@@ -147,8 +147,8 @@ def _parts(
     Masters and moments are sharded over all ranks that hold the same weights. With `Execution.shard_dense` (FSDP) a
     rank holds bf16 weights of two layers at a time, and embedding and output matrix for the whole pass; otherwise all
     of them. Gradients are accumulated unsharded until the last micro-batch. Stage s of D keeps activations of at most
-    D - s micro-batches (1F1B). Of round-robin stages, a rank holds the weights of two parts and activations of one
-    micro-batch in one; the rest waits in host memory.
+    D - s micro-batches (1F1B). With round-robin stages a rank holds the weights of two parts and the activations of one
+    micro-batch in one part; the rest waits in host memory.
     """
     first, last, trained = layers.start == 0, layers.stop == load_MLR.shape[1], not how.forward_only
     load_MLR = load_MLR[:, layers]

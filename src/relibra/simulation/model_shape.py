@@ -163,8 +163,8 @@ class ModelShape:
     ) -> Float64[ndarray, " S"]:
         """Return forward flops of attention scores per layer, mean over layers, of each sequence.
 
-        A causal token at position p attends to p + 1 keys, at most its window; each costs two flops per value
-        of the key and two per value of the value, in each head.
+        A causal token at position p attends to p + 1 keys, at most its window; each pair costs two flops per element
+        of the key and two per element of the value, in each head.
 
         attended_S   squared tokens (`Demand.attended_S`), for samples that are no sequence
         """
@@ -181,7 +181,7 @@ class ModelShape:
 def _check_sizes(shape: object, owner: str, may_be_0: Set[str]) -> None:
     for field in fields(shape):  # type: ignore[arg-type]
         value, least = getattr(shape, field.name), 0 if field.name in may_be_0 else 1
-        most = 40 if field.name.endswith("parameters") else 30  # a sum over the model, and a size
+        most = 40 if field.name.endswith("parameters") else 30  # 2^40 for a sum over the model, 2^30 for a size
         if field.type == "int" and not least <= value <= 1 << most:
             raise ConfigError(f"{owner} has {field.name} {value}: allowed are sizes from {least} to 2^{most}")
 
@@ -259,8 +259,8 @@ def model_shape_from_config(config: Mapping[str, Any], name: str = "", *, moe_la
 
     name         of the shape; "": the model type of the configuration
     moe_layers   layers with experts, where they were counted; None: as the configuration says
-    raises       ConfigError when a size is missing or not one, the model has no experts, or a key that is not read
-                 decides which layers have them
+    raises       ConfigError when a size is missing or no whole number, the model has no experts, or a key that is not
+                 read may decide which layers have them
     """
     name = name or str(config.get("model_type", "model"))
     if isinstance(config.get("text_config"), Mapping):  # of a multimodal model

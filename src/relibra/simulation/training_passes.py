@@ -140,7 +140,7 @@ def simulate_passes(
     """Simulate the passes of a plan on one pipeline stage.
 
     demand          under the schedule of the plan; `group_M` are mini-batches
-    how             its activations are not read, nor are mini-batches where the demand has `group_M`
+    how             its choice of activations is ignored, and so are its mini-batches where the demand has `group_M`
     steps_served    steps that share the moves of homes
     distinct        as for `simulate_step`
     raises          as `simulate_step`
@@ -150,8 +150,8 @@ def simulate_passes(
     forward_only = replace(how, forward_only=True, mini_batches=1)
     recomputing, keeping = (replace(how, recompute_activations=again) for again in (True, False))
 
-    def simulated(how: Execution) -> SimulatedStep:
-        step = simulate_step(plan, demand, cluster, model, how, distinct=distinct)
+    def simulated(execution: Execution) -> SimulatedStep:
+        step = simulate_step(plan, demand, cluster, model, execution, distinct=distinct)
         return step.with_relocation_over(steps_served)
 
     after_first = 0.0
@@ -160,7 +160,7 @@ def simulate_passes(
         own = only_micro_batches(plan, demand, later)
         step = simulate_step(*own, cluster, model, forward_only, distinct=rows)
         after_first = step.seconds_without_relocation
-    parts, whole = (memory_use(plan, demand, cluster, model, one).parts for one in (recomputing, keeping))
+    parts, kept_parts = (memory_use(plan, demand, cluster, model, one).parts for one in (recomputing, keeping))
     tokens = float(rows_and_scores(plan, demand, model)[0].max(initial=0.0))
     inputs = model.expert.row_bytes * tokens  # kept in any case
     share = model.layers / (model.part_of or model.layers)
@@ -171,7 +171,7 @@ def simulate_passes(
         later=after_first,
         moment_seconds=how.num_mini_batches * float(cluster.host.seconds(parts["optimizer"])),
         parts=parts,
-        layer_bytes=(kept_bytes(model)[0] * tokens - inputs, whole["activations"] / model.layers - inputs),
+        layer_bytes=(kept_bytes(model)[0] * tokens - inputs, kept_parts["activations"] / model.layers - inputs),
         layers=model.layers,
         room=(1 - RESERVE) * share * cluster.memory_bytes,
     )
@@ -181,7 +181,7 @@ def simulate_passes(
 class PredictedIteration:
     """Seconds of an iteration by stage, named as a run logs them, and its memory (label `simulated`).
 
-    stages   one after the other. tail: idle slot time at the end of the rollout; waits: of the update for it
+    stages   one after the other. tail: idle slot time at the rollout's end; waits: of the update for the rollout
     beside   rollout, where it runs beside these
     bytes    of the fullest rank, those of reference and value model included; fits: a tenth of the memory stays free
     """

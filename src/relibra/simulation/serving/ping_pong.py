@@ -22,7 +22,7 @@ class Work(NamedTuple):
     experts_LMXY                     computing the rows of each sender, or [L, M, 1, Y] where all are computed at once
     send_LMXY, receive_LMXY          a NIC's time for the message of a pair, on the side of attention and of experts
     give_LMXY, take_LMXY             the same on the way back: sent by experts, received by attention
-    late_LMXY, back_late_LMXY        from there to where the rows can be used: latency, jitter, tails
+    late_LMXY, back_late_LMXY        from the NIC until the rows can be used: latency, jitter, tails
     """
 
     attention_LMX: Float64[ndarray, "L M X"]
@@ -39,9 +39,9 @@ class Clocks(NamedTuple):
     """Seconds until which something is taken, changed in place by `run_layers`.
 
     attention_X, send_X, take_X      computing of an attention node, its NIC outwards and inwards
-    experts_Y, give_Y, receive_Y     the same of an expert node; the same arrays where GPUs do both
+    experts_Y, give_Y, receive_Y     likewise of an expert node; the arrays of attention where the same GPUs do both
     ready_MX                         when a micro-batch may begin its next layer
-    acked_ZX                         when a dispatch was acknowledged by all, of the last Z in a ring; Z = 0: no limit
+    acked_ZX                         when all have acknowledged each of the last Z dispatches, a ring; Z = 0: no limit
     """
 
     attention_X: Float64[ndarray, " X"]
@@ -90,9 +90,9 @@ def new_clocks(micro_batches: int, senders: int, experts: int, *, window: int = 
 
 
 def sending_order(senders: int, receivers: int, server: int = 1) -> Int64[ndarray, "X Y"]:
-    """Return the order in which each sender sends to the receivers: all begin with different ones if there are enough.
+    """Return the order in which each sender sends to the receivers; senders begin with different ones if possible.
 
-    server    consecutive nodes of one server, on both sides; they go through other servers in turn
+    server    nodes of a server, on both sides; a sender goes through the servers in turn, its own first
     """
     if server > 1:
         node = np.arange(senders)
@@ -114,8 +114,8 @@ def run_layers(
     """Run the layers of one step from where the clocks stand, and advance them.
 
     order_XY, back_YX   the order in which a node sends to the others (`sending_order`), there and back
-    partial         experts begin with the rows of the first sender; `experts_LMXY` then has the seconds of each part
-    ack_priority    acknowledgements overtake rows in the NIC of an expert node
+    partial             experts begin with the rows of the first sender; `experts_LMXY` then has seconds by sender
+    ack_priority        acknowledgements overtake rows in the NIC of an expert node
     """
     L, M, X = work.attention_LMX.shape
     Y = work.send_LMXY.shape[3]

@@ -58,7 +58,7 @@ class Places:
         return float(self._stream.arrival_S[self._next]) if left else float("inf")
 
     def admit(self, micro_batch: int, now: float) -> None:
-        """Give requests that have arrived the free places of a micro-batch, each on the node that attends to least.
+        """Give requests that have arrived free places of a micro-batch, each on the node that attends to fewest tokens.
 
         A micro-batch takes no more than its share of all requests, so that the others are not empty beside it.
         """

@@ -18,7 +18,7 @@ POOL_TOKENS = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class EvenRoutes:
-    """As many rows for each expert as for every other, also parts of a row: what a search assumes."""
+    """Equally many rows for all experts, fractions of a row included: what a search assumes."""
 
     layers: int
     experts: int
@@ -33,7 +33,7 @@ class EvenRoutes:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutePool:
-    """Routes of T tokens; a micro-batch of a node takes consecutive ones from a random token on, around the end.
+    """Routes of T tokens; a micro-batch of a node takes consecutive ones from a random token on, wrapping at the end.
 
     before_TLE    rows of each expert in the first 0, 1, ..., T tokens: T + 1 entries
     """

@@ -15,7 +15,7 @@ from relibra.simulation.serving.site import Plan, Site
 from relibra.timeline import Event, Timeline
 
 FULL = 0.97
-"""A resource that is taken for this share of the time limits the others."""
+"""A resource that is busy for this share of the time is the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class ServingResult:
     def bubble(self) -> float:
         """Return the share of the time in which the busier pool waits; the one pool of a colocated plan does both."""
         busy = self.attention_busy, self.experts_busy
-        return max(0.0, 1 - (sum(busy) if isinstance(self.plan, ColocatedPlan) else max(busy)))  # busy seconds round
+        return max(0.0, 1 - (sum(busy) if isinstance(self.plan, ColocatedPlan) else max(busy)))  # rounding may pass 1
 
     def timeline(self, layers: int = 4) -> Timeline:
         """Return the first layers of the last step: attention nodes are the first ranks, expert nodes the others."""
@@ -131,11 +131,11 @@ class Tally:
         self._iterations += np.repeat(seconds_M, rows_MX.sum(axis=1)).tolist()
         self._busy["attention"] += float(work.attention_LMX.sum(axis=(0, 1)).mean())
         self._busy["experts"] += float(work.experts_LMXY.sum(axis=(0, 1, 2)).mean())
-        directions = [work.send_LMXY.sum(axis=(0, 1, 3)), work.take_LMXY.sum(axis=(0, 1, 3))]
-        others = [work.receive_LMXY.sum(axis=(0, 1, 2)), work.give_LMXY.sum(axis=(0, 1, 2))]
+        send_X, take_X = work.send_LMXY.sum(axis=(0, 1, 3)), work.take_LMXY.sum(axis=(0, 1, 3))
+        receive_Y, give_Y = work.receive_LMXY.sum(axis=(0, 1, 2)), work.give_LMXY.sum(axis=(0, 1, 2))
         if self._site.shared:  # one NIC sends rows to experts and results back
-            directions = [directions[0] + others[1], directions[1] + others[0]]
-        self._busy["network"] += float(max(item.max() for item in (*directions, *others)))
+            send_X, take_X = send_X + give_Y, take_X + receive_Y
+        self._busy["network"] += float(max(nics.max() for nics in (send_X, take_X, receive_Y, give_Y)))
         sent_XY = bytes_LMXY.sum(axis=(0, 1)) * self._site.by_network_XY * (1 + self._site.shared)  # results go back
         self._bytes += float(sent_XY.sum(axis=1).mean()) / self._site.compute.attention_node.ways
 

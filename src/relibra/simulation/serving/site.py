@@ -22,7 +22,7 @@ Plan = DeploymentPlan | ColocatedPlan
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCompute:
-    """Seconds of the nodes of `planning.deployment.performance`; arrays of any shape, each entry for itself."""
+    """Seconds of the nodes of `planning.deployment.performance`, elementwise for arrays of any shape."""
 
     attention_node: Node
     expert_node: Node
@@ -35,7 +35,7 @@ class NodeCompute:
         return np.where(rows > 0, node.attention(rows, context), 0.0), np.where(rows > 0, node.rest(rows, context), 0.0)
 
     def experts(self, rows: Float64[ndarray, "*X P"]) -> Float64[ndarray, "*X"]:
-        """Return the seconds of nodes with P experts, of the rows of each expert; one without rows is not read."""
+        """Return the seconds of nodes with P experts from the rows of each; experts without rows are not read."""
         launch = self.expert_node.used.launch_seconds
         each = np.asarray(self.expert_node.experts(rows, 1)) - launch
         busy = (rows > 0).any(axis=-1)
@@ -50,7 +50,7 @@ class Site:
     expert_LYP                     experts of each expert node in each layer; -1: an empty slot
     near_XY                        pairs inside one server, whose rows pass no NIC; same_XY: on one node
     shared                         the same GPUs compute attention and experts
-    server                         nodes of a server, where rows inside of it pass no NIC
+    server                         number of nodes in a server, inside which rows pass no NIC
     """
 
     compute: NodeCompute
@@ -103,7 +103,7 @@ class Site:
         transport: Transport,
         rng: Generator,
     ) -> tuple[Work, Float64[ndarray, "L M X Y"]]:
-        """Return the seconds of a step and the bytes from each attention node to each expert node, as many come back.
+        """Return the seconds of a step, and the bytes from each attention to each expert node; as many come back.
 
         rows_MX, tokens_MX    requests, and tokens that they attend to
         counts_LMXE           rows for each expert; copies share them evenly
@@ -179,7 +179,7 @@ class SlicedCompute(NodeCompute):
     def attention(
         self, rows: Shaped[ndarray, "*X"], tokens: Shaped[ndarray, "*X"]
     ) -> tuple[Float64[ndarray, "*X"], Float64[ndarray, "*X"]]:
-        """Return seconds of one layer, and of a step outside of layers with experts and between stages."""
+        """Return seconds of one layer, and of a step outside of layers, hand-overs between stages included."""
         layer, rest = super().attention(rows, tokens)
         return layer, rest + self.hand_over
 
@@ -215,11 +215,11 @@ def site_of(plan: Plan, expert_LYP: Int[ndarray, "L Y P"] | None = None) -> Site
     shared = isinstance(plan, ColocatedPlan)
     same_XY = np.zeros((senders, receivers), dtype=bool)
     near_XY = same_XY.copy()
-    inside = 1
+    per_server = 1
     if shared:
-        inside = max(1, attention.gpu.node_size // attention.ways)
-        inside = min(senders, inside) if senders % inside == 0 or senders < inside else 1
-        server = np.arange(senders) // inside
+        per_server = max(1, attention.gpu.node_size // attention.ways)
+        per_server = min(senders, per_server) if senders % per_server == 0 or senders < per_server else 1
+        server = np.arange(senders) // per_server
         same_XY = np.eye(senders, dtype=bool)
         near_XY = (server[:, None] == server) & ~same_XY
     return Site(
@@ -229,7 +229,7 @@ def site_of(plan: Plan, expert_LYP: Int[ndarray, "L Y P"] | None = None) -> Site
         near_XY=near_XY,
         same_XY=same_XY,
         shared=shared,
-        server=inside,
+        server=per_server,
     )
 
 

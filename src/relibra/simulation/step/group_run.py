@@ -27,8 +27,8 @@ class Execution:
 
     pipeline_stages          parts of the layers, each on ranks of its own
     stage_sizes              expert layers of each; (): even (`choose_stages` finds sizes)
-    round_cut                stages take turns at the ranks of a pool (`RoundCut`), which recompute activations and get
-                             weights from host memory, unless each holds one part; None: 1F1B
+    round_cut                stages take turns on a pool of ranks (`RoundCut`), which recompute activations and, unless
+                             each holds one part only, fetch weights from host memory; None: 1F1B
     mini_batches             optimizer steps: their number (parts as equal as possible), or a tuple with the
                              micro-batches of each
     forward_only             log-probabilities under the current policy: no backward pass, no optimizer
@@ -109,7 +109,7 @@ class MiniBatchRun:
     busy             seconds of the busiest stage, by term
     copying          seconds of copies in that stage
     last_backward_D  seconds of the last backward pass of each stage's ranks: sums of gradients run beside it
-    end_D            when they end it, counted from the start of the mini-batch
+    end_D            when each stage's ranks end that pass, counted from the start of the mini-batch
     store_seconds    of the last gradients on their way to host memory
     start_XM         when each part of each micro-batch starts, counted from the start of the mini-batch
     """
@@ -188,7 +188,7 @@ def run_group(costs_X: list[StageCosts], how: Execution, notes: Mapping[int, Not
     notes    recorders of the events of each part
     """
     last = len(costs_X) - 1
-    kinds = [(s, True, False) for s in range(last + 1)]
+    kinds = [(s, True, False) for s in range(last + 1)]  # index into costs_X, has a forward pass, has a backward pass
     kinds += [] if how.forward_only else [(s, False, True) for s in range(last, -1, -1)]
     if how.round_cut is not None:
         fused = len(how.round_cut.forward)

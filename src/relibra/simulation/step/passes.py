@@ -10,7 +10,7 @@ does (`relibra.parallel`, docs/execution.md), in its order:
 
 Rows travel in one exchange, or with hierarchical dispatch in two: between nodes, then inside them, and back in reverse.
 Copies run beside this, one transfer after another. A push begins when the slots are free: at the start of the
-pass, then when the layer with the replicas before is done with them. Between nodes a push shares links with rows, and
+pass, then when the layer that used them last is done with them. Between nodes a push shares links with rows, and
 pauses while these travel there. Gradients leave when the last rank has computed those of its replicas, and arrive
 before rows travel again. The weights of a layer outside of its experts (FSDP) are gathered while the layer before runs,
 the first ones of a pass while all ranks wait. A live balancer decides after the host work of the forward pass, and

@@ -69,16 +69,16 @@ def run_tasks(
 
     seconds_YXM   of each part and micro-batch, for Y settings that share the order of tasks
     handover_XM   from the end of the part before to the arrival of its output; no device is busy with it
-    fetch_X       seconds in which a device gets the weights of a part; they begin with the part that it runs before,
-                  when the buffer of the part before that is free. None: weights stay
+    fetch_X       seconds in which a device gets the weights of a part: from the start of the part that it runs before,
+                  since the second buffer is free by then. None: weights stay
     """
     start_YXM, end_MY = np.zeros_like(seconds_YXM), np.zeros((seconds_YXM.shape[2], len(seconds_YXM)))
     free_DY = np.zeros((len(tasks_D), len(seconds_YXM)))
     begun_DY = np.zeros_like(free_DY)
     passed_M, next_D, held_D = [0] * len(end_MY), [0] * len(tasks_D), [-1] * len(tasks_D)
-    waits = True
-    while waits:
-        waits = False
+    advances = True
+    while advances:
+        advances = False
         for d, tasks in enumerate(tasks_D):
             while next_D[d] < len(tasks) and passed_M[tasks[next_D[d]].micro_batch] == tasks[next_D[d]].part:
                 part, m = tasks[next_D[d]]
@@ -88,6 +88,6 @@ def run_tasks(
                     held_D[d], begun_DY[d] = part, start_Y
                 start_YXM[:, part, m] = start_Y
                 free_DY[d] = end_MY[m] = start_Y + seconds_YXM[:, part, m]
-                passed_M[m], next_D[d], waits = part + 1, next_D[d] + 1, True
+                passed_M[m], next_D[d], advances = part + 1, next_D[d] + 1, True
     assert all(n == len(tasks) for n, tasks in zip(next_D, tasks_D, strict=True)), "the schedule has no deadlock"
     return start_YXM

@@ -29,7 +29,7 @@ from relibra.simulation.model_shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageCosts(LayerCosts):
-    """`LayerCosts` of one stage, and the costs around its expert layers; forward seconds, backward takes twice them.
+    """`LayerCosts` of one stage, and the costs around its expert layers; forward seconds, backward takes twice as long.
 
     layer_ids                  decoder layer of each entry of the layer axis
     rows_MR                    tokens that each rank feeds in

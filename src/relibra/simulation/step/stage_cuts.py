@@ -119,8 +119,8 @@ def round_cuts(
 ) -> list[tuple[float, RoundCut]]:
     """Return cuts into round-robin stages and their seconds on full devices, the fastest first.
 
-    Seconds are (M J + D (D - 1)) x the longest part / D for J parts. For each limit of a part the fewest are taken,
-    with as many layers in the fused one as fit: the first cut is the best of all.
+    Seconds are (M J + D (D - 1)) x the longest part / D for J parts. For each limit on a part's seconds the fewest
+    parts are taken, with as many layers in the fused one as fit: the first cut is the best of all.
 
     backward_L   with recomputation, or in the fused part with the forward pass instead: not below forward_L
     """

@@ -59,7 +59,7 @@ class SimulatedStep:
         return self.seconds - self.terms["relocation"]
 
     def with_relocation_over(self, steps: int) -> SimulatedStep:
-        """Return the step with only its part of a relocation that serves so many steps."""
+        """Return the step with only its share of a relocation that serves `steps` steps."""
         part = self.terms["relocation"] / steps
         return replace(self, seconds=self.seconds_without_relocation + part, terms={**self.terms, "relocation": part})
 

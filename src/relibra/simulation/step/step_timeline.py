@@ -24,9 +24,9 @@ from relibra.simulation.step.training_step import costs_of_groups, ends_of_mini_
 from relibra.timeline import MAX_EVENTS, Event, Timeline
 
 _EVENTS_PER_LAYER, _RECOMPUTED = 18, 6
-"""Upper limit per rank, micro-batch and layer, forward and backward; and how many more if that is computed again."""
+"""Upper limit per rank, micro-batch and layer, forward and backward; how many more with recomputation."""
 _FURTHER_STAGES, _RECOMPUTED_STAGES = 4, 2
-"""More of both with hierarchical dispatch, of dispatch and combine."""
+"""What hierarchical dispatch, with two stages of dispatch and of combine, adds to each of them."""
 
 
 class _Notes:

@@ -60,7 +60,7 @@ def simulate_step(
                     on other nodes even where a group has fewer ranks than a machine's node
     how             None: one stage, one optimizer step, copies overlapped
     distinct        tokens that travel from rank to rank and to node (`distinct_rows_of_step`), of all micro-batches;
-                    None: their lower bound from `demand.pairs_LEE`, or every token-slot without
+                    None: their lower bound from `demand.pairs_LEE`, or, without pairs, every token-slot
     raises          PlanError, ConfigError when plan, demand, cluster and model do not fit together
     """
     how = (how or Execution()).on(cluster)
@@ -169,10 +169,10 @@ def costs_of(
     layout = how.layout(plan.num_ranks, 1)
     layout.check(cluster, model)
     check_fit(plan, demand, cluster)
-    planned = (*plan.replica_MLRB.shape[:3], plan.num_experts)
-    if (model.moe_layers, model.experts) != (planned[1], planned[3]):
+    (M, L), E = plan.replica_MLRB.shape[:2], plan.num_experts
+    if (model.moe_layers, model.experts) != (L, E):
         raise ConfigError(
-            f"a plan of {planned[1]} layers and {planned[3]} experts does not fit model {model.name!r} of "
+            f"a plan of {L} layers and {E} experts does not fit model {model.name!r} of "
             f"{model.moe_layers} and {model.experts}: pass the model that was routed, or "
             "dataclasses.replace(model, moe_layers=...)"
         )
@@ -181,13 +181,11 @@ def costs_of(
             f"tokens of the demand picked {demand.top_k} experts, those of model {model.name!r} pick {model.top_k}: "
             "pass the model that was routed"
         )
-    if how.num_mini_batches > planned[0]:
+    if how.num_mini_batches > M:
+        raise ConfigError(f"{how.num_mini_batches} mini-batches of {M} micro-batches: use at most {M}")
+    if not isinstance(how.mini_batches, int) and sum(how.mini_batches) != M:
         raise ConfigError(
-            f"{how.num_mini_batches} mini-batches of {planned[0]} micro-batches: use at most {planned[0]}"
-        )
-    if not isinstance(how.mini_batches, int) and sum(how.mini_batches) != planned[0]:
-        raise ConfigError(
-            f"mini-batches of {sum(how.mini_batches)} micro-batches in all, the plan has {planned[0]}: "
+            f"mini-batches of {sum(how.mini_batches)} micro-batches in all, the plan has {M}: "
             "each micro-batch belongs to one"
         )
     if parts is None and how.round_cut is not None:
