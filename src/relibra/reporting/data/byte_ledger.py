@@ -43,10 +43,11 @@ class ByteLedger:
     """Bytes of the forward dispatches of a step between ranks, per layer, over all micro-batches.
 
     useful_L      the first copy of each token at each rank
-    duplicate_L   further copies of it there, and rows that the rank does not need
+    duplicate_L   further copies of a token at the same rank, and rows that the rank does not need
     forwarded_L   bytes sent again by an intermediate rank
     capacity_L    bytes that all ports could send until the busiest one is done
-    exact         useful bytes were counted token by token; False: a lower bound from pairs of experts chosen together
+    exact         useful bytes were counted token by token; False: bounded from below by pairs of experts chosen
+                  together, or without pairs all rows count
     """
 
     useful_L: Float64[ndarray, " L"]
@@ -160,7 +161,7 @@ def _busiest_seconds(
 
 
 def _beyond(whole_L: Float64[ndarray, " L"], part_L: Float64[ndarray, " L"]) -> Float64[ndarray, " L"]:
-    """Return whole - part, without what is rounding of two sums of the same rows in another order."""
+    """Return whole - part; 0 where the difference is rounding only, as both sum rows in different orders."""
     return np.where(whole_L - part_L > ROUNDING * whole_L, whole_L - part_L, 0.0)
 
 

@@ -162,7 +162,7 @@ def times_mean(
 ) -> Float64[ndarray, "*X R"]:
     """Return load / mean over the last axis; `without_load` where there is no load.
 
-    of   loads that are divided by the mean instead of `load`
+    of   loads to divide by the mean of `load`; None: `load` itself
     """
     mean = load.mean(axis=-1, keepdims=True)
     return np.divide(load if of is None else of, mean, out=np.full(load.shape, without_load), where=mean > 0)

@@ -53,9 +53,9 @@ class ComparisonRow:
     cross_node_token_slots     token-slots computed on another node than the one they come from
     cross_node_share           these as a share of all
     plan_seconds               wall clock on this machine, kernels compiled before (label `measured`)
-    predicted_seconds          seconds of the step, with all moves before it or with their part (label `model`); for
-                               balancers that see live loads, with their decisions and pushes after the router, as
-                               their systems run them
+    predicted_seconds          seconds of the step (label `model`), with all moves of experts before it, or its part of
+                               them (`with_relocation_over`); for balancers that see live loads, with decisions and
+                               pushes after the router, as their systems run them
     exposed_seconds            its part for copies that nothing hides
     relocation_seconds         its part for moving experts to new homes
     valid, message             result of `validate_plan`; if it failed, the reason
@@ -87,7 +87,7 @@ class ComparisonRow:
     relocation_seconds: float | None = None
 
     def with_relocation_over(self, steps: int) -> ComparisonRow:
-        """Return the row with the part of the moves that one of so many steps pays, in both figures of seconds."""
+        """Return the row of one of `steps` steps that share the moves: both figures of seconds hold its part."""
         if self.predicted_seconds is None or self.relocation_seconds is None:
             return self
         part = self.relocation_seconds / steps
@@ -208,7 +208,7 @@ def measure(
 def first_layers(demand: ScheduledDemand, number: int) -> ScheduledDemand:
     """Return the demand of the first layers, in contiguous arrays.
 
-    Kernels are compiled per memory layout, and a slice of one layer of one is contiguous: use two to compile them.
+    Kernels are compiled per memory layout. A layer of a one-layer array is contiguous, of a larger one not: take two.
     """
     return replace(
         demand,

@@ -26,13 +26,10 @@ def levers_of(recording: Recording) -> Levers:
     ahead, kl = recording.setting("rollout", "ahead"), recording.setting("algorithm", "kl_coefficient")
     old, replay, preset = (recording.setting("algorithm", name) for name in ("old_log_probs", "replay", "preset"))
     before = recording.is_run and old is None  # a run of a version that had no such setting
+    all_recomputed = before or old == "recompute" or replay == "R2"
     kinds: dict[str, Activations] = {"keep": "kept", "plan": "chosen"}
     return Levers(
-        old_log_probs="all"
-        if old == "recompute" or replay == "R2" or before
-        else "none"
-        if old == "sampler"
-        else "later",
+        old_log_probs="all" if all_recomputed else "none" if old == "sampler" else "later",
         activations=kinds.get(str(recording.setting("update", "activations")), "recomputed"),
         ahead=ahead if isinstance(ahead, int) else 0,
         reference=isinstance(kl, int | float) and kl > 0,
@@ -57,7 +54,7 @@ def predict_run(recording: Recording, step: ComparedStep) -> PredictedIteration 
 def measured_stages(metrics: Metrics) -> dict[str, float]:
     """Return the mean seconds of a step by stage, on rank 0; {} without any.
 
-    The tail is the rollout's idle share of places, of its seconds.
+    The tail is the rollout's seconds x its idle share of places.
     """
     found = {stage: fmean(metrics.known("seconds", stage)) for stage in metrics.seconds()}
     if metrics.known("ahead", "waited_rollout"):  # the rollout is beside the step
@@ -71,7 +68,7 @@ def measured_stages(metrics: Metrics) -> dict[str, float]:
 def stage_table(
     predicted: PredictedIteration | None, measured: Mapping[str, float]
 ) -> dict[str, dict[str, float | None]]:
-    """Return seconds and share of each stage, predicted and measured; None where one of them does not know it."""
+    """Return seconds and share of each stage, predicted and measured; None for the one that lacks the stage."""
     expected = {} if predicted is None else {**predicted.stages, **predicted.beside}
     whole = {"predicted": 0.0 if predicted is None else predicted.seconds, "measured": sum(measured.values())}
     names = [*STAGES, *(name for name in measured if name not in STAGES)]

@@ -63,8 +63,8 @@ def compare_settings(configs: Sequence[Mapping[str, Any]], names: Sequence[str])
     """
     lacking = [name for name, config in zip(names, configs, strict=True) if not config]
     if lacking:
-        known = len(lacking) < len(names)
-        return [], f"Settings cannot be compared: {' and '.join(lacking)} has no config.json." * known
+        none_known = len(lacking) == len(names)
+        return [], "" if none_known else f"Settings cannot be compared: {' and '.join(lacking)} has no config.json."
     listed = [list_settings(config) for config in configs]
     all_names = dict.fromkeys(name for settings in listed for name in settings)
     rows = [[name, *(settings.get(name, "–") for settings in listed)] for name in all_names]

@@ -44,7 +44,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stability:
-    """How alike the micro-batches of a step are, and one step and the next.
+    """How alike the micro-batches of a step are, and consecutive steps.
 
     cosine_mean_L  see `TraceStatistics`, over the micro-batches of all steps; low and high are its range
     chance         what the cosine would be by chance alone

@@ -29,7 +29,7 @@ Way = Literal["per choice", "once per rank", "once per node", "gather all"]
 class SentRows(NamedTuple):
     """A step's rows, sent in one way.
 
-    used               the plan sends its rows in this way; no way where it sends once per node and pairs are unknown
+    used               the plan sends its rows in this way; never True where it does once per node and pairs are unknown
     ..._bytes, ..._factor   as in `ByteLedger`, of all layers together
     messages, fences   of all ranks; with puts per expert, a put for each expert of a rank that gets rows, also where
                        rows go to the rank once
@@ -71,12 +71,12 @@ def ways_to_send(
         return []
     known, flat = distinct is not None or demand.pairs_LEE is not None, replace(plan, dispatch="flat")
     all_rows = gathered_rows(demand, top_k, plan.num_nodes)
-    whole = replace(cluster, transport=replace(cluster.transport, puts="peer"))
+    puts_to_peers = replace(cluster, transport=replace(cluster.transport, puts="peer"))
     ways: list[tuple[Way, StepPlan, ScheduledDemand, Cluster, DistinctRows | None]] = [
         ("per choice", flat, replace(demand, pairs_LEE=None), cluster, None),
         ("once per rank", flat, demand, cluster, distinct),
         ("once per node", replace(plan, dispatch="hierarchical"), demand, cluster, distinct),
-        ("gather all", flat, demand, whole, all_rows),
+        ("gather all", flat, demand, puts_to_peers, all_rows),
     ]
     flat_way = "once per rank" if known else "per choice"
     used = flat_way if plan.dispatch == "flat" or plan.num_nodes == 1 else "once per node"

@@ -51,7 +51,7 @@ def render_page(body: str, **values: Any) -> str:
 
 
 def render(template: str, **values: Any) -> str:
-    """Return a template with its values; halves of characters, which UTF-8 cannot encode, are replaced."""
+    """Return a template with its values; lone surrogates, which UTF-8 cannot encode, are replaced."""
     return re.sub(r"[\ud800-\udfff]", "\ufffd", templates().get_template(template).render(**values))
 
 

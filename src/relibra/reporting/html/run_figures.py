@@ -36,7 +36,7 @@ class Curve(NamedTuple):
 
 Axis = Literal["linear", "from zero", "share", "log"]
 Drawn = list[tuple[Curve, Metrics]]
-"""Curves with the run that each is of."""
+"""Curves, each with the metrics of its run."""
 
 TITLES = {
     "learning": "Learning",
@@ -77,7 +77,7 @@ CURVES: tuple[tuple[str, str, Axis, Curve], ...] = (
 def section_figures(runs: Sequence[tuple[str, Metrics]]) -> dict[str, Any]:
     """Return the figure of each section that has numbers: curves over RL steps, those of one unit in a panel.
 
-    runs    (name, metrics). Of several, panels have their first two curves: a colour for a run, dashes for a curve
+    runs    (name, metrics). Of several runs a panel has its first two curves: a colour per run, dashes per curve
     """
     figures = {}
     for section in TITLES:
@@ -168,7 +168,7 @@ def _draw(figure: Any, metrics: Metrics, curve: Curve, kind: Axis, number: str) 
     hover = f"step %{{x}}: {curve.name} %{{y:{curve.form}}}"
     line(figure, metrics.steps, values, colour, curve.name, hover, dash=DASHES[curve.dash], yaxis=axis)
     figure.data[-1].legend = f"legend{number}"
-    if None in values:  # a number between two gaps would be no line
+    if None in values:  # a lone number between two gaps would not show as a line
         figure.data[-1].update(mode="lines+markers", marker={"size": 5})
     if curve.points:
         figure.data[-1].update(mode="markers", marker={"symbol": "diamond", "size": 10})

@@ -88,7 +88,7 @@ def _heatmaps(
     axes: tuple[str, str],
     end: float,
 ) -> Any:
-    """Draw two heatmaps side by side for each view, of which one is visible; None: the plan has no such micro-batch."""
+    """Draw two heatmaps side by side for each view, all hidden until the page shows one; None: no such micro-batch."""
     figure = plotly_figures().Figure()
     for view in views:
         for i, loads_XY in enumerate(view):

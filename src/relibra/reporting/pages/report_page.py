@@ -184,8 +184,8 @@ def route_values(summary: Summary) -> dict[str, Any]:
     several = stability.micro_batches > 1
     ranks = summary.headline[0] if summary.headline else None
     sizes = [
-        [summary.ranks_name(R), *(f"{getattr(it, name):.2f}" for name in SKEW_COLUMNS), percent(it.idle_share)]
-        for R, it in skews.items()
+        [summary.ranks_name(R), *(f"{getattr(found, name):.2f}" for name in SKEW_COLUMNS), percent(found.idle_share)]
+        for R, found in skews.items()
     ]
     step_to_step = stability.step_to_step
     figures = {
@@ -200,12 +200,12 @@ def route_values(summary: Summary) -> dict[str, Any]:
         "max_points": route_figures.MAX_POINTS,
         "micro_batches": route_figures.skew_by_micro_batch(summary) if skews else None,
         "bars": [
-            Bar(row[0], 1.0, it.skew_median, tuple(row[2:4]), mark=it.skew_p95)
-            for row, it in zip(sizes, skews.values(), strict=True)
+            Bar(row[0], 1.0, found.skew_median, tuple(row[2:4]), mark=found.skew_p95)
+            for row, found in zip(sizes, skews.values(), strict=True)
         ],
-        "bars_end": max([1.01, *(it.skew_p95 for it in skews.values())]),
+        "bars_end": max([1.01, *(found.skew_p95 for found in skews.values())]),
         "sizes": sizes,
-        "impossible": [ranks for ranks in summary.ranks if ranks not in skews],
+        "impossible": [R for R in summary.ranks if R not in skews],
         "hottest": [
             [hot.layer, hot.expert, f"{100 * hot.share:.1f}\u202f%", times(hot.times_mean)] for hot in summary.hottest
         ],

@@ -213,6 +213,8 @@ def _ways(step: ComparedStep) -> list[list[str]]:
     """Return rows of the ways to send the rows of the second plan; none where no row travels."""
     after, model = step.after, step.model
     ways = ways_to_send(after.plan, after.demand, step.cluster, model.expert, model.top_k, after.rows)
+    if not any(way.useful_bytes for way in ways):
+        return []
     return [
         [
             f"{way.way} (the plan)" if way.used else way.way,
@@ -222,7 +224,6 @@ def _ways(step: ComparedStep) -> list[list[str]]:
             *map(format_seconds, (way.seconds, way.seconds_counting)),
         ]
         for way in ways
-        if any(way.useful_bytes for way in ways)
     ]
 
 

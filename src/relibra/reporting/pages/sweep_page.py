@@ -76,7 +76,8 @@ def sweep_lines(rows: Rows, varied: Sequence[str]) -> SweepLines:
             name = ", ".join([*(text for other, text in settings.items() if other not in OF_PLANS), STATIC])
             static.setdefault(name, {})[STATIC if axis == "balancer" else row[axis]] = row[STATIC_VALUE]
     if all(row["balancer"] != STATIC for row in rows):
-        lines |= {"": lines[""] | static[STATIC]} if axis == "balancer" and static else static
+        beside = {"": lines[""] | static[STATIC]} if axis == "balancer" and static else static
+        lines |= beside
     rising = axis != "balancer"
     return SweepLines({name: dict(sorted(line.items())) if rising else line for name, line in lines.items()}, axis)
 
