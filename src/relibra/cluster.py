@@ -22,7 +22,7 @@ from relibra.files import read_toml, toml_value, write_text
 
 Label = Literal["cited", "measured", "model"]
 Dispatch = Literal["flat", "hierarchical"]
-"""How a token reaches ranks of another node: once for each of them, or once, and is forwarded inside."""
+"""How a token reaches ranks of another node: one copy for each rank, or one copy that is forwarded inside the node."""
 Amount = TypeVar("Amount", float, ndarray)
 
 MAX_RANKS = 1 << 16
@@ -31,7 +31,7 @@ _LARGEST = 10**24
 Whole = Annotated[int, Field(ge=1, le=_LARGEST)]
 Amount0 = Annotated[float, Field(ge=0, le=_LARGEST)]
 Rate = Annotated[float, Field(ge=1e-3, le=_LARGEST)]
-"""Lower ones would make times infinite."""
+"""Lower rates would make times infinite."""
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -61,8 +61,8 @@ class Transport:
     """How rows are put into the memory of ranks of other nodes (Perseus, arXiv 2605.00686).
 
     puts            "peer": one put per rank; "expert": one per expert of that rank. Each costs the link's latency
-    fence_seconds   that a source waits in a fence, which orders a signal behind the rows that it announces; 0 or more
-    fence_scope     rows of a fence: a "put", or all puts to a "peer"
+    fence_seconds   wait of a source in a fence, which orders a signal behind the rows that it announces; 0 or more
+    fence_scope     what one fence covers: one "put", or all puts to a "peer"
     raises          ClusterError for values out of range
     """
 
@@ -105,8 +105,8 @@ class Cluster:
                                  another node once and is forwarded there, and results come back the same way
     transport                    puts and fences of rows between nodes
     peak_flops_per_second        dense bf16 per rank; `efficiency` is the share that grouped GEMMs sustain
-    gemm_table                   measured (rows of one expert, flops per second), rows rising; empty: the sustained rate
-                                 after its weights are read from memory
+    gemm_table                   measured (rows of one expert, flops per second), rows rising; empty: an expert reads
+                                 its weights from memory, then computes at the sustained rate
     source, label                origin of the figures; its kind: cited, measured or model
     raises                       ClusterError for values out of range
     """
@@ -159,7 +159,7 @@ class Cluster:
 
     @property
     def slowest_bytes_per_second(self) -> float:
-        """Return the rate between nodes, or inside a single node."""
+        """Return the lower of the two rates between nodes; of a single node, the rate inside it."""
         if self.num_nodes == 1:
             return self.intra.bytes_per_second
         return min(self.inter_send.bytes_per_second, self.inter_receive.bytes_per_second)
@@ -167,20 +167,20 @@ class Cluster:
     def gemm_seconds(self, rows: Shaped[ndarray, "*X"], flops_per_row: float) -> Float64[ndarray, "*X"]:
         """Return the seconds that one expert needs for `rows` rows, elementwise; 0 rows take no time.
 
-        With a table the rate is interpolated and never falls with more rows (otherwise noise in a measured table would
-        make split work cheaper). Fewer rows than the first entry take as long as the first: reading the weights limits.
+        With a table the rate is interpolated and never falls with more rows (otherwise noise in the table would make an
+        expert cheaper when split). Fewer rows than the first entry take as long as the first: reading weights limits.
 
-        Without one an expert reads its weights, two bytes for two flops of a row, and then computes its rows at the
-        sustained rate. Kernels overlap the two, but compute tiles of 64 or 128 rows whole: errors of opposite signs.
+        Without a table an expert reads its weights (two bytes and, per row, two flops each), then computes its rows at
+        the sustained rate. Kernels overlap the two, but compute whole tiles of 64 or 128 rows: opposite errors.
         Reading takes no time where the memory's bandwidth is not known.
         """
         if not self.gemm_table:
             reading = flops_per_row / self.memory_bytes_per_second if self.memory_bytes_per_second else 0.0
             return rows * (flops_per_row / self.flops_per_second) + (rows > 0) * reading
         table_rows, rates = (np.array(column, dtype=np.float64) for column in zip(*self.gemm_table, strict=True))
-        at_least = np.maximum(rows, table_rows[0])
-        rate = np.interp(at_least, table_rows, np.maximum.accumulate(rates))
-        return (rows > 0) * (at_least * flops_per_row / rate)
+        timed_rows = np.maximum(rows, table_rows[0])
+        rate = np.interp(timed_rows, table_rows, np.maximum.accumulate(rates))
+        return (rows > 0) * (timed_rows * flops_per_row / rate)
 
     def with_ranks(self, num_ranks: int, ranks_per_node: int | None = None) -> Cluster:
         """Return this machine with another number of ranks; fewer ranks than a node has: one smaller node.

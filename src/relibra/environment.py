@@ -1,6 +1,6 @@
-"""The one place that reads and sets environment variables: what `torchrun` sets in a process, and logs.
+"""The one place that reads and sets environment variables, such as those of `torchrun`, caches and logs.
 
-Also which signals stop a run, and how processes that relibra starts import.
+Also signals that stop a run, memory of the host, and imports of processes that relibra starts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LaunchedRank:
 def host_memory(group: Path = Path("/sys/fs/cgroup"), *, free: bool) -> float | None:
     """Return the bytes of this machine, or of its control group if that has less; None: unknown.
 
-    free   those that programs can still get: files that are only cached count
+    free   only bytes that programs can still get, those of cached files among them
     """
     found, used = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), 0
     try:
@@ -61,9 +61,9 @@ def host_memory(group: Path = Path("/sys/fs/cgroup"), *, free: bool) -> float | 
 
 @contextmanager
 def uncollected_imports() -> Iterator[None]:
-    """Import inside without the garbage collector, and leave what there is then out of all later collections.
+    """Import inside without the garbage collector, and leave all objects made so far out of later collections.
 
-    torch and transformers make 700,000 objects that stay: collections of them are two fifths of a start and its end.
+    torch and transformers make 700,000 objects that stay: collecting them takes two fifths of a start and its end.
     """
     gc.disable()
     try:
@@ -74,7 +74,7 @@ def uncollected_imports() -> Iterator[None]:
 
 
 def module_program(module: str) -> list[str]:
-    """Return the words that start a process which calls `main` of a module, imported by `uncollected_imports`."""
+    """Return the command that calls `main` of a module, imported inside `uncollected_imports`."""
     own = "from relibra.environment import uncollected_imports"
     return [sys.executable, "-c", f"{own}\nwith uncollected_imports(): from {module} import main\nmain()"]
 
@@ -99,9 +99,9 @@ def environment_of_dry_run() -> dict[str, str]:
 
 @contextmanager
 def in_little_memory() -> Iterator[None]:
-    """Let transformers read a tensor of a file when it is used, and glibc return what is freed of 128 KiB and more.
+    """Let transformers read each tensor when it is used, and glibc return freed blocks of 128 KiB and more.
 
-    Else threads read ahead, and glibc keeps tensors that were freed for later ones: half of a model as it is loaded.
+    Else threads read ahead, and glibc keeps freed blocks for later tensors: half a model more while it is loaded.
     """
     name, set_option = "HF_DEACTIVATE_ASYNC_LOAD", getattr(ctypes.CDLL(None), "mallopt", lambda *_: 1)
     before = os.environ.get(name)
@@ -187,7 +187,7 @@ def keep_hub_offline() -> None:
 
 
 def keep_tokenizers_serial() -> None:
-    """Let tokenizers start no threads: a process that is forked from one that has them would wait for them for ever."""
+    """Let tokenizers start no threads: a fork of a process with such threads would wait for them for ever."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
@@ -198,10 +198,10 @@ def keep_rust_from_backtraces() -> None:
 
 @contextmanager
 def rank_environment(threads: int) -> Iterator[None]:
-    """Set inside what ranks that are started there find in their environment: threads of torch, and errors only.
+    """Set the environment of ranks that are started inside: threads of torch, logs of errors only, few cached kernels.
 
-    Of a rank that failed, the others would print C++ stacks. On a CPU oneDNN keeps a kernel for each shape of a product
-    in bfloat16, 0.7 MiB each: 128 of them, in place of 1,024, hold what a step repeats.
+    With more logs, ranks print C++ stacks when another rank fails. On a CPU oneDNN keeps a kernel of 0.7 MiB for each
+    shape of a product in bfloat16: 128 of them, in place of 1,024, hold what a step repeats.
     """
     before = dict(os.environ)
     os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -216,22 +216,22 @@ def rank_environment(threads: int) -> Iterator[None]:
 
 
 def chosen_placement() -> str:
-    """Return RELIBRA_EPLB: how vLLM's load balancer places experts, "on" or the path of a placement; empty: as vLLM."""
+    """Return RELIBRA_EPLB: who places experts in vLLM, "on" (relibra), the path of a placement, or empty (vLLM)."""
     return os.environ.get("RELIBRA_EPLB", "")
 
 
 def rank_0_environment(num_ranks: int) -> dict[str, str]:
-    """Return the environment of a process that does before a run what rank 0 does in it."""
+    """Return the environment of a process that does before a run what rank 0 will do in the run."""
     who = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     return {**os.environ, **who, "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1"}
 
 
 def worker_environment(threads: int) -> dict[str, str]:
-    """Return the environment of a worker process that we start: ours, with so many threads of torch."""
+    """Return the environment of a worker process that we start: ours, with `threads` threads of torch."""
     return {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
 
 
 def silence_torchao() -> None:
-    """Leave out what torchao, which transformers imports, logs of this machine; call it before either is loaded."""
+    """Silence what torchao logs of this machine; call it before transformers, which imports torchao, is loaded."""
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -62,8 +62,8 @@ class RelibraEplbPolicy:
         """Return a placement of every layer, permuted inside nodes and ranks so that few experts move from an old map.
 
         weight                      [L, E] load of each expert
-        old_global_expert_indices   [L, P] the present map: each row of the placement goes to the rank of the same node
-                                    that has most of its experts, and those experts stay in their slots
+        old_global_expert_indices   [L, P] the present map: ranks swap their new experts inside a node so that most
+                                    experts stay on their rank, and those stay in their slots
         returns                     `physical_to_logical_map` [L, P]
         raises                      PlanError for numbers that do not fit together
         """
@@ -184,8 +184,8 @@ def _keep_in_place(
     result_RP = np.full_like(new_RP, -1)
     for first in range(0, num_ranks, ranks_per_node):
         node = slice(first, first + ranks_per_node)
-        for rank, row in zip(*linear_sum_assignment(kept_RR[node, node], maximize=True), strict=True):
-            waiting = new_RP[first + row].tolist()
+        for rank, new_rank in zip(*linear_sum_assignment(kept_RR[node, node], maximize=True), strict=True):
+            waiting = new_RP[first + new_rank].tolist()
             for slot, expert in enumerate(old_RP[first + rank].tolist()):
                 if expert in waiting:
                     result_RP[first + rank, slot] = expert

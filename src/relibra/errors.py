@@ -47,7 +47,8 @@ class RelibraError(Exception):
         self.what, self.got, self.where, self.allowed, self.next_step = what, got, where, allowed, next_step
         subject = what + (f", got {excerpt(got, LONGEST_VALUE)}" if got is not None else "")
         subject += f" (in {where})" if where else ""
-        super().__init__(": ".join(filter(None, (subject, "; ".join(filter(None, (allowed, next_step)))))))
+        advice = "; ".join(filter(None, (allowed, next_step)))
+        super().__init__(": ".join(filter(None, (subject, advice))))
 
     def __str__(self) -> str:
         return cut_middle(super().__str__(), LONGEST_MESSAGE)
@@ -88,7 +89,7 @@ def library_errors(
 ) -> Iterator[None]:
     """Turn an error that a library raises inside into one of ours, which names the stage and the library.
 
-    An error that a line of relibra raises is a bug, and not changed. RELIBRA_TRACEBACK=1 prints the traceback of both.
+    An error that a line of relibra raises is a bug, and not changed. RELIBRA_TRACEBACK=1 prints both tracebacks.
 
     stage   begins the message
     stays   predicate: errors re-raised unchanged
@@ -108,7 +109,7 @@ def library_errors(
 
 @contextmanager
 def missing_packages(needed_by: str, install: str = INSTALL_TRAINING) -> Iterator[None]:
-    """Say what to install where an import inside finds no torch, or another package.
+    """Say what to install where an import inside lacks a package, such as torch.
 
     needed_by   command, module or name of relibra that needs the package
     install     what to do where a package is missing

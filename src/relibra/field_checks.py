@@ -61,12 +61,12 @@ def build(kind: type[Kind], values: Any, where: str, error: type[RelibraError]) 
 
 
 def _is_numpy_scalar(value: Any) -> bool:
-    """Return whether a value is a number of numpy, which is not imported here: it takes a tenth of a second."""
+    """Return whether a value is a number of numpy, whose import, a tenth of a second, is spared here."""
     return type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0
 
 
 def _part(kind: Any, value: Any, where: str, error: type[RelibraError]) -> Any:
-    kind = next((one for one in get_args(kind) if is_dataclass(one)), kind)  # of one that may be None
+    kind = next((one for one in get_args(kind) if is_dataclass(one)), kind)  # K of `K | None`
     if isinstance(kind, type) and is_dataclass(kind) and value is not None:
         return build(kind, value, where, error)
     if isinstance(value, list):

@@ -87,7 +87,7 @@ def toml_value(value: Any) -> str:
 
 
 def let_all_read(folder: Path) -> None:
-    """Let all users read a folder and what is in it, as a server may belong to another."""
+    """Let all users read a folder and its files: a server may belong to another user."""
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 _WORTH_THREADS = 0.002
-"""Seconds of work that is shared: threads that small kernels wake up take longer than these."""
+"""Least seconds of work to share: waking threads takes longer than small kernels."""
 
 
 def parallel_map(work: Callable[[int], T], count: int) -> list[T]:
@@ -42,8 +42,8 @@ def parallel_map(work: Callable[[int], T], count: int) -> list[T]:
                 numbers.clear()
             raise
 
-    # This thread works too. Helpers that have not started when all numbers are taken are cancelled: `work` may call
-    # this function, and would wait for itself.
+    # This thread works too. Helpers that have not started when all numbers are taken are cancelled: a `work` that
+    # calls this function would wait for helpers that are queued behind itself.
     others = [work_threads().submit(take_numbers) for _ in range(workers - 1)]
     try:
         take_numbers()
@@ -57,7 +57,7 @@ def parallel_map(work: Callable[[int], T], count: int) -> list[T]:
 
 @cache
 def work_threads() -> ThreadPoolExecutor:
-    """Return the threads of this process: starting some for each call takes as long as a small step of planning."""
+    """Return the pool of this process: starting threads for each call takes as long as a small step of planning."""
     return ThreadPoolExecutor(max(1, available_cores() - 1), thread_name_prefix="relibra-work")
 
 

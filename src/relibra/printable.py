@@ -12,7 +12,7 @@ from types import TracebackType
 
 
 def printable(text: str) -> str:
-    """Return a text in which control and other unprintable characters, also halves of pairs, are shown as escapes.
+    """Return a text in which control and other unprintable characters, also lone surrogates, are shown as escapes.
 
     >>> print(printable("a\x1b[31m \u00e9"))
     a\\x1b[31m \u00e9
@@ -40,7 +40,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def excerpt(value: object, longest: int = 80) -> str:
-    """Return the representation of a value for a message, cut; the type of one that has none.
+    """Return the `repr` of a value for a message, cut; its type where `repr` fails.
 
     >>> excerpt("a" * 100)[-6:]
     'aaa...'
@@ -73,7 +73,7 @@ class PrintableFormatter(logging.Formatter):
 
 
 def escape_logs_and_tracebacks() -> None:
-    """Show escapes in what this process prints of warnings and errors, unless the program set up logging itself."""
+    """Show escapes in warnings and errors that this process prints, unless the program set up logging itself."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(PrintableFormatter())
     sys.excepthook = print_traceback

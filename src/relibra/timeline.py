@@ -33,7 +33,7 @@ LABELS = ("measured", "model", "simulated", "cited")
 MAX_EVENTS, MAX_RANKS, MAX_LINE_BYTES = 1 << 24, 1 << 15, 1 << 13
 NO_TIMELINE = "name a file of write_timeline; a trace for Perfetto opens at ui.perfetto.dev"
 _ARGS = ("layer", "micro_batch", "bytes", "bytes_between_nodes", "label")  # of a slice of a Chrome trace
-_LARGEST = 1 << 53  # largest whole number that every JSON reader keeps; nanoseconds are left in a float of it
+_LARGEST = 1 << 53  # largest whole number that every JSON reader keeps
 Place = Annotated[int, Field(ge=-1, le=_LARGEST)]
 Count = Annotated[int, Field(ge=0, le=_LARGEST)]
 Seconds = Annotated[float, Field(ge=0, le=_LARGEST)]
@@ -46,7 +46,7 @@ class Event(NamedTuple):
     start, seconds       begin, in seconds since the origin of the timeline, and duration
     bytes                moved by the rank, 0 if nothing moves
     label                what is moved or done, in words; may be empty
-    bytes_between_nodes  of `bytes`, those for other nodes; 0 in simulated events, whose sums a simulated step has
+    bytes_between_nodes  of `bytes`, those for other nodes; 0 in simulated events: `SimulatedStep.bytes` has the sums
     """
 
     stage: Annotated[str, Field(min_length=1, max_length=100)]
@@ -113,7 +113,7 @@ class Timeline:
         for event in sorted(self.events, key=lambda event: (event.start, event.rank)):
             lanes = ends.setdefault((event.rank, event.stage), [])
             lane = next((i for i, end in enumerate(lanes) if end <= event.start), len(lanes))
-            lanes[lane:] = [event.start + event.seconds, *lanes[lane + 1 :]]
+            lanes[lane : lane + 1] = [event.start + event.seconds]  # one more lane where none is free
             track = tracks.setdefault((event.rank, event.stage, lane), len(tracks) + 1)
             slices.append(_slice(event, track))
         return {
@@ -208,15 +208,15 @@ def merged(timelines: Sequence[Timeline]) -> Timeline:
 
     Starts on different machines are as accurate as their system clocks.
 
-    raises   TraceError for none, for timelines that differ in label or number of ranks, or have a rank in common
+    raises   TraceError for no timelines, or for some that differ in label or number of ranks or have a rank in common
     """
     kinds = sorted({(item.label, item.num_ranks) for item in timelines})
     if len(kinds) != 1:
         raise TraceError(
             f"timelines of (label, ranks) {kinds} are not of one run: merge one timeline per rank of a single run"
         )
-    times = Counter(rank for item in timelines for rank in {event.rank for event in item.events})
-    twice = sorted(rank for rank, count in times.items() if count > 1)
+    timelines_of = Counter(rank for item in timelines for rank in {event.rank for event in item.events})
+    twice = sorted(rank for rank, count in timelines_of.items() if count > 1)
     if twice:
         raise TraceError(f"ranks {twice} have events in two timelines: pass each rank of a run once")
     origin = min(item.origin for item in timelines)

@@ -17,7 +17,7 @@ from relibra.printable import excerpt
 
 
 def check_function(setting: str, name: str, *, known: str = "") -> None:
-    """Raise ConfigError where there is no such module, or one that does not compile, without running it.
+    """Raise ConfigError where the module is missing or does not compile; the module is not run.
 
     known   other allowed values, for the message
     """
