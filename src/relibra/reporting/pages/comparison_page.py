@@ -27,7 +27,7 @@ def write_comparison(first: Path | str, second: Path | str, output: Path | str) 
         if not run.metrics.rows:
             raise ConfigError(f"{run.path} has no finished step in metrics.jsonl: only runs of relibra train compare")
     choices = ([run.name for run in runs], [run.path.resolve().name for run in runs], [str(run.path) for run in runs])
-    names = next(names for names in choices if len(set(names)) == len(runs) or names is choices[-1])
+    names = next((unlike for unlike in choices if len(set(unlike)) == len(runs)), choices[-1])
     pairs = [(name, run.metrics) for name, run in zip(names, runs, strict=True)]
     differences, note = compare_settings([run.config for run in runs], names)
     page = render_page(

@@ -87,9 +87,9 @@ def step_values(step: ComparedStep, timelines: Sequence[tuple[str, Timeline]] = 
     timelines   (name, timeline) of the step, measured or simulated elsewhere
     remedy      advice shown where rows are bounds: how to count them token by token; "" for none
     """
-    found = simulate_plans(step) if step.after.demand.load_MLE.any() else None
+    simulated = simulate_plans(step) if step.after.demand.load_MLE.any() else None
     micro_batch, layer = step.most_improved()
-    simulated, ranks = simulate_timelines(step, micro_batch) if found else ([], [])
+    drawn, ranks = simulate_timelines(step, micro_batch) if simulated else ([], [])
     bars = {
         i: waterfall(lever_gaps(compared.plan, compared.given), lever_bounds(compared.plan, compared.given))
         for i, compared in enumerate(step.plans)
@@ -97,19 +97,19 @@ def step_values(step: ComparedStep, timelines: Sequence[tuple[str, Timeline]] = 
     }
     return {
         "compared": step,
-        "simulated": found,
-        "figures": key_figures(step, found),
+        "simulated": simulated,
+        "figures": key_figures(step, simulated),
         "levers": [(i, step.plans[i].name, rows, end_of_skews(rows)) for i, rows in bars.items()],
         "loads": load_figures(step) if all(plan.demand.load_MLE.any() for plan in step.plans) else None,
         "micro_batches": max(len(plan.plan.replica_MLRB) for plan in step.plans),
         "cover": _cover(step),
-        "ledgers": _ledgers(step, found),
+        "ledgers": _ledgers(step, simulated),
         "ways": _ways(step),
-        "limits": _limits(step, found) if found else None,
+        "limits": _limits(step, simulated) if simulated else None,
         "remedy": remedy,
         "micro_batch": micro_batch,
         "simulated_ranks": ranks,
-        "timelines": timeline_values([*simulated, *timelines], int(step.after.plan.layer_ids[layer])),
+        "timelines": timeline_values([*drawn, *timelines], int(step.after.plan.layer_ids[layer])),
     }
 
 
@@ -121,7 +121,7 @@ def step_headline(step: ComparedStep) -> str:
     )
 
 
-def key_figures(step: ComparedStep, found: Simulated | None) -> list[list[str]]:
+def key_figures(step: ComparedStep, simulated: Simulated | None) -> list[list[str]]:
     """Return rows of name, figure of both plans, and how many times as fast the second is."""
     plans = [compared.plan for compared in step.plans]
     rows = [
@@ -135,9 +135,9 @@ def key_figures(step: ComparedStep, found: Simulated | None) -> list[list[str]]:
         [f"experts moved before the step, of {count(plans[1].home_LE.size)}", *(count(p.num_moved) for p in plans)],
     ]
     moe: list[list[str]] = []
-    if found:
-        seconds = [sum(result.terms[name] for name in MOE_TERMS) for result in found]
-        moe = duration_rows("expert layers, simulated", seconds, [result.terms["relocation"] for result in found])
+    if simulated:
+        seconds = [sum(result.terms[name] for name in MOE_TERMS) for result in simulated]
+        moe = duration_rows("expert layers, simulated", seconds, [result.terms["relocation"] for result in simulated])
     return [*([*row, ""] for row in rows), *moe]
 
 
@@ -180,14 +180,14 @@ def _copies_per_cell(plan: StepPlan) -> str:
     return f"{plan.num_copies / max(1, plan.bound_ML.size):.1f}"
 
 
-def _ledgers(step: ComparedStep, found: Simulated | None) -> dict[str, Any] | None:
+def _ledgers(step: ComparedStep, simulated: Simulated | None) -> dict[str, Any] | None:
     """Return bytes by kind, then the ledger of dispatches, in total and per layer; None: no row travels."""
     ledgers = named_ledgers(step)
     totals = [item.total() for _, item in ledgers]
     if not any(total.useful_L.any() for total in totals):
         return None
     sizes = (("useful_L", "useful, GB"), ("duplicate_L", "duplicate, GB"), ("forwarded_L", "forwarded, GB"))
-    sent = [item.bytes.as_dict() for item in found or ()]
+    sent = [item.bytes.as_dict() for item in simulated or ()]
     links = ("inside", "between") if step.cluster.num_nodes > 1 else ("inside",)
     kinds = [(kind, link, [item[kind][link] for item in sent]) for link in links for kind in (sent[0] if sent else ())]
     old, new = (item.efficiency_L for _, item in ledgers[:2])
@@ -246,12 +246,12 @@ def _factors_of_layer(ledgers: Sequence[tuple[str, ByteLedger]], i: int) -> tupl
     return tuple(" → ".join(f"{100 * getattr(item, key)[i]:.0f}" for _, item in ledgers) for key, _ in FACTORS)
 
 
-def _limits(step: ComparedStep, found: Simulated) -> dict[str, Any]:
+def _limits(step: ComparedStep, simulated: Simulated) -> dict[str, Any]:
     """Return the overlap ratio, what limits the step, and its seconds part by part, the longest first."""
     after = step.after
     sustained = sustained_overlap_ratios(step.cluster, step.model.expert)
-    seconds = [result.seconds for result in found]
-    before_parts, after_parts = map(step_parts, found)
+    seconds = [result.seconds for result in simulated]
+    before_parts, after_parts = map(step_parts, simulated)
     parts = {name: (before_parts[name], value) for name, value in after_parts.items() if before_parts[name] or value}
     demand, how = with_mini_batches(after.demand)
     use = memory_use(after.plan, demand, step.cluster, step.model, how)
@@ -263,8 +263,8 @@ def _limits(step: ComparedStep, found: Simulated) -> dict[str, Any]:
             for where, ratio in overlap_ratios(step.cluster, step.model.expert).items()
         ],
         "durations": [
-            *duration_rows("step", seconds, [result.terms["relocation"] for result in found]),
-            ["share of the peak flops used", *(percent(item.model_flops_utilisation) for item in found), ""],
+            *duration_rows("step", seconds, [result.terms["relocation"] for result in simulated]),
+            ["share of the peak flops used", *(percent(item.model_flops_utilisation) for item in simulated), ""],
         ],
         "memory": [[name, format_bytes(size)] for name, size in memory.items() if size],
         "memory_warning": use.warning,

@@ -143,7 +143,7 @@ def describe_constants(rows: Rows, constant: Sequence[str]) -> list[tuple[str, s
     found = []
     for name in constant:
         values = sorted({row[name] for row in rows if row[name] is not None})
-        ends = " to ".join(map(_text, values[:: max(1, len(values) - 1)])) or "of the given schedule"
+        ends = " to ".join(map(_text, values[:: max(1, len(values) - 1)])) or "of the given schedule"  # least, largest
         found.append((_words(name), ends))
     return found
 
