@@ -52,7 +52,7 @@ def measure_batches(folder: Path, *, context: int, dtype: str = "auto") -> Measu
     turns_X = [[turn_3S.mean(axis=1) for turn_3S in found[requests]] for requests in batches]
     seconds_X3 = np.array([np.median(turns, axis=0) for turns in turns_X])
     amounts_X3 = np.outer(batches, (1, K / E, 2 * K * structure.hidden))  # requests, rows of an expert, bytes
-    table_3X2 = np.stack([amounts_X3, seconds_X3 / (1, E, 1)], axis=2).transpose(1, 0, 2)
+    table_3X2 = np.stack([amounts_X3, seconds_X3 / (1, E, 1)], axis=2).transpose(1, 0, 2)  # seconds of one expert
     names = ("attention", "expert", "message")
     return build(MeasuredSeconds, dict(zip(names, table_3X2.tolist(), strict=True)), str(folder), EngineError)
 

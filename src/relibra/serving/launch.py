@@ -180,7 +180,7 @@ class RunningWorkers:
         worker.control.close()
 
     def _await_ready(self, worker: Worker, end: float) -> Any:
-        """Return the answer of a worker that has loaded; raises EngineError where others may have other weights."""
+        """Wait until a worker has loaded, return its answer; raises EngineError where others may have other weights."""
         answer, folder = self._answer(worker, "ready", end), self._spec["folder"]
         if weights_stamp(Path(folder)) != self._stamp:
             raise EngineError(
@@ -194,7 +194,7 @@ class RunningWorkers:
         self.experts[number] = self._await_ready(self.workers[number], end), self.experts[number][1]
 
     def _connect(self, worker: Worker, end: float) -> dict[str, Any]:
-        """Connect an attention worker that has loaded to the experts; return its answer with their addresses."""
+        """Connect an attention worker to the experts, once it has loaded; return its answer with their addresses."""
         self._await_ready(worker, end)
         met = list(self.experts)
         worker.control.send({"connect": met})

@@ -1,7 +1,7 @@
 """A worker as a process of its own, with the arguments FD ROLE NUMBER, started by `launch.py`.
 
 The API server sends what to load over the inherited connection FD; the worker ends when that closes. ROLE and NUMBER
-are for lists of processes.
+only show in lists of processes.
 """
 
 from __future__ import annotations

@@ -163,13 +163,13 @@ def make_choices(
             "request of this server: shorten them",
         )
     arrived, shared = asyncio.Event(), [tuple(prompt) for prompt in prompts]
-    named = codec.special_tokens(stops)
+    special_of_stops = codec.special_tokens(stops)
     return [
         Choice(
             index=index,
             prompt=shared[index // samples],
             sampling=replace(sampling, sample=index % samples),
-            answer=AnswerText(codec, shared[index // samples], named, **how),
+            answer=AnswerText(codec, shared[index // samples], special_of_stops, **how),
             arrived=arrived,
         )
         for index in range(len(prompts) * samples)

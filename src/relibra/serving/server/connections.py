@@ -60,7 +60,7 @@ class BoundedConnection(H11Protocol):
         super().on_response_complete()
 
     def _await_headers(self) -> None:
-        """Close where no request is complete in time; uvicorn forgets its timer with every byte."""
+        """Close the connection where no request is complete in time; set anew, as uvicorn drops it at each byte."""
         self._headers_until = self._headers_until or self.loop.time() + HEADER_SECONDS
         self.timeout_keep_alive_task = self.loop.call_at(self._headers_until, self.transport.abort)
 

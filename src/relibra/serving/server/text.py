@@ -222,7 +222,7 @@ class AnswerText:
         return certain
 
     def _decode(self, *, last: bool) -> str:
-        """Return the text of the tokens that have come, behind those before, up to the last whole character."""
+        """Return the text that new tokens add behind those before, up to the last whole character."""
         before = self._text(self._decoded_from, self._decoded_to)
         waiting = len(self._tokens) - self._decoded_to
         for left_out in range(1 if last else min(waiting, _LONGEST_CHARACTER)):
