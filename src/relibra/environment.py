@@ -27,7 +27,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 class LaunchedRank:
     """Who a process is among those that `torchrun`, or we, started.
 
-    launch     of torchrun: names this launch; the same after a restart
+    launch     name of torchrun's launch; the same after a restart
     restarts   how often torchrun has started the ranks again
     """
 

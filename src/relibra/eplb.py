@@ -160,16 +160,16 @@ def _place(
             f"{num_groups} groups of {E} experts, {num_nodes} nodes of {num_ranks} ranks: groups must divide experts, "
             "nodes must divide ranks"
         )
-    ranks, per_rank, here_E = num_ranks // num_nodes, num_slots // num_ranks, E // num_nodes
+    node_ranks, rank_slots, node_experts = num_ranks // num_nodes, num_slots // num_ranks, E // num_nodes
     map_LP = np.empty((load_TLE.shape[1], num_slots), dtype=np.int64)
     for layer in range(len(map_LP)):
         load_TE = load_TLE[:, layer]
         by_node = experts_by_node(load_TE.sum(axis=0).astype(np.float32), num_groups, num_nodes)
         for node in range(num_nodes):
-            here = by_node[node * here_E : (node + 1) * here_E]
-            first = node * ranks * per_rank
-            placement_RP = even_placement(load_TE[:, here], ranks, per_rank)
-            map_LP[layer, first : first + ranks * per_rank] = here[placement_RP].ravel()
+            here = by_node[node * node_experts : (node + 1) * node_experts]
+            first = node * node_ranks * rank_slots
+            placement_RP = even_placement(load_TE[:, here], node_ranks, rank_slots)
+            map_LP[layer, first : first + node_ranks * rank_slots] = here[placement_RP].ravel()
     return map_LP
 
 

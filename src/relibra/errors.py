@@ -31,10 +31,10 @@ LONGEST_VALUE = 160
 class RelibraError(Exception):
     """Root of every error that relibra raises on purpose: a whole sentence, or its parts.
 
-    what        is wrong: a setting, a file, a value by its name; or the whole sentence
+    what        the wrong setting, file or value, by its name; or the whole sentence
     got         the value that is refused; None: `what` says it
-    where       it was given
-    allowed     what would have been accepted, or why this is not
+    where       place where it was given
+    allowed     values that are accepted, or why this one is not
     next_step   what the user may do
 
     >>> str(RelibraError("run.steps", got=-1, where="run.toml", allowed="0 or more", next_step="set run.steps=0"))
