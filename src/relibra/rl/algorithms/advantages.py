@@ -22,8 +22,8 @@ def egae(
     """Estimate the advantage of the tokens of a window, whether its response goes on after it or not.
 
     Extended GAE of T-PPO, arXiv 2506.15050. For a finished response it is GAE (arXiv 1506.02438, eq. 16), to the bit.
-    The sum of residuals ends with the window: the value after the last token of an unfinished response is taken to be
-    that before it, so that at gamma 1 the token has advantage 0.
+    The sum of residuals ends with the window. After the last token of an unfinished response, the value is taken to be
+    the one before that token, so that at gamma 1 the token has advantage 0.
 
     values_BN    before each token of the window
     rewards_BN   for each token of the window

@@ -1,4 +1,4 @@
-"""Calls of the policy loss, a function that `algorithm.loss` names, and the check of one of the user.
+"""Calls the policy loss, the function that `algorithm.loss` names, and checks a function of the user.
 
 Formulas are in `ppo.py` and the files of its variations.
 """
@@ -41,7 +41,7 @@ class PolicyLoss:
     metrics: tuple[str, ...] = ()
 
     def of_tokens_read(self, batch: TokenBatch) -> TokenBatch:
-        """Return a batch of the host with those of its response tokens that the loss reads (`LossInputs`)."""
+        """Return a batch on the host with only the response tokens that the loss reads (`LossInputs`)."""
         if not batch.num_responses:
             return batch
         assert batch.loss_mask_X is not None, "loss_mask_X is filled before the update"
@@ -111,7 +111,7 @@ class PolicyLoss:
         return dict(sums)
 
     def _checked(self, inputs: LossInputs) -> tuple[Tensor, Mapping[str, Any]]:
-        """Return what the user's function returns; ConfigError if it fails, or that is no loss."""
+        """Return what the user's function returns; ConfigError if it fails or returns no loss."""
         with user_errors(f"algorithm.loss {inputs.settings.loss!r}", ConfigError):
             found = self.function(inputs)
             fits = _is_result(found, self.metrics)
@@ -133,7 +133,7 @@ class PolicyLoss:
 def _is_result(found: Any, names: Collection[str]) -> bool:
     """Return whether a user's function returned a loss and metrics, of these names if there are any.
 
-    No number is read.
+    No value is read, which would wait for the device.
     """
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor)):
         return False
@@ -147,7 +147,7 @@ def _is_result(found: Any, names: Collection[str]) -> bool:
 
 
 def read_numbers(found: Sequence[Mapping[str, Tensor | float]]) -> list[dict[str, float]]:
-    """Return mappings with their tensors of one number read, all at once: the host waits for the device once."""
+    """Return mappings with one-number tensors as floats, read together: the host waits for the device once."""
     tensors = [value.double().flatten() for one in found for value in one.values() if isinstance(value, Tensor)]
     read = iter(torch.cat([one.to(tensors[0].device) for one in tensors]).tolist() if tensors else ())
     return [
@@ -173,7 +173,7 @@ def find_loss(config: RunConfig) -> PolicyLoss:
     total.backward()
     if logits_XV.grad is None or not logits_XV.grad.any():
         raise ConfigError(f"algorithm.loss {name!r} has no gradient: compute it from inputs.log_probs_X")
-    loss = replace(loss, metrics=tuple(sums)[2:])
+    loss = replace(loss, metrics=tuple(sums)[2:])  # after "loss" and "tokens"
     _try(loss, logits_XV, replace(batch, loss_mask_X=torch.zeros(6, dtype=torch.bool)), totals)
     return loss
 

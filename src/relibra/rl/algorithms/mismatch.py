@@ -172,7 +172,7 @@ def alarms(metrics: Mapping[str, Any]) -> list[str]:
     """Return one sentence per metric outside of its harmless range.
 
     The levels are those of verl's documentation of rollout corrections; that of `ratio_above_2` is from arXiv
-    2510.11370. A count above 0 of micro-batches that did not follow the plan is always one.
+    2510.11370. Failed rewards, skipped updates and micro-batches off the plan alarm at any count above 0.
     """
     sentences, rounding = [], 1e-6  # an ess of 1 may be computed as slightly more
     for name, (low, high, meaning) in _ALARMS.items():

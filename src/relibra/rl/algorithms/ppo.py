@@ -27,7 +27,7 @@ def loss(inputs: LossInputs, log_ratio_Y: Tensor | None = None) -> LossResult:
     (`token_weights`), correction c (`correction_weights`), ratio r = pi / pi_old, advantage A, divergence KL from the
     reference (`kl_estimate`), entropy H, and the coefficients k and e of the settings.
 
-    log_ratio_Y   log r of each trained token; None: of the token itself
+    log_ratio_Y   log r of each trained token; None: its log-prob minus its old one
     """
     import torch
 
@@ -35,12 +35,12 @@ def loss(inputs: LossInputs, log_ratio_Y: Tensor | None = None) -> LossResult:
 
     settings, inputs = inputs.settings, inputs.trained()  # from here on its X tokens are the Y trained ones
     old_Y = inputs.old_log_probs_X
-    mismatch_Y, response_Y, sizes = old_Y - inputs.sampled_log_probs_X, inputs.response_X, inputs.num_responses
-    correction_Y = terms.correction_weights(settings, mismatch_Y, response_Y, sizes)
+    mismatch_Y, response_Y, num_responses = old_Y - inputs.sampled_log_probs_X, inputs.response_X, inputs.num_responses
+    correction_Y = terms.correction_weights(settings, mismatch_Y, response_Y, num_responses)
     if settings.old_log_probs == "sampler" and settings.correction in ("icepop", "mis"):
-        # Where the old policy is the sampler, its ratio is corrected already: these only mask, by pi / sampler.
+        # Where the old policy is the sampler, r corrects already: IcePop and MIS only mask, by pi / sampler.
         now_Y = inputs.log_probs_X - inputs.sampled_log_probs_X
-        kept_Y = terms.correction_weights(settings, now_Y, response_Y, sizes) > 0
+        kept_Y = terms.correction_weights(settings, now_Y, response_Y, num_responses) > 0
         correction_Y = torch.where(mismatch_Y == 0, kept_Y.to(correction_Y.dtype), correction_Y)
     surrogate_Y, clipped_Y = terms.clipped_surrogate(
         inputs.log_probs_X - old_Y if log_ratio_Y is None else log_ratio_Y,
@@ -49,7 +49,7 @@ def loss(inputs: LossInputs, log_ratio_Y: Tensor | None = None) -> LossResult:
         clip_high=settings.clip_high,
         dual_clip=settings.dual_clip,
     )
-    tokens_Y = terms.response_sizes(inputs.response_X, inputs.num_responses)
+    tokens_Y = terms.response_sizes(response_Y, num_responses)
     weight_Y = terms.token_weights(settings.aggregate, tokens_Y, inputs.totals, inputs.max_response)
     gain_Y = correction_Y * surrogate_Y
     metrics = {"clip_fraction": clipped_Y.sum(), "masked_fraction": (correction_Y == 0).sum()}

@@ -43,7 +43,7 @@ class LossTotals:
 class LossInputs:
     """Input of a policy loss: X response tokens of a micro-batch, and what their loss is divided by.
 
-    They are those to train on, and for a loss that reads `positive_X` (T-PPO's, and one of the user) all tokens of
+    The tokens are those to train on; a loss that reads `positive_X` (T-PPO's or the user's) also gets all tokens of
     positive responses.
 
     log_probs_X           of the tokens, with gradients
@@ -112,7 +112,7 @@ def sequence_log_ratio(
 
 
 def response_sizes(response_X: Int[Tensor, " X"], num_responses: int) -> Int[Tensor, " X"]:
-    """Return how many of these tokens the response of each has; `bincount` would wait for the device."""
+    """Return for each token how many of these tokens its response has; `bincount` would wait for the device."""
     size_S = response_X.new_zeros(num_responses).index_add(0, response_X, torch.ones_like(response_X))
     return size_S[response_X]
 
@@ -211,7 +211,7 @@ def kl_estimate(
     large where the reference is much likelier. That of k1 itself is 0 in expectation, so k1 has the gradient of k2.
 
     One token that the reference has and the policy has lost would outweigh all others: d counts up to 20 in size, k3 up
-    to 10, as in verl. Limited tokens have no gradient, those of k3+ only where d is limited.
+    to 10, as in verl. Limited tokens have no gradient; with k3+, only those where d is limited.
     """
     difference_X = logp_X - logp_reference_X
     limited_X = difference_X.detach().abs() > _LARGEST_LOG_RATIO

@@ -23,7 +23,7 @@ POSITIVE_WEIGHT = 0.1
 def choose_window(max_response: int) -> int | None:
     """Return a window for T-PPO: the divisor of `max_response` nearest to a quarter of it, or None.
 
-    At least two tokens and at most half of a response, None: no divisor is; ties: the smaller one.
+    A window has at least two tokens and at most half of `max_response`; None: no divisor fits. Ties: the smaller one.
     """
     divisors = [window for window in range(2, max_response // 2 + 1) if max_response % window == 0]
     return min(divisors, key=lambda window: (abs(4 * window - max_response), window), default=None)

@@ -33,7 +33,7 @@ def clipped_value_loss(
 
 
 def value_sums(value_X: Float[Tensor, " X"], return_X: Float[Tensor, " X"]) -> Float64[Tensor, " 5"]:
-    """Return count, and sum and sum of squares of returns and of errors, for `explained_variance`.
+    """Return the count, then sum and sum of squares of returns, then of errors, for `explained_variance`.
 
     They add up over micro-batches and ranks.
     """
