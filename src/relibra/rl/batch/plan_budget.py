@@ -13,7 +13,7 @@ from relibra.simulation import Execution, ModelShape, memory_for_slots
 def plan_budget(settings: PlanSettings, memory_gib: float) -> Budget:
     """Return the budget of a step.
 
-    memory_gib   for slots where the settings set no limit (`slot_memory`)
+    memory_gib   most for slots (`slot_memory`); the settings may allow less
     """
     return Budget(
         slots=settings.slots,
@@ -43,4 +43,4 @@ def slot_memory(config: RunConfig, demand: ScheduledDemand, cluster: Cluster, mo
 
 
 _TRAINED_BYTES = 16.0
-"""Of a float32 weight with its gradient and two moments."""
+"""Bytes of a float32 weight with its gradient and two moments."""

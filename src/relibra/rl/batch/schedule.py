@@ -89,7 +89,7 @@ def make_schedule(
     - The others go to the (micro-batch, rank) with fewest tokens, longest first.
     - Ranks with most attention (sum of squared lengths) share a micro-batch.
     - Responses that share a prompt are cut into pieces, each with the prompt once. Large pieces save tokens, small ones
-      fit together: of several sizes, the one is taken with which ranks wait least.
+      fit together: the size with which ranks wait least is taken.
 
     tokens_S             of each response
     unit_S               unit that stays together in a mini-batch, a group or the response itself: its position in
@@ -137,7 +137,7 @@ def draw_unit_order(
 
 
 _PIECES = (1, 2, 3, 4, 6, 8)
-"""Parts of the token limit that pieces are tried to fit into."""
+"""The token limit divided by each of these is a size of pieces to try."""
 
 
 def _fill_pieces(
@@ -184,13 +184,13 @@ def _fill(
     long = order[tokens_X[order] > limit]
     bin_X[long] = np.arange(len(long))
     rest = order[len(long) :]
-    beside = -len(long) % num_ranks
-    if beside:
-        filled_X = _fill_to_the_limit(tokens_X[rest], limit, beside)
+    left_over = -len(long) % num_ranks
+    if left_over:
+        filled_X = _fill_to_the_limit(tokens_X[rest], limit, left_over)
         bin_X[rest] = np.where(filled_X < 0, -1, len(long) + filled_X)
         rest = rest[filled_X < 0]
     if len(rest):
-        bin_X[rest] = len(long) + beside + _fill_evenly(tokens_X[rest], limit, num_ranks)
+        bin_X[rest] = len(long) + left_over + _fill_evenly(tokens_X[rest], limit, num_ranks)
     return _sort_bins(bin_X, tokens_X.astype(np.float64) ** 2 if squares_X is None else squares_X)
 
 
@@ -232,7 +232,7 @@ def _sort_bins(bin_X: Int64[ndarray, " X"], squares_X: Float64[ndarray, " X"]) -
 def cut_into_runs(sizes: Sequence[int], limit: int, shared: Sequence[int] | None = None) -> list[list[int]]:
     """Return the places of consecutive sizes in runs whose sums are within a limit; a larger one is alone.
 
-    shared   what each need not add behind the one before it in its run; None: 0
+    shared   part of each size that counts only for the first of a run; None: 0
 
     >>> cut_into_runs([3, 4, 2, 9], 8)
     [[0, 1], [2], [3]]

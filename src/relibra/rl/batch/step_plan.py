@@ -194,8 +194,8 @@ def plan_together(
 
     expert        size of one expert of the model
     previous      where the experts are now, and replicas that last, if any were chosen; None: in the static layout
-    memory_gib    for slots where the settings set no limit
-    rank_tokens   most tokens of a rank in a micro-batch, which packing keeps; None: as many as the schedule has
+    memory_gib    most for slots; the settings may allow less
+    rank_tokens   most tokens of a rank in a micro-batch, which packing keeps to; None: as many as the schedule has
     """
     plan, static_seconds, lasting = None, 0.0, None
     if dist.get_rank() == 0:

@@ -122,11 +122,11 @@ def make_token_batch(
         if one.length
     ]
     fed = [slice(start, end) for start, end in zip(shared_B, ends_B, strict=True)]
-    none_1 = np.zeros(0 if picked else 1, dtype=np.int64)  # a filler feeds one token
+    filler = np.zeros(0 if picked else 1, dtype=np.int64)  # a filler micro-batch feeds one token
     return TokenBatch(
         samples_B=torch.tensor(list(chosen), dtype=torch.int64),
-        tokens_1T=_join([none_1, *(one.tokens_n[rows] for one, rows in zip(picked, fed, strict=True))], np.int64)[None],
-        position_1T=_join([none_1, *(np.arange(rows.start, rows.stop) for rows in fed)], np.int64)[None],
+        tokens_1T=_join([filler, *(one.tokens_n[part] for one, part in zip(picked, fed, strict=True))], np.int64)[None],
+        position_1T=_join([filler, *(np.arange(part.start, part.stop) for part in fed)], np.int64)[None],
         shared_B=torch.from_numpy(shared_B),
         row_X=_join([np.array(one) for one in rows], np.int64),
         target_X=_join([one.tokens_n[one.prompt_length :] for one in picked], np.int64),
@@ -178,7 +178,7 @@ def with_routes(
 
 
 def compare_prompts(batch: TokenBatch, experts_B: Sequence[ndarray]) -> Int64[ndarray, " 2"]:
-    """Return how many recordings of (token, layer) of shared prompts there are, and how many name other experts.
+    """Return how many routes of (token, layer) were recorded again for shared prompts, and how many of them differ.
 
     experts_B   as of `with_routes`. Each is compared with that of the first response behind the prompt
     """

@@ -1,4 +1,4 @@
-"""`TrainingBatch`: a rank's responses of a step on the rank that trains them, as micro-batches, with the plan."""
+"""`TrainingBatch`: the responses that a rank trains in a step, as micro-batches, with the plan."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class TrainingBatch:
     static_seconds  modelled seconds of the step without the plan; None without one
     lasting         replicas of the next step (`PlannedStep.lasting`)
     sent_bytes      of responses and routes that went from this rank to others
-    prompt_pairs    recordings of (token, layer) of prompts that a response shares with an earlier one; how many of them
-                    name other experts than those of the earlier one, which are replayed
+    prompt_pairs    routes of (token, layer) that were recorded again for shared prompts; how many of them name other
+                    experts than those of the first response, which are replayed
     """
 
     responses: list[Response]
