@@ -17,4 +17,4 @@ BUILT_IN_MODEL: Mapping[str, Mapping[str, Any]] = {
     "update": {"learning_rate": 2e-4, "activations": "keep"},
     "critic": {"learning_rate": 1e-3},
 }
-"""By section, where they differ from those of a model of your own; its sizes are the defaults of `ModelSettings`."""
+"""Defaults by section that differ from those of a model of your own; its sizes are those of `ModelSettings`."""

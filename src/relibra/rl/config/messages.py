@@ -104,7 +104,7 @@ def _question(meant: str) -> str:
 def _likely_settings(key: tuple[str, ...], known: Mapping[str, Sequence[str]]) -> str:
     """Return the settings that an unknown key likely stands for: a slip, the same name elsewhere, another trainer's.
 
-    Names in [evaluation] and [warmup] say what they are for, so that those elsewhere are others.
+    A name in [evaluation] or [warmup] means another thing than the same name elsewhere.
     """
     section, name = key[0], key[-1]
     near = _nearest(name, list(known) if len(key) == 1 else known[section])

@@ -8,11 +8,11 @@ from relibra.rl.config.run_config import RunConfig
 from relibra.rl.config.settings import PlanSettings
 
 _OF_WHOLE_STEPS = ("memory_gib", "move_homes", "pack", "steps_served", "lasting")
-"""Settings that only a plan of the whole step follows, which live balancing has none of."""
+"""Settings of plans of whole steps, which live balancing does not make."""
 
 
 def plan_settings_without_effect(config: RunConfig, *, num_experts: int, num_nodes: int) -> list[str]:
-    """Return a sentence for each reason for which settings of the plan do nothing, and for each that balances nothing.
+    """Return a sentence for each reason why settings of the plan do nothing, or why nothing balances the run.
 
     num_experts   of each MoE layer of the model; 0: a dense model
     num_nodes     of the run's ranks

@@ -1,4 +1,4 @@
-"""Settings of earlier versions, and what stands for each today: files of then are read, or refused with that name."""
+"""Settings of earlier versions, and what stands for each today: old files are read, or refused with today's name."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def without_removed(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tupl
             if value not in kept.get(name, values):
                 refused.append((name, value))
             elif name == "algorithm.lambda_mode" and value == "length_adaptive":
-                parts[section].pop("lambda_policy", None)  # its floor then
+                parts[section].pop("lambda_policy", None)  # it was the floor then
             elif name == "algorithm.lambda_mode":
-                parts[section].setdefault("lambda_policy", 0.95)  # a number is fixed
+                parts[section].setdefault("lambda_policy", 0.95)  # a number means fixed
     return settings, refused
 
 
 def _kept_values(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
-    """Return the values that hold, of settings whose default followed from others."""
+    """Return the values that still hold of settings whose defaults followed from other settings."""
     algorithm, model = settings.get("algorithm", {}), settings.get("model", {})
     preset, kept = algorithm.get("preset"), dict[str, tuple[Any, ...]]()
     if algorithm.get("loss", preset) == "gspo":

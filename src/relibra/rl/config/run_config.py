@@ -122,7 +122,7 @@ class _Filling:
         return filled
 
     def changed(self) -> list[str]:
-        """Return the settings that were given another value than they have otherwise."""
+        """Return the settings that have other values than the usual ones."""
         return [name for name, (usual, _) in self.usual.items() if value_of(self.config, name) != usual]
 
     def finished(self, sources: Sources) -> RunConfig:
@@ -208,7 +208,7 @@ _GONE = (
     "model.activation_checkpointing",
     *_MAY_CHANGE,
 )
-"""Beginnings of the names of removed settings with which a run may be resumed all the same."""
+"""Beginnings of the names of removed settings that do not keep a run from being resumed."""
 
 
 def drop_operational(base: dict[str, Any]) -> list[str]:

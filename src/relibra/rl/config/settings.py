@@ -20,7 +20,7 @@ LONGEST = 1 << 24
 NO_EXPERTS = "a model without experts has nothing to balance, so plan.* has no effect"
 """End of the messages that refuse replay for a model without experts."""
 LARGE = 1e9
-"""Where a limit of the algorithm is as good as none."""
+"""A limit of the algorithm that is as good as none."""
 
 
 class RunSettings(Section):
