@@ -24,8 +24,8 @@ class ActivationMemory:
     token_bytes_L        that a decoder layer saves for its backward pass beside its input and outside of its routed
                          experts, per token of the rank
     token_slot_bytes_L   that its experts save, per token-slot that the rank computes
-    loss_bytes           all that the rank holds where every layer is recomputed, at most outside of layers
-    layer_bytes          at most while layers run backward, with `token_slots` in each
+    loss_bytes           most that the rank holds outside of layers, where every layer is recomputed
+    layer_bytes          most that it holds while layers run backward, with `token_slots` in each
     room_bytes           that may be filled, by replica slots too; None: no limit is known
     """
 
@@ -37,7 +37,7 @@ class ActivationMemory:
     room_bytes: float | None
 
     def beside_replica_slots(self, slot_gib: float | None) -> ActivationMemory:
-        """Return it with the room beside replica slots of at most so many GiB; None: no room is kept for them."""
+        """Return the same, its room less replica slots of at most so many GiB; None: no room is kept for them."""
         return self if self.room_bytes is None else replace(self, room_bytes=self.room_bytes - GIB * (slot_gib or 0.0))
 
     def choose(self, plan: StepPlan, demand: ScheduledDemand, cluster: Cluster, model: ModelShape) -> ActivationChoice:
@@ -61,15 +61,15 @@ class ActivationMemory:
         return kept_LMR + of_slot_L[:, None, None] * token_slots_MLR.swapaxes(0, 1)
 
     def fits(self, option_L: Sequence[str], plan: StepPlan, demand: ScheduledDemand, model: ModelShape) -> bool:
-        """Return whether a choice fits into a step, another one than it was made for."""
+        """Return whether a choice fits into a step that it was not made for."""
         free_LMR = self._free(rows_of_layers(plan, demand, model, len(self.token_bytes_L))[1])
         return fits(self.kept_LMR(option_L, plan, demand, model), free_LMR)
 
     def _free(self, token_slots_MLR: ndarray) -> ndarray:
         """Return what is left beside recomputing all layers, `[L + 1, M, R]`.
 
-        The dry run has as many tokens as any rank gets. Token-slots beyond its own take what a layer saves, and as much
-        again for the gradients of that.
+        The dry run has as many tokens as any rank gets. Token-slots beyond those of the dry run take what a layer saves
+        of them, and as much again for gradients.
         """
         M, L, R = token_slots_MLR.shape
         room = np.inf if self.room_bytes is None else self.room_bytes

@@ -20,7 +20,7 @@ from relibra.rl.model.policy import ModelStructure, read_structure
 
 
 def cut_layers(model_config: Any, layers: int) -> Any:
-    """Return a transformers configuration with fewer layers, and lists of settings by layer as long."""
+    """Return a transformers configuration with fewer layers, its lists by layer cut to as many."""
     cut = copy.deepcopy(model_config)
     text = cut.get_text_config()
     whole = text.num_hidden_layers
@@ -32,7 +32,7 @@ def cut_layers(model_config: Any, layers: int) -> Any:
 
 
 def layers_to_run(model_config: Any, structure: ModelStructure) -> tuple[int, int]:
-    """Return how many layers the two dry runs have; the second may be the whole model, and then suffices.
+    """Return how many layers the two dry runs have; equal numbers: one run of the whole model suffices.
 
     The first has the dense layers at the beginning, and each kind of layer once; the second each kind once more.
     """

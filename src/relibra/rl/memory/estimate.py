@@ -16,7 +16,7 @@ ESTIMATE_FILE = "memory.json"
 RESERVE = 0.1
 """Share of the device memory for what no ledger sees: context, buffers of communication, fragmentation."""
 LAYERS = "update of layers"
-"""Apart from the rest of the update, which is the loss, where a plan decides what layers keep."""
+"""Phase of layers in the update, apart from the loss ("update") where a plan decides what layers keep."""
 PHASES = (
     *("load", "rollout", "recompute", "reference", "values", "update values"),
     *("update", LAYERS, "optimizer", "relocate", "sync"),
@@ -28,7 +28,7 @@ PARTS = (
 """In the order in which they are shown. buffers: of FSDP's gathers and reductions; slots: of replicas."""
 
 Peaks = dict[str, dict[str, dict[str, int]]]
-"""By phase and by line that made a storage: bytes of each part at the largest sum when it did."""
+"""By phase and line of code that makes storages: bytes of each part, at the largest sum right after it made one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +156,9 @@ def choose_estimate(found: Sequence[Estimate]) -> Estimate:
 def extrapolate(first: Peaks, second: Peaks, layers: tuple[int, int], whole: int) -> tuple[Peak, ...]:
     """Return the peaks of a model of `whole` layers, from those of models with fewer.
 
-    Each line is a straight line in the number of layers; which one is highest may change with it.
+    The bytes at each line of code are linear in the number of layers; which line has the most may change with it.
 
-    layers   of the two runs, which are one where it is the whole model
+    layers   of the two runs; equal where there is one run, of the whole model
     """
     found = []
     for phase in sorted(second, key=lambda one: PHASES.index(one) if one in PHASES else len(PHASES)):
@@ -169,10 +169,10 @@ def extrapolate(first: Peaks, second: Peaks, layers: tuple[int, int], whole: int
             few, more = first[phase][line], second[phase][line]
             parts = {}
             for part in sorted(few.keys() | more.keys(), key=lambda one: PARTS.index(one) if one in PARTS else 99):
-                each = (more.get(part, 0) - few.get(part, 0)) / max(1, layers[1] - layers[0])
-                parts[part] = max(0.0, few.get(part, 0) + each * (whole - layers[0]))
-            each = (sum(more.values()) - sum(few.values())) / max(1, layers[1] - layers[0])
-            total = max(0.0, sum(few.values()) + each * (whole - layers[0]))  # a part that shrinks was cut at 0
+                per_layer = (more.get(part, 0) - few.get(part, 0)) / max(1, layers[1] - layers[0])
+                parts[part] = max(0.0, few.get(part, 0) + per_layer * (whole - layers[0]))
+            per_layer = (sum(more.values()) - sum(few.values())) / max(1, layers[1] - layers[0])
+            total = max(0.0, sum(few.values()) + per_layer * (whole - layers[0]))  # a part that shrinks was cut at 0
             parts = {part: nbytes * total / (sum(parts.values()) or 1.0) for part, nbytes in parts.items()}
             lines.append(Peak(phase=phase, parts=parts, line=line))
         found.append(max(lines, key=lambda one: (one.total, one.line)))

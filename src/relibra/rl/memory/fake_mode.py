@@ -55,7 +55,7 @@ class Wait(NamedTuple):
 class FakeDeviceMode(TorchDispatchMode):
     """Counts storages, waits and copies of what runs inside.
 
-    vocabulary   last size of logits
+    vocabulary   size of the last axis of logits
     guess        returns what a tensor holds that is asked for as a list; None: ones
     device       storages of the device
     host         storages of the host, page-locked ones rounded up
@@ -91,7 +91,7 @@ class FakeDeviceMode(TorchDispatchMode):
             ledger.begin(LAYERS)
 
     def watch_layers(self, layers: Sequence[nn.Module]) -> None:
-        """Tell waits between the first and the last of these layers from others, and peaks in these two."""
+        """Count apart the waits between the first and the last of these layers, and the peaks inside these two."""
         # A backward pass frees inputs and makes gradients, so which one is fuller changes with the number of layers.
         layers[0].register_forward_pre_hook(lambda *_: setattr(self, "_in_layers", True))
         layers[-1].register_forward_hook(lambda *_: setattr(self, "_in_layers", False))
@@ -105,7 +105,7 @@ class FakeDeviceMode(TorchDispatchMode):
         self.device.own(part, tensors)
 
     def loaded(self, model: nn.Module) -> None:
-        """Need nothing of a model."""
+        """Do nothing: shapes need no weights."""
 
     def note(self, kind: str) -> None:
         """Count a wait of the host."""
@@ -165,7 +165,7 @@ class FakeDeviceMode(TorchDispatchMode):
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         pinned, aten = kwargs.pop("pin_memory", False), torch.ops.aten
         if func is aten.zeros.default and math.prod(args[0]) > _MOST_WRITTEN:
-            func = aten.empty.memory_format  # nobody reads it, and memory that is written is taken
+            func = aten.empty.memory_format  # nobody reads it, and writing would take real memory
         elif func in (aten.zero_.default, aten.fill_.Scalar, aten.copy_.default) and args[0].nbytes > _MOST_WRITTEN:
             return args[0]
         out = func(*args, **kwargs)
@@ -266,11 +266,11 @@ class FakeDeviceMode(TorchDispatchMode):
 
     def _copy(self, target: Tensor, source: Tensor, *, non_blocking: bool) -> Tensor:
         """Copy between a tensor of the host and one of the device, in either direction; values are lost."""
-        way, own = ("device", source) if isinstance(target, FakeTensor) else ("host", target)
-        self.traffic[f"{self.phase} to {way}"] += own.nbytes
-        if not (non_blocking and self.is_pinned(own)):
+        way, on_host = ("device", source) if isinstance(target, FakeTensor) else ("host", target)
+        self.traffic[f"{self.phase} to {way}"] += on_host.nbytes
+        if not (non_blocking and self.is_pinned(on_host)):
             self.note(f"copy to {way}")
-        return target.zero_() if own is target and own.numel() <= _MOST_KNOWN else target
+        return target.zero_() if on_host is target and target.numel() <= _MOST_KNOWN else target
 
     def _select(self, func: Any, args: Any) -> Any:
         indices: list[Any] = []
@@ -310,7 +310,7 @@ _mode: FakeDeviceMode | None = None
 
 
 def _pass_to(mode: FakeDeviceMode) -> None:
-    """Let methods of tensors that pass no mode tell one."""
+    """Let methods of tensors that no dispatch mode sees report to this one."""
     global _mode
     first, _mode = _mode is None, mode
     if not first:

@@ -80,7 +80,7 @@ class Ledger:
                 self._parts[known[0]] = part
 
     def peaks(self) -> Peaks:
-        """Return bytes by phase, line and part: at the largest sum as the line (also: in a place) makes a storage."""
+        """Return bytes by phase, line (also line in a place) and part, at the largest sum after it made a storage."""
         found: Peaks = {}
         total, now = 0, Counter[str]()
         phases = [*self._phases, (len(self._events), "")]

@@ -28,7 +28,7 @@ def counting_saved(
     others    tensors that layers neither make nor have as parameters
     """
     found = [[0, 0] for _ in layers]
-    known, where = dict[int, weakref.ref[Any]](), [-1, 0]
+    known, where = dict[int, weakref.ref[Any]](), [-1, 0]  # layer that runs, and whether its experts do
 
     def is_new(tensor: Tensor) -> bool:
         storage = local_shard(tensor).untyped_storage()

@@ -59,7 +59,7 @@ class StandIns:
         self._lock_host_memory()
 
     def guess(self, tensor: Tensor) -> Any:
-        """Return the sizes of an all-to-all of experts at home.
+        """Return the sizes of an all-to-all of experts at home; None: it is another tensor.
 
         Those of the routes, which are the same in all layers, where they are replayed; else every rank gets and sends
         as many rows.
@@ -87,7 +87,7 @@ class StandIns:
             replace_in(module, make_same_ranks_group=same_ranks)
 
     def _prepare_rows(self) -> None:
-        """Let the thread of preparation say what is page-locked, which it cannot do without a GPU; and whose step."""
+        """Let the preparing thread say what it would page-lock on a GPU, and which step it prepares."""
         of_step, prepare = preparation.Preparation.of_step, prepared_rows.prepare_rows
 
         def noting_step(one: Any, step: Any) -> Any:
@@ -109,19 +109,19 @@ class StandIns:
         place, pieces, heads, step = tables_L[0].place, list[ndarray](), list[ndarray](), self._step
         head = 3 + len(tables_L)
         for rank in range(self._num_ranks):
-            its, rows = tables, own
+            stacked, rows = tables, own
             if rank != place.rank:
-                its_L = micro_batch_tables(step.plan, step.demand, rank, place.micro_batch, step.chunk)
+                peer_L = micro_batch_tables(step.plan, step.demand, rank, place.micro_batch, step.chunk)
                 names = ("tokens_E", "send_RP", "first_RP", "receive_RP")
-                its = prepared_rows._Stacked(*(np.stack([getattr(one, name) for one in its_L]) for name in names))
+                stacked = prepared_rows._Stacked(*(np.stack([getattr(one, name) for one in peer_L]) for name in names))
                 routes = self.routes.get((place.micro_batch, rank))
-                kinds, room = prepared_rows.RowKinds.of(routes, pinned=False), int(its.send_LRP.sum())
+                kinds, room = prepared_rows.RowKinds.of(routes, pinned=False), int(stacked.send_LRP.sum())
                 choice_X, token_Z = np.empty((2, room), np.int32)
-                rows = prepared_rows._order_own(its_L, its, routes, kinds, choice_X, token_Z)
+                rows = prepared_rows._order_own(peer_L, stacked, routes, kinds, choice_X, token_Z)
             common = [rows.problem is not None, rows.live, rows.planned, *rows.send_LR[:, place.rank]]
             piece = np.array(common, dtype=np.int32)
             heads.append(piece)
-            send_R = head + its.send_LRP.sum(axis=(0, 2))
+            send_R = head + stacked.send_LRP.sum(axis=(0, 2))
             first = (np.cumsum(send_R) - send_R)[place.rank]
             pieces.append(np.concatenate([piece, rows.message_X[first + head : first + send_R[place.rank]]]))
         return np.concatenate(pieces), np.stack(heads)
@@ -142,7 +142,7 @@ class StandIns:
 
         replace_in(host_adamw, host_memory=locked)
         replace_in(host_weights, host_memory=locked, _bytes_of=lambda storage: self.mode.bytes_of(storage))
-        # What is learned takes as much memory, and copies are made at once.
+        # Any change of logits takes as much memory as none, and copies are made at once.
         replace_in(token_scores, _change_between=lambda _raw, _logits: token_scores.LogitChange())
         replace_in(host_memory.CopyStream, __init__=lambda stream, _device: setattr(stream, "_stream", None))
 
@@ -158,5 +158,5 @@ class StandIns:
 
 
 def _is_on_device(model: Any) -> bool:
-    """Return whether there is nothing to move: `to` swaps fake tensors all the same, which it then cannot."""
+    """Return whether there is nothing to move: `to` would swap fake tensors all the same, and fail."""
     return all(one.device.type == DEVICE for one in (*model.parameters(), *model.buffers()))

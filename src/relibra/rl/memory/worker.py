@@ -48,7 +48,7 @@ _LEVERS: tuple[tuple[str, Any], ...] = (
 USUAL_BYTES = 79 * GIB
 """Memory of a GPU where none is named."""
 RANKS_OF_A_NODE = 8
-"""Of a run with more ranks that fill such nodes, whatever `plan.cluster` says; other runs are one node."""
+"""A run has nodes of so many ranks if it fills several, whatever `plan.cluster` says; other runs are one node."""
 
 
 def estimate_run(config: RunConfig, stand_ins: StandIns, memory: DeviceMemory, *, whole: bool = False) -> Estimate:
@@ -156,7 +156,7 @@ def _cluster_of(config: RunConfig, memory: DeviceMemory) -> Cluster:
 def _activation_memory(
     runs: Sequence[DryRun], peaks: Sequence[Peak], layers: int, memory: DeviceMemory
 ) -> ActivationMemory:
-    """Return what layers may keep; those that no dry run has are as those of their kind in the last one."""
+    """Return what layers may keep; layers that no dry run has count as those of their kind in the last run."""
     last, period = runs[-1], runs[-1].layers - runs[0].layers
     saved = [last.saved[n if n < last.layers else runs[0].layers + (n - last.layers) % period] for n in range(layers)]
     totals = {one.phase: one.total for one in peaks}
@@ -178,7 +178,7 @@ def _with_activations(
     cluster: Cluster,
     structure: ModelStructure,
 ) -> tuple[tuple[Peak, ...], ActivationChoice]:
-    """Return the peaks, those of the update as one with what layers keep in a step; and the choice for it."""
+    """Return the peaks, those of the update as one that holds what layers keep in a step; and the choice of that."""
     assert batch.demand is not None, "routes are replayed"
     assert structure.shape is not None, "a model with experts has sizes"
     plan = batch.plan or StepPlan.static(batch.demand, cluster.topology)
@@ -218,7 +218,7 @@ def cache_of_rollout(config: RunConfig, text: Any, ranks: int) -> float:
 def with_cache(peaks: tuple[Peak, ...], cache: float, *, stays: bool) -> tuple[Peak, ...]:
     """Return the peaks, that of the rollout with the cache of the engine.
 
-    stays   after the first rollout it is there in every phase; evaluations, which count as rollout, have one beside it
+    stays   after the first rollout the cache is there in all phases; evaluations (phase rollout) have one beside it
     """
     bytes_of = {one.phase: stays * cache for one in peaks if one.phase != "load"}
     bytes_of["rollout"] = (1 + stays) * cache
@@ -249,7 +249,7 @@ def _offloaded(runs: Sequence[DryRun], whole: int, way: str, config: RunConfig) 
 
 
 def _helping(config: RunConfig, before: Estimate, estimate: Callable[[RunConfig], Estimate]) -> Iterator[Help]:
-    """Yield settings that save device memory, where it lacks, each with all before it, up to one with which it fits."""
+    """Yield settings that save device memory, if it does not suffice, each with all before it, until the run fits."""
     for name, value in _LEVERS if before.peak.total > before.usable_bytes else ():
         changed = with_setting(config, name, value)
         broken, broken_now = (len([*broken_rules(one)]) for one in (changed or config, config))
