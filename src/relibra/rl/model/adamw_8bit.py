@@ -19,8 +19,8 @@ def make_adamw_8bit(
 ) -> torch.optim.Optimizer:
     """Return torchao's AdamW8bit, without weight decay.
 
-    Its moments are quantized where each row of a parameter is whole blocks, so that rows of experts move, and other
-    numbers of ranks read a checkpoint; biases and norms, say, keep float32.
+    Moments are quantized where each row of their parameter is whole blocks, so that rows of experts can move, and other
+    numbers of ranks can read a checkpoint; those of biases and norms, for example, stay in float32.
 
     raises    ConfigError if torchao is not installed
     """

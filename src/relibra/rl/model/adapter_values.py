@@ -1,4 +1,4 @@
-"""Values of adapters: the initial ones of peft, the same on any number of ranks; and merged into weights."""
+"""Values of adapters: initialized as peft does, the same on any number of ranks, and merged into weights."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from relibra.rl.model.local_shards import local_shard
 
 @torch.no_grad()
 def initialize_adapters(model: nn.Module, seed: int) -> None:
-    """Set B to 0, and A to uniform numbers as peft does: variance 1 / (3 in), which depends on no number of ranks.
+    """Set B to 0, and A to uniform numbers as peft does: variance 1 / (3 in), the same on any number of ranks.
 
     Numbers follow from seed, name and logical expert; experts are in logical order.
     """
     for name, parameter in model.named_parameters():
         if not is_adapter(name):
             continue
-        own, local = _stored_rows(parameter), local_shard(parameter)
+        stored, local = _stored_rows(parameter), local_shard(parameter)
         if name.endswith("lora_B"):
             local.zero_()
         elif parameter.ndim == 3:
-            for row, expert in enumerate(own):
+            for row, expert in enumerate(stored):
                 local[row] = _uniform(parameter.shape[1:], f"{seed} {name} {expert}")
         else:
-            local.copy_(_uniform(parameter.shape, f"{seed} {name}")[own.start : own.stop])
+            local.copy_(_uniform(parameter.shape, f"{seed} {name}")[stored.start : stored.stop])
 
 
 @torch.no_grad()
@@ -48,7 +48,7 @@ def merge_adapters(model: nn.Module) -> nn.Module:
 
 
 def _stored_rows(parameter: Tensor) -> range:
-    """Return the first indices that this rank stores, of a parameter that one dimension of its mesh cuts there."""
+    """Return the rows (first axis) of a parameter that this rank stores; at most one mesh dimension cuts them."""
     rows = len(parameter)
     if not isinstance(parameter, DTensor):
         return range(rows)

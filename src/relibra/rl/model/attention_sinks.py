@@ -27,7 +27,7 @@ class Segment(NamedTuple):
 
     length   rows
     source   number of the segment whose first rows are the prompt; its own number: it begins a sequence
-    prompt   these rows; 0: it begins a sequence
+    prompt   number of these rows; 0: it begins a sequence
     """
 
     length: int
@@ -107,7 +107,7 @@ def attend_with_sinks(
         blocks, before = list(zip(*(one.split(block, 1) for one in own), strict=True)), -(-(window - 1) // block)
         shown = list(zip(*(one[:, :prompt].split(block, 1) for one in apart[source]), strict=True)) if prompt else []
         before += prompt % block > 0  # the last block of the prompt may be smaller
-        for i, (query_HnD, _, _) in enumerate(blocks, start=len(shown)):  # with the blocks of keys that it sees
+        for i, (query_HnD, _, _) in enumerate(blocks, start=len(shown)):  # each sees itself and `before` blocks
             seen = [*shown, *blocks][max(0, i - before) : i + 1]
             key_HnD, value_HnD = (torch.cat([one[j] for one in seen], 1) for j in (1, 2))
             mask = _window_mask(query_HnD.shape[1], key_HnD.shape[1], window, query_HnD.dtype) if i else None
@@ -145,7 +145,7 @@ class _SinkAttention(torch.autograd.Function):
 
 
 class _CpuKernel(NamedTuple):
-    """Of one sequence: causal, or with a mask that is added to the scores."""
+    """Attention of one sequence: causal, or with a mask that is added to the scores."""
 
     mask: Tensor | None
     scale: float
@@ -162,7 +162,7 @@ class _CpuKernel(NamedTuple):
 
 
 class _GpuKernel(NamedTuple):
-    """Of all sequences; tokens come before heads."""
+    """Attention of all sequences; tokens come before heads."""
 
     sequences: tuple[Any, ...]
     settings: dict[str, Any]

@@ -22,7 +22,7 @@ class HostAdamW(torch.optim.AdamW):
     """AdamW, bit for bit, without weight decay, for parameters in float32.
 
     Moments come to the device and go back beside the kernels of other pieces, and gradients are dropped one by one: a
-    step needs weights, gradients and four buffers of PIECE_VALUES, and lasts as long as 8 bytes per weight take.
+    step needs weights, gradients and four buffers of PIECE_VALUES, and lasts as long as copying 8 bytes per weight.
     State: `exp_avg` and `exp_avg_sq` in host memory, sharded as the parameter, which `relocate` and checkpoints read
     and write in place; `step` where the kernels read it.
     """
@@ -73,7 +73,7 @@ class HostAdamW(torch.optim.AdamW):
         return state
 
     def _pieces(self, parameter: nn.Parameter) -> Iterator[list[Tensor]]:
-        """Yield weight, gradient and moments of each piece of a parameter; all but the gradient share its memory."""
+        """Yield weight, gradient and moments of each piece of a parameter; weight and moments are views."""
         own, state = local_shard(parameter.detach()), self.state[parameter]
         tensors = [own, local_shard(parameter.grad), *(local_shard(state[key]) for key in MOMENTS)]  # type: ignore[arg-type]
         if not own.is_contiguous():

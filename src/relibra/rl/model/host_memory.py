@@ -14,7 +14,7 @@ from relibra.errors import EngineError
 def host_memory(num_bytes: int, device: torch.device) -> Tensor:
     """Return host memory `[num_bytes]` of type uint8, page-locked if the device is a GPU, until it is freed.
 
-    Page-locked blocks of torch's allocator are rounded up to a power of two: this locks what an ordinary one has taken.
+    torch's page-locked allocator rounds blocks up to a power of two: this takes ordinary memory, and locks it.
 
     raises    EngineError if the memory cannot be locked
     """

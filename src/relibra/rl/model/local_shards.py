@@ -1,4 +1,4 @@
-"""Local shards of sharded tensors, and tensors of shards that lie elsewhere than the mesh computes."""
+"""Local shards of sharded tensors, and sharded tensors whose shards are on another device than their mesh."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def local_shard(tensor: Tensor) -> Tensor:
 def sharded_like(
     local: Tensor, like: Tensor, *, shape: Sequence[int] | None = None, placements: Sequence[Placement] | None = None
 ) -> Tensor:
-    """Return a local shard as a tensor that is sharded as another one, which may be not sharded at all.
+    """Return a local shard as a tensor sharded like another one; the shard itself if that is not sharded.
 
-    It shares the memory of the shard, wherever that is: `DTensor.from_local` would move it to the device of the mesh.
+    It shares the shard's memory, wherever that is: `DTensor.from_local` would move it to the device of the mesh.
 
     shape        of the whole tensor; None: that of the other one
-    placements   None: those of the other one
+    placements   of the tensor; None: those of the other one
     """
     if not isinstance(like, DTensor):
         return local

@@ -1,8 +1,8 @@
 """Adapter folders as peft writes them (adapter_config.json, adapter_model.safetensors), from the adapters of a policy.
 
 Experts are named as they are in the model's own files where these have one gate, up and down matrix per expert: peft,
-vLLM and SGLang load those. gate and up share one A here, so it is written twice. Others have peft's own form, with the
-matrices of all experts in one (`target_parameters`).
+vLLM and SGLang load those. gate and up share one A here, so it is written twice. Other families have peft's own
+form, with the matrices of all experts in one (`target_parameters`).
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def attend_packed_with_sinks(
     softcap: float | None = None,
     **_settings: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each packed sequence, with sinks; for other inputs, to what the mask shows, by all scores.
+    """Attend within each packed sequence, with sinks; with a mask, attend to what it shows, and make all scores.
 
     s_aux            sink of each head. A family that passes none raises TypeError, and keeps its own attention
     sliding_window   tokens that a token sees, itself included; None: all before it
@@ -171,8 +171,8 @@ def packed_mask(
 
     Layers with sliding windows or chunks (`local_size`), and custom masks of a model (`use_vmap`), keep their mask.
 
-    sinks   for `attend_packed_with_sinks`: that of eager attention, or None with a window too, which layers pass to
-            their attention as they do for flash attention. On a GPU its kernel does not take float32
+    sinks   return the mask for `attend_packed_with_sinks`: eager attention's, or None. A window needs none, as layers
+            pass it to their attention; float32 on a GPU needs one, as the kernel does not take it
     """
     one_row = batch_size == 1 and q_length == kv_length and attention_mask is None and not use_vmap
     on_cpu = torch.device(settings.get("device", "cpu")).type == "cpu"
@@ -232,7 +232,7 @@ def keep_segments(position_ids_1T: Tensor, segments: list[Segment]) -> None:
 def sequence_of_each_token(position_ids: Tensor) -> Tensor | None:
     """Return a number for each token, equal within a sequence, for masks; None: the row is one sequence.
 
-    transformers reads from the device which it is, once per pass; here nothing is read where the segments are known.
+    To tell, transformers reads from the device once per pass; here nothing is read where the segments are known.
     With shared prompts: `[1, T, 3]`, of each token its segment, and the first and the end of the prompt rows it sees.
     """
     segments = _segments_of.get(position_ids)
@@ -301,7 +301,7 @@ def _layer_passes(
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Yield hidden states `[1, T, D]` before and after each decoder layer in a pass; the logits without such layers.
 
-    given   of another pass: its inputs are fed to the layers; else rounding grows from layer to layer, to any size
+    given   of another pass, whose inputs are fed to the layers: rounding would grow from layer to layer, to any size
     """
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)] or [model]
     passes = list[tuple[Tensor, Tensor]]()
@@ -387,7 +387,7 @@ def same_logits(model: nn.Module, left_TV: Tensor, right_TV: Tensor) -> bool:
 def change_of(left_TV: Tensor, right_TV: Tensor) -> float:
     """Return the change of the logits of a token, relative to their standard deviation, the largest of all ranks.
 
-    Collective: what ranks decide by it is the same on all of them, as the passes of a sharded model have to be.
+    Collective: all ranks then decide the same, and so run the same passes of a sharded model.
     """
     change_T = (left_TV - right_TV).abs().amax(dim=1)
     # The median: a few tokens may change their expert by rounding, and then their logits.

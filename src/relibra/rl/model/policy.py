@@ -170,7 +170,7 @@ def build_policy(
                 trained = load()
         except ConfigError:
             raise
-        except (ValueError, RuntimeError) as error:  # no plan of transformers, or it converts slices; on all ranks
+        except (ValueError, RuntimeError) as error:  # transformers has no plan, or converts slices; on all ranks
             if isinstance(error, RuntimeError) and (num_ranks == 1 or "conversion of the weights" not in str(error)):
                 raise
             raise ConfigError(
@@ -223,7 +223,7 @@ def build_policy(
 
 
 def _load_meta(path: str, settings: ModelSettings, model_config: Any) -> Any:
-    """Return a model on the meta device, in evaluation mode: of its files the headers are read; collective."""
+    """Return a model on the meta device, in evaluation mode; only headers of its files are read; collective."""
 
     def load() -> Any:
         with loading(f"model.path {settings.path!r}"), quiet_loading():
@@ -239,7 +239,7 @@ def _load_meta(path: str, settings: ModelSettings, model_config: Any) -> Any:
 
 
 def _copy_of(meta: Any, trained: nn.Module, device: torch.device) -> nn.Module:
-    """Return a model as `meta` on a device, with the buffers of the trained one, whose weights are not set yet."""
+    """Return a copy of `meta` on a device, with the buffers of the trained model; its weights are not set yet."""
     whole = copy.deepcopy(meta).to_empty(device=device)
     whole.tie_weights(recompute_mapping=False)
     buffers = dict(trained.named_buffers())
@@ -251,8 +251,8 @@ def _copy_of(meta: Any, trained: nn.Module, device: torch.device) -> nn.Module:
 def save_policy(policy: Policy, tokenizer: Tokenizer, folder: Path) -> None:
     """Write policy and tokenizer as a `transformers` folder; collective.
 
-    Weights have the types that config.json names: those that every engine computes with. Of a policy with adapters
-    these alone are written, as peft does.
+    Weights have the types that config.json names: those that every engine computes with. Of a policy with adapters,
+    only the adapters are written, as peft does.
     """
     write_weights(policy, folder, dtype=None, finish=tokenizer.save, as_adapter=has_adapters(policy.trained))
 
@@ -268,12 +268,12 @@ def write_weights(
 ) -> None:
     """Write the trained weights, in logical expert order, as a `transformers` folder; collective.
 
-    It has its name only when it is complete. Rank 0 writes, and holds one layer at a time.
+    The folder has its name only when it is complete. Rank 0 writes, and holds one layer at a time.
 
-    dtype        of parameters; None: those that are computed with
+    dtype        of parameters; None: the types that are computed with
     finish       adds to the folder, on rank 0
     setting      that names the folder, for messages
-    as_adapter   write the adapters of the policy alone, as peft does
+    as_adapter   write only the adapters of the policy, as peft does
     raises       ConfigError, the same on all ranks, if the folder cannot be written
     """
     writes = dist.get_rank() == 0
@@ -333,7 +333,7 @@ def read_model_config(settings: ModelSettings, vocab_size: int, least_head_dim: 
     if (changed := with_plain_outputs(model_config)) and dist.get_rank() == 0:
         _log.warning("model.path %r sets %s in config.json, which training does not use", settings.path, changed)
     if (stored := getattr(model_config, "quantization_config", None)) and stored.get("quant_method") == "mxfp4":
-        stored["dequantize"] = True  # else it stays quantized, and cannot be trained, where the kernels for it are
+        stored["dequantize"] = True  # else it stays quantized, and untrainable, where its kernels are installed
     known = model_config.get_text_config().vocab_size
     if vocab_size > known:
         raise ConfigError(

@@ -36,7 +36,7 @@ _SHORT = range(LENGTH)
 def check_modes(model: nn.Module, name: str, dtype: str, modes: Sequence[bool] = (False, False, True, True)) -> None:
     """Check that passes of a model agree, twice in evaluation mode and twice in training mode; collective.
 
-    Randomness (dropout, noise of routers) would make the model that trains another one than that which samples.
+    With randomness (dropout, noise of routers), the model that trains would differ from the one that samples.
 
     dtype    of the forward pass
     modes    of the passes; True: training. The first two tell what rounding changes: kernels on GPUs add in any order
@@ -59,7 +59,7 @@ def check_modes(model: nn.Module, name: str, dtype: str, modes: Sequence[bool] =
 
 
 def _trace(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the values of each call in a pass, with the module that made them: inputs are made by the one around."""
+    """Return the values of each call in a pass, with the module that made them; inputs are made by the parent."""
     calls = list[tuple[str, Tensor]]()
 
     def note(name: str, values: Any) -> None:

@@ -40,7 +40,7 @@ from relibra.rl.run.ranks import gather_json, wait_for_ranks
 T = TypeVar("T")
 
 _RANDOM_IN_TRAINING = re.compile("drop|jitter|noise")
-"""In names of settings that make the trained model (training mode) differ from the sampled one; not all: see probes."""
+"""In names of settings that make training mode differ from evaluation mode; `check_modes` finds others."""
 
 
 def load_sharded(
@@ -106,7 +106,7 @@ def load_sharded(
 def save_activations(model: nn.Module, how: Literal["recompute", "host", "keep", "plan"]) -> None:
     """Set what a model saves in a forward pass for the backward pass, as `update.activations` says.
 
-    With "plan" the inputs of layers, until `keep_activations`.
+    With "plan", layers save their inputs until `keep_activations` sets another choice.
     """
     if how == "keep":
         return
@@ -148,10 +148,10 @@ def _with_inputs_on_host(run: Callable[..., Any], layer: Callable[..., Any], *in
 
 @contextmanager
 def tied_before_sharding(adapt: Callable[[nn.Module], None] | None = None) -> Iterator[None]:
-    """Let models that transformers loads inside have tied weights as one parameter under FSDP2, and adapters.
+    """Tie weights, and add adapters, before transformers shards the models that it loads inside.
 
-    transformers 5.23 ties them after sharding, when FSDP2 has made a parameter of each: they then drift apart silently.
-    Here they are tied before, and left to the group of the root module, which sets a parameter in all its places.
+    transformers 5.23 ties weights after sharding, when each is a parameter of FSDP2: they then drift apart silently.
+    Here tied weights are left to the group of the root module, which sets a parameter in all its places.
 
     adapt    called before the model is sharded; adapters of experts are sharded as the experts are
     """
@@ -162,9 +162,9 @@ def tied_before_sharding(adapt: Callable[[nn.Module], None] | None = None) -> It
         if adapt:
             adapt(model)
         tp_plan, ep_plan, fsdp_plan = resolve(model, distributed_config)
-        # The rule of the module would leave them whole on each rank.
+        # The rule of the module would leave adapters whole on each rank.
         ep_plan = {name: "grouped_gemm" if is_adapter(name) else style for name, style in ep_plan.items()}
-        # Gemma 4 also splits dense layers over the ranks of the experts; FSDP has them, and each rank its own tokens.
+        # Gemma 4's plan also splits dense layers over ranks; here FSDP shards them, as each rank has its own tokens.
         blocks = tuple(f"{name}." for name, style in ep_plan.items() if style == "ep_dispatch_experts")
         ep_plan = {name: style for name, style in ep_plan.items() if f"{name}.".startswith(blocks)}
         tied = {name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair}
@@ -186,7 +186,7 @@ def tied_before_sharding(adapt: Callable[[nn.Module], None] | None = None) -> It
 def _own_slices() -> Iterator[None]:
     """Let models that transformers loads inside hold only their slice of each tensor in the files.
 
-    A slice of the type that is wanted is a view, which keeps the whole tensor in memory.
+    A slice that needs no conversion of its type is a view, which keeps the whole tensor in memory.
     """
     shard = DtensorShardOperation.shard_tensor
 
@@ -253,7 +253,7 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def separate_parameters(model: nn.Module, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the same with adapters and frozen weights as they are; `wanted` tells by name which ones."""
+    """Yield parameters as `full_parameters` does, but adapters unmerged; only those whose names are `wanted`."""
     if is_balanced(model):
         yield from logical_parameters(model, wanted)
         return
@@ -268,7 +268,7 @@ def load_parameters(path: str, names: Sequence[str], model_config: Any, settings
 
     names   of parameters, at least one
     """
-    # It would prepare a model on two devices for its forward pass.
+    # transformers would prepare a model on two devices for its forward pass.
     unprepared = patch.object(modeling_utils, "accelerate_dispatch", lambda *_: None)
     with unprepared, loading(f"model.path {path!r}"), quiet_loading():
         model = AutoModelForCausalLM.from_pretrained(
@@ -346,7 +346,7 @@ def on_all_ranks(work: Callable[[], T]) -> T:
 def quiet_loading() -> Iterator[None]:
     """Silence bars and load reports of transformers, also when it saves: every rank loads, heads may be missing."""
     transformers_logging.disable_progress_bar()
-    # Its warning: two gathers instead of one for expert tensors. That happens once per weight sync.
+    # torch warns of two gathers instead of one for expert tensors, once per weight sync.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()

@@ -62,7 +62,7 @@ def token_scores(
     target_X: Int[Tensor, " X"],
     temperature: float,
 ) -> TokenScores:
-    """Return the scores of tokens, each predicted by the output of a row, at least one; collective.
+    """Return the scores of at least one token, each predicted by the output of a row; collective.
 
     The tensors are on the device of the model.
 
@@ -99,7 +99,7 @@ def score_rows(
     change: LogitChange,
     temperature: float,
 ) -> tuple[Float[Tensor, "1 X 1"], Float[Tensor, " X"]]:
-    """Return log-probs, shaped as logits are, and entropies of the policy of a head; without weight, of given logits.
+    """Return log-probs, shaped as logits are, and entropies, from hidden states and a head; from logits without weight.
 
     A backward pass computes the logits again, chunk by chunk.
     """
@@ -163,7 +163,7 @@ _SMALL, _LARGE = 2.0**-20, 1e30
 
 
 def _change_between(raw: Tensor, logits: Tensor) -> LogitChange | None:
-    """Return the change that makes these logits of the output of a head, to rounding; None: there is none."""
+    """Return the change that turns the output of a head into these logits, up to rounding; None: there is none."""
     if logits.shape != raw.shape:
         return None
     small, large = logits.flatten()[:2].tolist()

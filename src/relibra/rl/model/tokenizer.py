@@ -21,7 +21,7 @@ from relibra.rl.tasks.task import Messages
 from relibra.rl.toy.character_tokenizer import CharacterTokenizer
 
 DEFAULT_PROMPTS = TaskSettings()
-"""Prompts as a run has them that sets nothing."""
+"""Prompts of a run that sets nothing about them."""
 TEMPLATE_SECONDS = 10.0
 """Seconds for the chat template of one prompt; they take microseconds, but may hold loops."""
 
@@ -152,9 +152,9 @@ class ModelTokenizer:
         return len(self.tokenizer)
 
     def encode(self, prompt: str | Messages, /, **template: Any) -> list[int]:
-        """Return the ids of chat messages in the model's template, which a text is put into as one of the user.
+        """Return the ids of chat messages in the model's template; a text becomes one message of the user.
 
-        A text stays as it is, behind the tokenizer's start tokens, with task.prompt_format "text" or without template.
+        With task.prompt_format "text", or without template, a text stays as it is, behind the tokenizer's start tokens.
 
         template   arguments of the chat template for this prompt alone: `tools`, variables
         raises     ConfigError where it cannot be encoded

@@ -21,8 +21,8 @@ from relibra.replay.routers import DECODER_LAYER, find_routers
 MOST_COPIES = 3
 """Of an expert, itself included."""
 NOISE = 1e-3
-"""Largest change of the router bias of a copy; without biases, of its router row / the mean weight; at least what its
-type can tell apart. Twins with equal rows and gates never part."""
+"""Largest change of the router bias of a copy or, without biases, of its router row / the mean weight; larger where its
+type cannot tell that apart. Twins with equal rows and gates never part."""
 ROUNDING = 1e-5
 """Largest relative change of the logits of a model that keeps its function."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -47,7 +47,7 @@ class StoredWeights:
             layers.setdefault(_layer_of(name), {})[name] = tensor
         stored = [revert_weight_conversion(meta, one) for one in layers.values()]
         whole = revert_weight_conversion(meta, kept)
-        if _shapes(chain(*(one.items() for one in stored))) != _shapes(whole.items()):  # it joins layers
+        if _shapes(chain(*(one.items() for one in stored))) != _shapes(whole.items()):  # a conversion joins layers
             layers, stored = {"": kept}, [whole]
         self.tensors = {name: tensor for one in stored for name, tensor in one.items()}
         self._layers = layers
@@ -113,7 +113,7 @@ def write_folder(folder: Path, stored: StoredWeights, weights: Iterable[Mapping[
 
 
 def _begin_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Write a safetensors file without values, in that library's order; return where those of each tensor begin."""
+    """Write a safetensors file without values, in that library's order; return where each tensor's values begin."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)):
