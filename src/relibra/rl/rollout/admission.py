@@ -56,7 +56,7 @@ class Admission:
 
     rank_of   rank of each response, by sample id: unfinished ones first, then new ones
     begun     sample ids that begin with the step, ascending
-    cursor    samples that have not begun then
+    cursor    samples that have not begun after that
     """
 
     rank_of: dict[int, int]

@@ -108,7 +108,7 @@ def check_failed_rewards(errors: Sequence[str], rated: int, *, where: str) -> in
     """Return how many rewards failed on all ranks, and log the first error; collective.
 
     errors, rated   of this rank: what failed, and of how many
-    raises          ConfigError, on all ranks, where more failed than may; it says `where`, such as "step 3"
+    raises          ConfigError, on all ranks, where more failed than are allowed; it says `where`, such as "step 3"
     """
     wait_for_ranks()  # a verifier may take long on one rank
     counts_R = gather_json({"failed": len(errors), "rated": rated, "first": errors[0] if errors else ""})
@@ -136,18 +136,18 @@ def allowed_failures(rated: int) -> int:
 def admit_responses(
     live: Sequence[Response], cursor: SampleCursor, start: Callable[[int], Response], settings: RolloutSettings
 ) -> tuple[list[Response], SampleCursor]:
-    """Distribute unfinished and new responses evenly over the ranks; collective, where a response may be unfinished.
+    """Distribute unfinished and new responses evenly over the ranks; collective if a response can outlast a step.
 
     live      unfinished responses of this rank
     start     by `response_starter`
-    returns   responses of this rank, by sample id, and the samples that have not begun then
+    returns   responses of this rank, by sample id, and the samples that have not begun after that
     """
     windowed = settings.window_tokens < settings.max_response
     live_R = _gather_windows(live) if windowed else []
-    others = [one for of_rank in live_R for one in of_rank]
+    all_live = [one for of_rank in live_R for one in of_rank]
     kept_on = {sample: rank for rank, of_rank in enumerate(live_R) for sample, _ in of_rank}
     admission = plan_admission(
-        others,
+        all_live,
         settings.responses_per_step,
         cursor,
         dist.get_world_size(),
@@ -191,7 +191,7 @@ def response_starter(task: Task, tokenizer: Tokenizer, settings: RolloutSettings
 
 
 def length_penalty(response: Response, *, max_response: int, overlong_buffer: int) -> float:
-    """Return the part of a reward that depends on the length: 0, and over the last tokens of the buffer down to -1.
+    """Return the part of a reward that depends on the length: 0, falling to -1 over the last `overlong_buffer` tokens.
 
     DAPO, arXiv 2503.14476, eq. 13.
     """

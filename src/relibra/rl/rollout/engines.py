@@ -209,7 +209,7 @@ def _pause_answers(engine: ServerEngine) -> None:
 
 
 def _write_weights(engine: ServerEngine, policy: Policy, weight_version: int) -> Path | None:
-    """Write the trained weights where servers read them, which go on sampling; None: they are sent. Collective."""
+    """Write the trained weights where servers, which sample on, read them; None: they are sent instead. Collective."""
     if engine.servers[0].transfer != "folder":
         return None
     assert engine.weights is not None, "RolloutSettings asks for a folder that the server sees"

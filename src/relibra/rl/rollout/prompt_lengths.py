@@ -50,9 +50,9 @@ def encode_held_out(
 
 
 def fit_prompts(task: Task, tokenizer: Tokenizer, settings: RolloutSettings) -> tuple[Task, int]:
-    """Return a task without its prompts that are too long, and the tokens of its longest one; collective.
+    """Return a task without its prompts that are too long, and the most tokens of a prompt; collective.
 
-    Each rank encodes its share of the file before a run starts. A task without a file stays as it is, longest 0.
+    Each rank encodes its share of the file. The most is rollout.max_prompt where some are left out, 0 without a file.
 
     raises    ConfigError, on all ranks, where no prompt is left; naming file and line of one without tokens
     """
@@ -71,7 +71,8 @@ def fit_prompts(task: Task, tokenizer: Tokenizer, settings: RolloutSettings) -> 
         _check_length(first, place, int(length_r[place]), settings.max_prompt)
     if over_r.any():
         task = _without(task, over_r, settings, tell=rank == 0)
-    return task, largest_over_ranks(int(length_r[~over_r].max(initial=settings.max_prompt * bool(over_r.any()))))
+    least = settings.max_prompt if over_r.any() else 0
+    return task, largest_over_ranks(int(length_r[~over_r].max(initial=least)))
 
 
 def _without(task: Prompts, over_r: np.ndarray, settings: RolloutSettings, *, tell: bool) -> Prompts:

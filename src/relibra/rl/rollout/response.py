@@ -17,9 +17,8 @@ class Window:
 
     tokens_w       new tokens; empty where the engine had nothing to add
     log_probs_w    of each under the tempered policy that sampled it, or that scored it anew (`rescored_v`)
-    experts_mLK    logical ids of every token fed, from the first token of the prompt on, under the weights of this
-                   step, or those that fed it, where it was kept; one row less than tokens, because the last one was
-                   not fed. None: a model without experts
+    experts_mLK    logical ids of every token fed, prompt included, so all but the last, under the weights of this step;
+                   where keys and values are kept, under those that fed the token. None: a model without experts
     stopped        the response ended itself
     versions_w     of the weights that sampled each; None: one version, which the caller knows
     cut            an update of the weights ended it early: it has no routes, and goes on under the new weights
@@ -37,7 +36,7 @@ class Window:
     def followed_by(self, other: Window) -> Window:
         """Return both as one; routes are those of `other`, for which all tokens before it were fed again.
 
-        Versions are known of both.
+        Both have versions.
         """
         assert self.versions_w is not None, "a part has versions"
         assert other.versions_w is not None, "a part has versions"
@@ -143,7 +142,7 @@ class RolloutCost:
     """Work of a rollout on one rank.
 
     decode_steps       rounds that added one token to every response under way
-    passes             forward passes: decode steps, pieces of prefills, refills; None: unknown, of a server
+    passes             forward passes: decode steps, pieces of prefills, refills; None: a server, which reports none
     slot_steps         decode steps x slots for responses; a slot is idle when its response has ended
     busy_slot_steps    those that were not idle
     prefilled_tokens   tokens fed before the first new one of each response, earlier windows included

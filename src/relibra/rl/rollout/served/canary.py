@@ -1,6 +1,6 @@
 """The canary: log-probs of a server against those of the trainer, and the rules that name what is wrong.
 
-One threshold cannot do it. Measured with vLLM 0.29.0, mean absolute difference: both in float32 1e-7, a bfloat16 server
+No single threshold finds all faults. Mean absolute difference with vLLM 0.29.0: both in float32 1e-7, a bfloat16 server
 1e-3 to 1e-2, weights of the step before 1e-2, log-probs without temperature 1e-2, corrupted experts 2 to 3.
 """
 
@@ -23,7 +23,7 @@ LARGEST_EXACT_DIFFERENCE = 1e-3
 FEWEST_EQUAL_ROUTES = 0.5
 """Share of (token, layer) whose experts have to be equal."""
 STANDARD_ERRORS = 4.0
-"""By how many a share of an update has to be below one half, to count as not made."""
+"""An update counts as not made where the share made of it is below one half by so many."""
 
 _NOT_LOADED = (
     "it did not load what was published: it has to read the folder under the same path (rollout.server_weights), and "
@@ -47,7 +47,7 @@ class CanaryScores:
     served_T     of given tokens at temperature 1, computed without the server's cache (probe W)
     trained_T    the same by the trainer
     earlier_T    the same under weights that the server had before, by their version
-    first_T      of the server itself before the run published anything; None: it has
+    first_T      of the server itself before the run published anything; None: at later updates
     sampled_S    of tokens that the server sampled after sequences in its cache, at `temperature` (probe C)
     tempered_S   of these by the trainer at that temperature
     raw_S        of these by the trainer at temperature 1
@@ -123,7 +123,7 @@ def share_made(served_T: ndarray, before_T: ndarray, after_T: ndarray) -> ShareM
 def find_fault(scores: CanaryScores) -> str | None:
     """Return what is wrong with a server after an update of its weights, in words; None: nothing.
 
-    A cause is named where its log-probs fit, and are clearly nearer than those that there should be.
+    A cause is named where the log-probs that it would make fit, and fit clearly better than the right ones.
     """
     for version, earlier_T in scores.earlier_T.items():
         unmade = share_made(scores.served_T, earlier_T, scores.trained_T).is_unmade

@@ -20,7 +20,7 @@ from relibra.rl.rollout.served.requests import ServerLost
 from relibra.rl.rollout.served.trained_scores import Scorer, TrainedScores
 
 SEQUENCES, MOST_SEQUENCES, SEQUENCE_TOKENS = 8, 32, 272
-"""More than two blocks of vLLM's cache each, of 128 tokens on a CPU; more sequences where they reach few experts."""
+"""More than two blocks of vLLM's cache each (128 tokens on a CPU); up to MOST_SEQUENCES if they reach few experts."""
 ENOUGH_EXPERTS = 0.9
 """Share of (layer, expert) that the sequences should reach: a fault in an expert that nothing reaches is not seen."""
 SAMPLED_TOKENS = 16
@@ -33,10 +33,10 @@ _REQUESTS = 32
 
 @dataclass(frozen=True)
 class CanaryReport:
-    """What a canary saw that passed; of several servers the worst.
+    """What a canary that passed saw; of several servers the worst.
 
     difference      mean absolute difference of log-probs of given tokens, to the trainer's
-    share_made      of the update that the server made, 1 in theory; None: nothing to compare with
+    share_made      share of the update that the server made, 1 in theory; None: nothing to compare with
     equal_routes    share of (token, layer) with the trainer's experts; None: not compared
     reached         share of (layer, expert) that a token of the sequences goes to; None: a model without experts
     servers         that were compared: those that answered
@@ -134,8 +134,8 @@ class Canary:
         for server, one_2T, other_2T in zip(self.servers, before, self.exact_scores(), strict=True):
             if isinstance(one_2T, ServerLost) or isinstance(other_2T, ServerLost):
                 continue
-            moved, own = float(np.abs(other_2T[0] - one_2T[0]).max()), float(np.abs(one_2T[1] - one_2T[0]).max())
-            if not moved <= own:
+            moved, noise = float(np.abs(other_2T[0] - one_2T[0]).max()), float(np.abs(one_2T[1] - one_2T[0]).max())
+            if not moved <= noise:
                 raise EngineError(
                     f"{server.client.url} cannot be trained from: the same weights, sent once more, moved its "
                     f"log-probs by {moved:.2g}; it does not load what it receives (rollout.transfer), so use "

@@ -36,12 +36,12 @@ _log = logging.getLogger(__name__)
 FULL_LENGTH = 1024
 """Tokens of a request that has `timeout_seconds`; longer ones get proportionally more."""
 LOOK_SECONDS = 10.0
-"""For an answer to whether a server is healthy."""
+"""Seconds for an answer to whether a server is healthy."""
 LARGEST_LOG_PROB, LEAST_LOG_PROB = 1e-3, -1e6
 """Log-probs are at most 0, up to rounding."""
 _WRONG_ANSWER = "start it with log-probs and routed experts, and check that rollout.engine names the engine there"
 _FIXED_BYTES, _TOKEN_BYTES, _ROUTE_BYTES = 1 << 20, 1 << 10, 11
-"""Largest answer: fixed part, of each token with its text and log-prob, of each choice (8 bytes in base64)."""
+"""Bytes of the largest answer: fixed, per token with text and log-prob, and per choice (8 bytes in base64)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,7 +101,7 @@ class TokenAnswer:
     reason     why the response ended
     routes     as sent: any shape and type; None where none were asked for, or the answer was aborted
     versions   of the weights that sampled the tokens, where the server says so
-    given      log-probs of the tokens asked with, but the first, where they were asked for and the answer is whole
+    given      log-probs of the request's tokens but the first, where they were asked for and the answer is whole
     """
 
     tokens: list[int]

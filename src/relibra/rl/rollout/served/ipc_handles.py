@@ -16,12 +16,12 @@ from relibra.rl.rollout.served.weight_group import Bucket
 from relibra.rl.run.ranks import gather_json
 
 _OF_GPU = 6
-"""First argument of a rebuilt CUDA tensor that differs between GPUs (`torch.multiprocessing.reductions`)."""
+"""Index of the first argument of `rebuild_cuda_tensor` (`torch.multiprocessing.reductions`) that GPUs differ in."""
 
 
 def gpu_handles(bucket: Bucket) -> tuple[str, list[tuple[Any, tuple[Any, ...]]]]:
     """Return the name of a GPU, and for each tensor the function by which other processes map it, and its arguments."""
-    torch.cuda.ipc_collect()  # of earlier buckets, what servers have let go
+    torch.cuda.ipc_collect()  # frees what servers have let go of earlier buckets
     uuid = torch.cuda.get_device_properties(bucket[0][1].device).uuid
     return str(uuid), [reduce_tensor(tensor) for _, tensor in bucket]
 

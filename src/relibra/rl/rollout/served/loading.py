@@ -26,7 +26,7 @@ Call = Callable[..., Awaitable[Any]]
 
 
 def shown(value: Any, longest: int = 40) -> str:
-    """Return a value of an answer for a message: the type of what may be long or deep."""
+    """Return a value of an answer for a message; only the type of one that may be long or deep."""
     return repr(value)[:longest] if isinstance(value, str | int | float) else f"({type(value).__name__})"
 
 
@@ -116,7 +116,7 @@ async def read_version(call: Call, dialect: Dialect) -> str | None:
 
 
 async def drop_caches(call: Call, url: str) -> None:
-    """Drop keys and values of earlier weights; raises EngineError where the server keeps them: while a request runs."""
+    """Drop keys and values of earlier weights; raises EngineError where they stay, as while a request runs."""
     for path in ("/reset_prefix_cache", "/reset_prefix_cache?reset_running_requests=true"):
         answer = await call(path, {})
         if not isinstance(answer, dict) or answer.get("success", True) is True:  # old servers say nothing

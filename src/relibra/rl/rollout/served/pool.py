@@ -34,11 +34,11 @@ R = TypeVar("R")
 class PooledServer:
     """A server, and what is known of it during a rollout.
 
-    under_way    requests
+    under_way    how many requests it has
     is_up        it can be asked
     on_trial     it was lost, which was logged, and has not answered a request since
-    failures     requests in a row that it lost, counted once per loss
-    losses       how often it was lost
+    failures     losses since it last answered
+    losses       how often it was lost in all
     seen         when it last answered with the weights of the run
     why          it cannot be asked; empty: it was not tried yet
     is_given_up  it has not answered for `retry_seconds`; it is still tried

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 _PROBE_TOKENS = 8
 _INFO: dict[Dialect, str] = {"sglang": "/server_info", "vllm": "/server_info?config_format=json"}
 _SGLANG_RESERVE = 6
-"""Tokens of its context and of its cache that SGLang takes no prompt into."""
+"""Tokens of its context, and of its cache, that SGLang keeps free of prompts."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def missing_flags(dialect: Dialect, config: dict[str, Any], *, longest: int, wan
 
 
 _BACKENDS = {"gloo": "relibra", "nccl": "relibra", "ipc": "ipc"}
-"""Of vLLM's weight transfer, by rollout.transfer."""
+"""Back ends of vLLM's weight transfer, by rollout.transfer."""
 
 
 def missing_for_weights(dialect: Dialect, config: dict[str, Any], transfer: str, *, sleeps: bool) -> Iterator[str]:
@@ -158,7 +158,7 @@ def missing_for_weights(dialect: Dialect, config: dict[str, Any], transfer: str,
     if sleeps and _find(config, key) is not True:
         yield f"add {flag} (rollout.sleep; builds for CPUs give no memory back: set rollout.sleep=false for them)"
     wanted = _BACKENDS.get(transfer)
-    configured = _find(config, "weight_transfer_config", default={"backend": wanted})  # else the first request tells
+    configured = _find(config, "weight_transfer_config", default={"backend": wanted})  # absent: the first request tells
     backend = configured.get("backend") if isinstance(configured, dict) else configured
     if wanted and backend != wanted:
         flag = f"--weight-transfer-config '{json.dumps({'backend': wanted})}'"

@@ -152,7 +152,7 @@ async def _exchange(client: httpx.AsyncClient, path: str, body: Mapping[str, Any
 
 
 async def _read(answer: httpx.Response, max_bytes: int) -> bytearray:
-    """Return the bytes of an answer as sent, a piece more than `max_bytes` where there are more."""
+    """Return the bytes of an answer as sent; of a longer one, some more than `max_bytes`."""
     data = bytearray()
     async for piece in answer.aiter_raw():
         data += piece

@@ -72,7 +72,7 @@ class _Batch:
 class _Part:
     """A response whose window is sampled; those that began first are asked for first, also after a cut.
 
-    window   what has come of it; where that was cut, the rest is asked for again
+    window   what has been sampled so far; where that was cut, the rest is asked for again
     asked    a server works on it
     """
 
@@ -84,7 +84,7 @@ class _Part:
 
     @property
     def begun(self) -> Response:
-        """The response with what has come of the window."""
+        """The response with what has been sampled of the window so far."""
         if self.window is None:
             return self.response
         return self.response.extended(self.window, weight_version=0, max_response=self.response.length + self.limit)

@@ -54,7 +54,7 @@ def free_bytes(device: torch.device) -> int | None:
 def rest_servers(engine: RolloutEngine, canary: Canary | None, device: torch.device) -> None:
     """Let servers that share the trainer's GPUs (`rollout.sleep`) give their memory back until an update; collective.
 
-    canary    on rank 0: fills their caches before, where sleep must not leave them
+    canary    on rank 0: fills the servers' caches first, to see later that sleep and update dropped them
     device    of this rank
     raises    EngineError where a server refuses, or no GPU of the trainer has more memory than before
     """

@@ -32,7 +32,7 @@ class TrainedScores:
 
 
 Scorer = Callable[[Sequence[tuple[tuple[int, ...], int]]], list[TrainedScores]]
-"""Returns the scores of sequences of tokens, of which so many are given."""
+"""Returns the scores of sequences, each as (tokens, how many of them are given)."""
 
 
 @dataclass(frozen=True)
