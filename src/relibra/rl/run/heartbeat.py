@@ -29,7 +29,7 @@ BEAT_SECONDS = 2.0
 NOTE_SECONDS = 60.0
 """Seconds of waiting before a line says for whom; said again after twice as long."""
 BUSY_NOTES = 5
-"""Where no rank waits: `NOTE_SECONDS` times this before a line says what ranks do; again after twice as long."""
+"""Multiple of `NOTE_SECONDS` without a waiting rank, before a line says what ranks do; again after twice as long."""
 STORE_SECONDS = 10.0
 """Longest time to wait for an answer of the store."""
 _log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Beat:
     stage     what it does, such as "reward of step 3"
     seconds   since that stage began, or its last wait began or ended
     waiting   it waits for the others
-    failed    None, or how its collective failed: "timed out", or "closed": a peer ended; "left": its work is done
+    failed    how its collective failed, "timed out" or "closed" (a peer ended); "left": its work is done; None: neither
     """
 
     number: int = 0
@@ -131,8 +131,8 @@ class Heartbeat:
     def find_hanging(self, error: BaseException, timeout_seconds: float) -> str | None:
         """Tell the others that this rank's collective failed, wait for their beats, and write stacks.
 
-        Waits up to about 4 x `beat_seconds`. Stacks of all ranks are written: of a rank that hangs by its thread, of
-        this one where it waited.
+        Waits up to about 4 x `beat_seconds`. Stacks of all ranks are written: the heartbeat thread of a rank that hangs
+        writes its own, and this one writes where it waited.
 
         returns   which ranks hang; None: a rank ended
         """
@@ -142,7 +142,7 @@ class Heartbeat:
             if self._failed == "timed out":
                 self.store.set("dump", "1")
             self.tell()
-            time.sleep(min(1.0, self.beat_seconds))  # of a peer that timed out, the connection closes before it says so
+            time.sleep(min(1.0, self.beat_seconds))  # a peer that timed out closes its connection before it says so
             if any(beat.failed == "timed out" for beat in self.ask()):
                 time.sleep(2 * self.beat_seconds)  # the others notice, and threads of those that hang write stacks
             beats = self.ask()

@@ -108,7 +108,7 @@ def launch(
 
 
 def _prepare(config: RunConfig, *, force: bool) -> tuple[RunConfig, Estimate | None]:
-    """Measure or check what plans need, and return the settings that its memory allows, with the estimate of it."""
+    """Measure or check the cluster for plans; return the settings that fit the memory, and the estimate of it."""
     if config.follows_plans:
         _prepare_cluster(config)
     found = None if config.parallel.launcher == "ray" or force else check_memory(config)  # its nodes have other GPUs
@@ -168,7 +168,7 @@ def _start_ranks(
 
 
 def _keep_estimate(run: Path, found: Estimate | None) -> None:
-    """Write the estimate of a start; that of an earlier one is of other settings."""
+    """Write the estimate of this start in place of an earlier one, which is of other settings."""
     (run / ESTIMATE_FILE).unlink(missing_ok=True)
     if found is not None:
         write_text(run / ESTIMATE_FILE, json.dumps(found.as_json(), indent=1) + "\n")
@@ -197,7 +197,7 @@ def _prepare_cluster(config: RunConfig) -> None:
 
 
 def _run_supervised(config: RunConfig, run: Path, restarts: int, log: ShrinkLog | None, *, force: bool) -> bool:
-    """Run the processes, again from the last checkpoint after a lost rank, then as `--resume parallel.ranks=N` would.
+    """Run the processes, again from the last checkpoint after a lost rank, then on fewer ranks, as a resumed run.
 
     restarts   without a newer checkpoint
     log        gets what each shrink cost; None: the run ends when restarts are used up
@@ -209,7 +209,8 @@ def _run_supervised(config: RunConfig, run: Path, restarts: int, log: ShrinkLog 
                 return _run_processes(config, run)
         except (LostRankError, NoRoomError) as error:
             before, checkpoint = checkpoint, latest_checkpoint(run)
-            left = 0 if isinstance(error, NoRoomError) else left if checkpoint == before else restarts
+            left = left if checkpoint == before else restarts
+            left = 0 if isinstance(error, NoRoomError) else left
             fewer = shrink_config(config) if log and checkpoint and not left else None
             if checkpoint is None or not (left or fewer):
                 raise

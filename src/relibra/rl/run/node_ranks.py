@@ -26,11 +26,11 @@ from relibra.rl.run.run_failure import EndedRanks, Exit, RankFailure
 from relibra.rl.run.run_folder import running_file
 
 STOPPED_SECONDS = 30.0
-"""Seconds beyond `parallel.heartbeat_seconds` after which a rank that is stopped is killed: other ranks notice it
-themselves before, with their stacks, where there are others."""
+"""Seconds beyond `parallel.heartbeat_seconds` after which a rank that is stopped is killed: other ranks, if
+there are any, notice it before, and write their stacks."""
 POLL_SECONDS = 2.0
 RUNNING = "running "
-"""In the file `done` of a rank until it has done its work: the file is there before the disk may be full."""
+"""Content of the file `done` of a rank until its work is done: the file is made before the disk may be full."""
 WATCH_SECONDS = 0.2
 START_RANK = (
     "import json, sys; place = json.load(open(sys.argv[1])); sys.path[:] = place['path']; "

@@ -52,7 +52,7 @@ def main(place: Mapping[str, Any]) -> None:
     assert launched is not None, "the agent tells a rank who it is"
     assert told is not None, "the agent tells a rank where to write"
     with suppress(OSError):  # one of them is closed
-        os.dup2(2, 1)  # to its end: what a reward prints at exit is no outcome either
+        os.dup2(2, 1)  # for good: what a reward prints at exit is no outcome either
     done = told.with_name("done")
     done.write_text(RUNNING)
     run = Path(place["run"])

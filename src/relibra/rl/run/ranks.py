@@ -40,7 +40,7 @@ def connect_ranks(timeout_seconds: float, url: str = "env://", *, attempt: int =
     """Connect to the store at which the ranks meet; does not wait for them.
 
     url        as for `torch.distributed.init_process_group`: "tcp://HOST:PORT?rank=0&world_size=2", or the environment
-    attempt    how often `torchrun` has started the ranks again: a store may remember those before
+    attempt    how often `torchrun` has started the ranks again: a store may remember earlier ones
     raises     ConfigError where another program has the port; LostPeerError where nobody answers in time
     """
     try:

@@ -255,7 +255,7 @@ def _use_gpus() -> bool:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the last line of an error of Ray, which ends a report of many."""
+    """Return the last line of an error of Ray, whose text is a report of many lines."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return printable(lines[-1]) if lines else type(error).__name__
 

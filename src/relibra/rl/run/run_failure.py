@@ -46,8 +46,8 @@ class RankFailure:
 class EndedRanks:
     """How the ranks of a run ended.
 
-    done       of ranks that have done their work, and written the policy: whether that were all steps. After that their
-               exit codes say nothing: what a reward leaves behind may crash as the interpreter ends
+    done       by rank that has done its work and written the policy: whether all steps were made. Its exit code then
+               says nothing: what a reward leaves behind may crash as the interpreter ends
     failures   of processes with an exit code other than 0, the first one first
     lost       which machines were lost with their ranks
     """
@@ -79,7 +79,7 @@ def check_ended(ended: EndedRanks, run: Path, *, asked: bool) -> bool:
                 print(f"rank {rank} had done its work when its process {how}", file=sys.stderr, flush=True)
         return all(ended.done.values())
     if asked and {one.code for one in ended.failures.values()} == {-signal.SIGTERM}:
-        return False  # it went to all, before the ranks could handle it
+        return False  # the signal went to all, before the ranks could handle it
     kind = EngineError if asked or any(one.code == Exit.FAILED for one in ended.failures.values()) else LostRankError
     raise kind(f"the run ended early: {_cause(ended)}{_next_step(run)}")
 

@@ -51,7 +51,7 @@ def fewer_ranks(ranks: int, num_experts: int) -> int | None:
 
 
 def shrink_config(config: RunConfig) -> RunConfig | None:
-    """Return the settings of a run on the most fewer ranks that they and the experts allow; None: there are none."""
+    """Return the settings of a run on the next smaller number of ranks that rules and experts allow; None: none."""
     experts = expert_count(config.model.path) if config.model.path else config.model.num_experts
     ranks = config.parallel.ranks
     while (fewer := fewer_ranks(ranks, experts)) is not None:
@@ -64,7 +64,7 @@ def shrink_config(config: RunConfig) -> RunConfig | None:
 def measure_cost(shrunk: Shrunk, old: Mapping[int, str], lines: Mapping[int, str], seconds: float) -> Shrunk:
     """Return a shrink with what it cost, as far as lines of metrics.jsonl by step show it.
 
-    old       before the shrink; those that are still there are not of it
+    old       lines before the shrink: those that are still there do not count
     seconds   since the first loss
     """
     own = [step for step in sorted(lines) if step >= shrunk.checkpoint and lines[step] != old.get(step)]
@@ -86,7 +86,7 @@ class ShrinkLog:
         self.shrunk: list[Shrunk] = []
 
     def note_loss(self, checkpoint: str) -> None:
-        """Count a loss from the first one without a newer checkpoint than this one."""
+        """Note a loss; seconds count from the first loss since this checkpoint."""
         steps, found = int(checkpoint.removeprefix("step-")), read_step_lines(self._run)
         if steps != self._checkpoint:
             self._checkpoint, self._since, self._lines = steps, time.monotonic(), {}

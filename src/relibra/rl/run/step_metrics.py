@@ -178,7 +178,7 @@ def balance_metrics(
     live = update.live or recomputed.live
     if live is not None and batch.micro_batches:
         before, after = live.skew()
-        if found["rank_skew"] is None:  # routes are not known: of the micro-batches that the pass ran
+        if found["rank_skew"] is None:  # routes are not known: the skew of what the pass ran
             found["rank_skew"] = before
         found |= {"planned_skew": after, "replicas": live.num_copies, "pushes": live.num_copies}
     if batch.plan is not None and batch.demand is not None and shape is not None:

@@ -87,9 +87,9 @@ class StepTraces:
         self._dropped = bool(problems)
 
     def remove_old(self, latest: int) -> None:
-        """Remove routes that are no longer kept after step `latest`, whose metrics are written: a killed run has them.
+        """Remove routes that are no longer kept after step `latest`; rank 0 removes.
 
-        Only rank 0 removes.
+        Called once that step's metrics are written, so that a killed run has the routes of its last finished steps.
         """
         if dist.get_rank() != 0:
             return
@@ -161,7 +161,7 @@ def trace_of(responses: Sequence[Response], *, num_experts: int, layer_ids: Sequ
 
 
 def _checked(response: Response, shape: tuple[int, ...], num_experts: int) -> ndarray:
-    """Return the routes of a response; a copy into another array would cast and broadcast what does not fit."""
+    """Return the routes of a response, checked: copying them unchecked would cast and broadcast what does not fit."""
     routes, sample = response.experts_mLK, response.sample_id
     if routes is None or routes.shape != shape or routes.dtype.kind not in "iu":
         found = "none" if routes is None else f"{routes.dtype} of shape {routes.shape}"

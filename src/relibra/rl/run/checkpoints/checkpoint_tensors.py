@@ -46,8 +46,8 @@ def tensors(models: Mapping[str, tuple[nn.Module, Optimizer | None]]) -> dict[st
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if not _is_scalar(value):
                         blocks = {f"{key}/{part}": tensor for part, tensor in blocks_of(value).items()}
-                        for part, tensor in (blocks or {key: value}).items():
-                            named[f"{name}/optimizer/{parameter_name}/{part}"] = tensor
+                        for path, stored in (blocks or {key: value}).items():
+                            named[f"{name}/optimizer/{parameter_name}/{path}"] = stored
     one_block = {key: _one_block(tensor) for key, tensor in named.items()}
     return {key: tensor for key, tensor in one_block.items() if local_shard(tensor).numel()}
 

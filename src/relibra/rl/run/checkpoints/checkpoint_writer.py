@@ -64,7 +64,7 @@ class CheckpointWriter:
         if self._thread is None:
             return
         with self._waiting():
-            ended_R = gather_json(None if self._thread.is_alive() else self._error is None)
+            ended_R = gather_json(None if self._thread.is_alive() else self._error is None)  # None: it still writes
         if False in ended_R or all(ended_R):
             self.wait()
 
