@@ -11,9 +11,9 @@ from sympy import Float, Mul, Rational, UnevaluatedExpr, simplify
 from sympy.matrices import MatrixBase
 
 LEAST_DIGITS = 6
-"""Digits, and places behind the point, from which a decimal may stand for a number that has no end, such as 1/3."""
+"""A decimal with so many digits, and places behind the point, may stand for an endless one, such as 1/3."""
 _DIGITS = 30
-"""Digits with which numbers are compared that are no fractions, such as roots."""
+"""Digits with which numbers that are no fractions, such as roots, are compared."""
 _HUNDREDTH = UnevaluatedExpr(Rational(1, 100))
 
 
@@ -53,7 +53,7 @@ def _exact(one: Any) -> Any:
 
 
 def _rounds_to(number: Any, decimal: Any) -> bool:
-    """Return whether a decimal is a number without end, cut to its digits by rounding, or nearly equals a float."""
+    """Return whether a decimal is an endless number rounded to its digits, or any number rounded to a float."""
     if not isinstance(decimal, Float) or not number.is_real:
         return False
     value = Rational(str(decimal))
@@ -61,7 +61,7 @@ def _rounds_to(number: Any, decimal: Any) -> bool:
     digits = len(str(abs(value.p) * 10**places // value.q))
     if places < LEAST_DIGITS or digits < LEAST_DIGITS:
         return False
-    if 15 <= digits <= 17 and abs(number - value).evalf(_DIGITS) <= abs(value) / 2**51:  # of a float of Python
+    if 15 <= digits <= 17 and abs(number - value).evalf(_DIGITS) <= abs(value) / 2**51:  # printed from a float
         return True
     ends = number.is_Rational and 10**400 % number.q == 0
     return not ends and bool(abs(number - value).evalf(_DIGITS) <= Rational(1, 2 * 10**places))

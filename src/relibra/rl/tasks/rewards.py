@@ -28,7 +28,7 @@ LARGEST = 1e9
 MOST_PLACES = 1000
 """Most digits before the point of a right answer, and about as many zeros behind it."""
 _ONE_AT_A_TIME = threading.Lock()
-"""With `rollout.ahead` a thread computes rewards, beside those of an evaluation."""
+"""Reward functions get one call at a time: with `rollout.ahead` an evaluation and a thread both compute rewards."""
 
 
 @dataclass(frozen=True, eq=False)

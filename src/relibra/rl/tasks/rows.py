@@ -146,7 +146,7 @@ class Parquet:
 
 
 Rows = JsonLines | Parquet
-"""Rows by index, each a dictionary of columns; `digest` by which other rows, or another order, are noticed."""
+"""Rows by index, each a dictionary of columns; `digest` differs for other rows, or another order."""
 
 
 def open_rows(path: Path, setting: str) -> Rows:

@@ -16,7 +16,7 @@ INITIAL_STD = 0.08
 
 
 def built_in_config(settings: ModelSettings, vocab_size: int, least_head_dim: int = 0) -> Qwen3MoeConfig | Qwen3Config:
-    """Return the `transformers` configuration of the built-in policy; heads are as wide as a sampler needs."""
+    """Return the `transformers` configuration of the built-in policy; heads are at least as wide as a sampler needs."""
     sizes = {
         "vocab_size": vocab_size,
         "hidden_size": settings.hidden_size,
