@@ -54,8 +54,8 @@ def groups_with_signal(
 ) -> dict[int, bool]:
     """Return for each group with a reward, of all ranks, whether its rewards differ; collective.
 
-    Where `algorithm.group_filter` decides, rewards are those of the task, without length penalties, which would make
-    any group look mixed; else those that advantages are made from.
+    With `algorithm.group_filter` "mixed", rewards are the task's, without length penalties, which would make any group
+    look mixed; else they are those that advantages are made from.
     """
     if settings.group_filter == "mixed":
         responses = [
@@ -123,7 +123,7 @@ def compute_values(
 
 
 def record_values(responses: Sequence[Response], values_X: Float32[Tensor, " X"]) -> list[Response]:
-    """Return the responses with the values of the tokens of their last windows; earlier ones were recorded then."""
+    """Return the responses with the values of their last windows recorded; those of earlier windows stay."""
     pieces = values_X.split([response.length for response in responses])
     return [
         replace(response, values_r=np.where(response.in_window_r, values_r.numpy(), response.values_r))
@@ -132,9 +132,9 @@ def record_values(responses: Sequence[Response], values_X: Float32[Tensor, " X"]
 
 
 def with_recorded_values(responses: Sequence[Response], earlier: Sequence[Response]) -> list[Response]:
-    """Return responses with the values that were recorded of their earlier windows, on whatever rank; collective.
+    """Return responses with the values recorded for their earlier windows, on any rank; collective.
 
-    A window may begin (`rollout.ahead`) before the step of the one before has recorded its values.
+    With `rollout.ahead` a window may begin before the values of the window before it are recorded.
 
     earlier    responses of this rank when they were shorter
     """
@@ -168,8 +168,8 @@ def make_value_batches(
     shared = None
     if group_s is not None:
         chosen = sorted(chosen, key=lambda s: (group_s[s], s))
-        again = np.diff(group_s[chosen], prepend=-1) == 0
-        shared = [responses[s].prompt_length if once else 0 for s, once in zip(chosen, again.tolist(), strict=True)]
+        follows = (np.diff(group_s[chosen], prepend=-1) == 0).tolist()  # another response of its group
+        shared = [responses[s].prompt_length if behind else 0 for s, behind in zip(chosen, follows, strict=True)]
     runs = cut_into_runs([len(responses[s].tokens_n) - 1 for s in chosen], micro_batch_tokens, shared)
     runs += [[]] * (largest_over_ranks(len(runs)) - len(runs))
     return [make_token_batch(responses, [chosen[i] for i in run], piece_s=group_s) for run in runs]
@@ -204,9 +204,9 @@ def compute_gae(
             rewards_SN[s, length_S[s] - 1] = response.reward
     trained_S = torch.where(finished_S, length_S, (length_S - settings.tail_drop) * train_unfinished)
     mask_SN = column_N < trained_S[:, None]
-    total_S = torch.tensor([response.length for response in responses]) + torch.where(finished_S, 0, N / 2)
+    expected_length_S = torch.tensor([one.length for one in responses]) + torch.where(finished_S, 0, N / 2)
     advantage_SN = egae(
-        values_SN, rewards_SN, length_S, finished_S, gamma=GAMMA, lambda_B=_lambda(total_S.float(), settings)
+        values_SN, rewards_SN, length_S, finished_S, gamma=GAMMA, lambda_B=_lambda(expected_length_S.float(), settings)
     )
     if settings.whiten:
         advantage_SN = whiten(advantage_SN, mask_SN, sum_over_ranks(moments(advantage_SN, mask_SN)))
@@ -242,7 +242,7 @@ def variance_explained(responses: Sequence[Response], values_X: Float32[Tensor, 
 
 
 def returns_of(finished: Sequence[Response]) -> Float32[Tensor, " X"]:
-    """Return the return (its reward at the end) of each token of finished responses, response after response."""
+    """Return for each token of finished responses its return, the reward at the end; response after response."""
     pieces = [np.zeros(0)]
     for response in finished:
         assert response.reward is not None, f"sample {response.sample_id} is finished, so it has a reward"
@@ -255,9 +255,8 @@ def auroc_at_cuts(
 ) -> float | None:
     """Return the AUROC of values at cuts as predictors of correct responses: 0.5 is chance; collective.
 
-    Over all cuts, at the ends of earlier windows, of the responses of all ranks that finished in this step, with the
-    values recorded then; None where all of them are correct, or none is. Only the first
-    window and the last may be shorter than `window_tokens`.
+    A cut ends an earlier window of a response, of any rank, that finished in this step; values are those recorded then.
+    None where all or none of these are correct. Only the first window and the last may be shorter than `window_tokens`.
     """
     cuts = [
         (response.values_r[cut - 1], is_correct(response, max_response, overlong_buffer))

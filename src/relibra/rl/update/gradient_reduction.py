@@ -1,8 +1,8 @@
 """When gradients are summed over ranks: once per mini-batch, or in each micro-batch where whole ones do not fit.
 
-Until they are summed, a rank adds up gradients of whole weights, except those of experts, which no other rank has. To
-sum them in each micro-batch sends them as often, beside the backward pass, and adds in another order. So sizes alone
-decide, the same in all steps: neither a plan nor `update.offload` changes a bit.
+Until they are summed, a rank holds gradients of whole weights, except those of experts, which no other rank has.
+Summing in each micro-batch sends them once per micro-batch, beside the backward pass, and adds in another order. So
+sizes alone decide, the same in all steps: neither a plan nor `update.offload` changes a bit of the result.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from relibra.parallel.homes.logical_order import reshard
 from relibra.rl.run.ranks import largest_over_ranks
 
 LARGEST_SHARE = 0.05
-"""Of the device memory, that whole gradients may take: 4 GiB of 80."""
+"""Share of the device memory that whole gradients may take: 4 GiB of 80."""
 
 
 def reduces_each_micro_batch(whole_bytes: int, device_bytes: int | None) -> bool:
-    """Return whether to sum in each micro-batch, as whole gradients take so many bytes; None: the device is a CPU."""
+    """Return whether whole gradients are too large, so that each micro-batch sums them; `device_bytes` None: a CPU."""
     return device_bytes is not None and whole_bytes > LARGEST_SHARE * device_bytes
 
 

@@ -34,9 +34,9 @@ class PlannedActivations:
     def of_run(
         cls, run: Path, model: nn.Module, cluster: Cluster, shape: ModelShape | None, slot_gib: float | None
     ) -> PlannedActivations | None:
-        """Return it with the figures of the run's estimate; None, with a warning: there are none. Collective.
+        """Return the choice, from the figures of the run's estimate; None, with a warning: it has none. Collective.
 
-        slot_gib    that slots of layers take at most
+        slot_gib    most GiB of slots of layers
         """
         figures = None
         if dist.get_rank() == 0:
@@ -53,7 +53,7 @@ class PlannedActivations:
         return cls(ActivationMemory(**figures).beside_replica_slots(slot_gib), model, cluster, shape)
 
     def prepare(self, batch: TrainingBatch) -> None:
-        """Let the layers keep what the choice says, and make it where there is none that fits; collective."""
+        """Let the layers keep what the choice says; make a new one where there is none that fits; collective."""
         if batch.demand is None:
             return
         planned, demand = batch.plan, batch.demand
@@ -67,6 +67,6 @@ class PlannedActivations:
         keep_activations(self._model, self.option_L)
 
     def take_line(self) -> str:
-        """Return, once, the choice and the runner-up in a line."""
+        """Return a new choice and its runner-up in a line; "" where an earlier call has returned it."""
         line, self._line = self._line, ""
         return line

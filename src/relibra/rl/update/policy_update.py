@@ -65,12 +65,12 @@ def update_policy(
 ) -> PolicyUpdate:
     """Train the policy on a step, a mini-batch at a time; collective.
 
-    Gradients are accumulated over the micro-batches of a mini-batch, and averaged over ranks by FSDP, once or in each
-    of them (`gradient_reduction.py`), so each rank's sum is multiplied by the number of ranks. A mini-batch that trains
-    no token on any rank is left out; one whose gradient is not finite is skipped (`step_or_skip`).
+    Gradients are accumulated over the micro-batches of a mini-batch. FSDP averages them over ranks, once or in each
+    micro-batch (`gradient_reduction.py`), so each rank's sum is multiplied by the number of ranks. A mini-batch that
+    trains no token on any rank is left out; one whose gradient is not finite is skipped (`step_or_skip`).
 
-    Old log-probs that no pass has computed are those of the first epoch, detached, in the first mini-batch; later
-    epochs use the same. In the others they are the sampler's, or computed now where `before_first_step` says no.
+    Old log-probs that no pass has computed: the first mini-batch takes its own of the first epoch, detached. The others
+    take the sampler's, or compute them before the first step if `before_first_step` refuses. Later epochs reuse them.
 
     count    optimizer steps made before
     """
@@ -82,7 +82,7 @@ def update_policy(
         if not totals.tokens and (not totals.positive_tokens or ":" in loss.config.algorithm.loss):
             continue
         numbered, found = batch.of_mini_batch(mini_batch), list[Mapping[str, Tensor | float]]()
-        own = PassScores() if any(one.old_log_probs_X is None for _, one in numbered) else None
+        old_scores = PassScores() if any(one.old_log_probs_X is None for _, one in numbered) else None
         for i, (number, micro_batch) in enumerate(numbered):
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(reduces_each or i == len(numbered) - 1)
@@ -93,14 +93,14 @@ def update_policy(
                 total, own_sums = loss(scores, there, totals)
                 (total * num_ranks).backward()
             found.append(own_sums)
-            if own is not None:
-                own.add(number, scores, read, replay)
+            if old_scores is not None:
+                old_scores.add(number, scores, read, replay)
         added = loss.add_up(found)
-        if own is not None:
-            compared, log_probs = own.read(device, batch, loss.config.algorithm)
+        if old_scores is not None:
+            compared, log_probs = old_scores.read(device, batch, loss.config.algorithm)
             batch = _with_old_log_probs(batch, log_probs)
             added["at_ratio_1"] = added.get("tokens", 0.0)
-        if is_first and (before_first_step is None or before_first_step(own, batch, compared)):
+        if is_first and (before_first_step is None or before_first_step(old_scores, batch, compared)):
             batch = _with_old_log_probs(batch, [one.sampled_log_probs_X for one in batch.micro_batches])
         elif is_first:
             missing = [m for m, one in enumerate(batch.micro_batches) if one.old_log_probs_X is None]

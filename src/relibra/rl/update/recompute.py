@@ -73,8 +73,8 @@ class PassScores:
     ) -> tuple[Comparison, list[Float[Tensor, " _"] | None]]:
         """Wait for the device once; compare the last windows with the sampler.
 
-        returns   also the log-probs of the response tokens of each micro-batch of the step, on the host: 0 where not
-                  scored, None for a micro-batch that was not run
+        returns   the comparison; the log-probs of the response tokens of each micro-batch of the step, on the host: 0
+                  where not scored, None for a micro-batch that was not run
         """
         wait_for_copies(device)
         compared = Comparison(routers=self._routers)
@@ -124,12 +124,12 @@ def micro_batches_to_recompute(schedule: Schedule, settings: AlgorithmSettings, 
     "recompute": all. "skip_first": none of the first mini-batch, whose old log-probs are the update's own; all with R2,
     for their routes. "sampler": none, as the update decides after its first mini-batch.
 
-    trains   the policy is trained in this step; else only the pass compares it with the sampler
+    trains   whether this step trains the policy; if not, only this pass compares it with the sampler
     """
     if settings.old_log_probs == "sampler" and trains:
         return []
-    leaves_out = settings.old_log_probs == "skip_first" and settings.replay != "R2" and trains
-    return np.flatnonzero(schedule.mini_batch_M >= leaves_out).tolist()
+    first = int(settings.old_log_probs == "skip_first" and settings.replay != "R2" and trains)
+    return np.flatnonzero(schedule.mini_batch_M >= first).tolist()
 
 
 @torch.no_grad()
@@ -184,7 +184,7 @@ def reference_log_probs(model: nn.Module, batch: TrainingBatch, temperature: flo
 def score_tokens(model: nn.Module, batch: TokenBatch, temperature: float) -> TokenScores:
     """Return log-prob and entropy of the policy at each response token of a batch on the device; collective.
 
-    Without response tokens, those of one row that predict nothing, which keeps collectives aligned.
+    Without response tokens, scores of one row that predicts nothing, which keeps collectives aligned.
     """
     row_X, target_X = batch.row_X, batch.target_X
     if not len(row_X):

@@ -36,7 +36,7 @@ class SamplerWatch:
         self.state, self._step, self._policy, self._config = state, step, policy, config
         given = (config.parallel.ranks, config.rollout.url, config.rollout.transfer, config.plan.balancer)
         passes = (config.plan.sums, config.update.micro_batch_tokens, config.update.shared_prompts)
-        self._rounding = str((*given, *passes))  # what may change on resume and changes rounding: a history of its own
+        self._rounding = str((*given, *passes))  # where a resumed run rounds otherwise, a new history begins
 
     def accepts(self, scored: PassScores | None, batch: TrainingBatch) -> bool:
         """Return whether old log-probs may be the sampler's; collective.
@@ -55,8 +55,8 @@ class SamplerWatch:
         if self.verdict.accepted:
             self.state = {"rounding": self._rounding, "steps": history.with_step(sums).as_state()}
             return True
-        uses = self._config.algorithm.old_log_probs == "sampler"
-        reaction = self._config.update.on_mismatch or ("fall_back" if uses else "warn")
+        uses_sampler = self._config.algorithm.old_log_probs == "sampler"
+        reaction = self._config.update.on_mismatch or ("fall_back" if uses_sampler else "warn")
         if reaction == "stop":
             raise EngineError(
                 f"step {self._step}: {self.sentence}; look at what it names, or set update.on_mismatch=warn"
@@ -82,10 +82,10 @@ class SamplerWatch:
         for number, (scores, read) in scored.found.items():
             now_X = read.in_window_X & (read.versions_X == self._step)  # older ones differ by what was learned since
             if self._config.rollout.keeps_cache:  # so do those sampled over older keys and values
-                begun_S = torch.tensor(
+                one_window_B = torch.tensor(
                     [batch.responses[s].windows == 1 for s in read.samples_B.tolist()], dtype=torch.bool
                 )
-                now_X = now_X & begun_S[read.response_X]
+                now_X = now_X & one_window_B[read.response_X]
             tokens, routes = read.of_tokens(now_X), batch.micro_batches[number].routes
             none_XLK = torch.zeros(len(tokens.row_X), layers, choices, dtype=torch.uint8)  # filler, or no replay
             pieces.append(

@@ -42,8 +42,8 @@ def update_values(
 ) -> tuple[float, StepCount, int]:
     """Train the value model on finished responses, all their windows; collective.
 
-    The target of every token is the reward at the end (Monte Carlo, lambda 1). Mini-batches are drawn as
-    those of the policy: in the order of samples, the longest responses would always be in the first.
+    The target of every token is the reward at the end (Monte Carlo, lambda 1). Mini-batches are drawn at random, as the
+    policy's are: in the order of samples, the first one would always have the longest responses.
 
     finished         of this rank, with reward and recorded values
     by_group, seed   as of `own_mini_batches`
@@ -53,7 +53,7 @@ def update_values(
     """
     parts = own_mini_batches(finished, update.mini_batches, by_group=by_group, seed=seed)
     totals = sum_over_ranks(torch.tensor([len(part) for part in parts])).tolist()
-    nominal = responses_per_step // update.mini_batches  # fewer that finished make a smaller step
+    nominal = responses_per_step // update.mini_batches  # where fewer finished, the step is smaller
     losses, skipped, reduces_each = list[float](), 0, each_micro_batch(critic)
     device = next(critic.parameters()).device
     for part, total in list(zip(parts, totals, strict=True)) * update.epochs:
@@ -97,4 +97,4 @@ def _value_loss(critic: nn.Module, batch: TokenBatch, responses: int) -> Float[T
         values_T[batch.row_X], batch.old_values_X, batch.returns_X, clip_low=CLIP_LOW, clip_high=CLIP_HIGH
     )
     tokens_X = response_sizes(batch.response_X, batch.num_responses)
-    return (1 / (tokens_X.float() * max(1, responses)) * loss_X).sum()  # means of responses
+    return (1 / (tokens_X.float() * max(1, responses)) * loss_X).sum()  # mean over responses of their means
