@@ -77,7 +77,7 @@ class StepsAhead:
         self._thread.start()
 
     def advance(self, version: int) -> None:
-        """Tell the version of the weights that servers have now: further steps may begin."""
+        """Tell the thread which version of the weights servers have now: further steps may begin."""
         with self._changed:
             self._version = version
             self._changed.notify()
@@ -87,7 +87,7 @@ class StepsAhead:
 
         The wait counts as "rollout" until all responses are whole, then as "plan".
 
-        raises    EngineError and what else went wrong in the thread, or in the sampler
+        raises    what went wrong in the thread or the sampler, such as EngineError
         """
         began = time.perf_counter()
         with clock.stage("rollout"):

@@ -20,7 +20,7 @@ _FIRST_SAMPLE = 1 << 50
 def evaluate(learner: Learner) -> dict[str, float]:
     """Return mean reward and response length on the held-out prompts; the same on all ranks; collective.
 
-    raises    ConfigError where more rewards failed than may, or all prompts are too long
+    raises    ConfigError if more rewards failed than are allowed, or all prompts are too long
     """
     task, tokenizer, settings = learner.task, learner.tokenizer, learner.config.rollout
     with idle_while_sampling(learner.policy.trained, learner.config.update):

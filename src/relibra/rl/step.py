@@ -81,7 +81,7 @@ class Progress:
     untrained_steps       RL steps in a row whose rewards trained nothing
     explained_variance    share of the variance of returns that the value model explained last; None: not known
     planned               whether a step was planned, so that the next plan starts from the current homes
-    residents             experts `[L][R][B]` in slots of layers that last, chosen from the step before; None: none
+    residents             experts `[L][R][B]` in lasting replica slots, chosen from the step before; None: none
     sampler_history       of accepted steps, as JSON data (`SamplerHistory`); None: no step yet
     """
 
@@ -109,8 +109,8 @@ class Progress:
 
         raises    ConfigError for a checkpoint of another version of relibra
         """
-        later = dict.fromkeys(("policy_skips", "value_skips", "untrained_steps"), 0)  # 0.2.0 had none
-        state = {**later, "residents": None, "sampler_history": None, **state}
+        newer = dict.fromkeys(("policy_skips", "value_skips", "untrained_steps"), 0)  # 0.2.0 wrote none of these
+        state = {**newer, "residents": None, "sampler_history": None, **state}
         if missing := [name for name in ("next_sample", "passed_over", *_STATE) if name not in state]:
             raise ConfigError(
                 f"the checkpoint lacks {', '.join(missing)}: another version of relibra wrote it; finish the run with "
@@ -136,7 +136,7 @@ class Learner:
     reference   frozen policy of the KL term; None: there is no such term, or not yet
     cluster     machine that steps are planned for
     canary      on rank 0: compares a server with the policy after each update of its weights; None: there is none
-    activations   what layers keep by plan; None: the same in all of them
+    activations   plans which activations each layer keeps; None: all layers keep the same
     """
 
     config: RunConfig
@@ -171,7 +171,7 @@ class PreparedStep:
     """What a step trains on.
 
     rollout        of this rank, without routes
-    signal         which groups have one
+    signal         by group: whether its rewards differ
     advantage_of   advantages of groups, by sample id
     batch          with the plan, where the routes of the rollout are replayed
     routed         bytes of the routes that this rank got from its engine and trains on
@@ -199,7 +199,7 @@ def rl_step(
 ) -> StepResult:
     """Go through one step: sample, reward, plan, recompute, assign credit, update, sync weights; collective.
 
-    take    returns what was prepared while the steps before trained (`rollout.ahead`)
+    take    returns what was prepared while earlier steps trained (`rollout.ahead`); None: prepare it here
     """
     config, clock = learner.config, Stopwatch(step)
     if take is None:
@@ -221,7 +221,7 @@ def rl_step(
             check_mismatch(mismatch, largest_mismatch(config), where=f"step {step}")
         return watch.accepts(scored, batch)
 
-    before_first_step(None, batch, Comparison())  # what a pass has found already
+    before_first_step(None, batch, Comparison())  # checks what `_recompute` found
     with clock.stage("trace"):
         traces.write_plan(step, batch.plan, batch.demand)
     progress, credit, value_metrics = _run_value_model(learner, progress, batch.responses, clock)
@@ -238,7 +238,7 @@ def rl_step(
         canary = sync_weights(learner.engine, learner.policy, step + 1, learner.canary)
     residents = progress.residents if config.plan.lasting else None
     if config.plan.lasting and batch.plan is not None:
-        with clock.stage("plan"):  # what is left of it beside the update
+        with clock.stage("plan"):  # waits for what the update has not hidden
             residents = exchange_residents(batch.lasting)
     metrics = {
         "step": step,
@@ -258,8 +258,8 @@ def rl_step(
     }
     untrained = progress.untrained_steps
     if trains:
-        terms = config.algorithm.kl_coefficient or config.algorithm.entropy_coefficient or ":" in config.algorithm.loss
-        without_signal = metrics["equal_groups"] == 1 and not terms
+        other = config.algorithm.kl_coefficient or config.algorithm.entropy_coefficient or ":" in config.algorithm.loss
+        without_signal = metrics["equal_groups"] == 1 and not other  # terms that train without it
         untrained = untrained + 1 if not metrics["trained_tokens"] or without_signal else 0
     metrics["untrained_steps"] = untrained
     metrics["alarms"] = [*alarms(metrics), *filter(None, [watch.sentence])]
@@ -279,13 +279,13 @@ def rl_step(
 
 
 def _trains_policy(step: int, learner: Learner, progress: Progress) -> bool:
-    """Return whether a step trains the policy: not before the value model has been."""
+    """Return whether a step trains the policy: a value model is trained first (`critic.pretrain_steps`)."""
     first = learner.config.critic.pretrain_steps
     return learner.critic is None or (step >= first and (progress.value_steps > 0 or not first))
 
 
 def largest_mismatch(config: RunConfig) -> float:
-    """Return the largest `log_ratio_mean_abs` before the first update; servers of the user may compute in bfloat16.
+    """Return the largest allowed `log_ratio_mean_abs` before the first update; a user's server may compute in bfloat16.
 
     Logits, and so their rounding, are divided by the temperature.
     """
@@ -503,7 +503,7 @@ def _with_targets(
     )
     if learner.reference is None:
         return batch
-    # With adapters it is the policy itself, without them.
+    # A policy with adapters is its own reference, with the adapters switched off.
     with (
         without_adapters(learner.reference),
         clock.balanced_stage("reference", learner.reference, config.plan, learner.cluster),

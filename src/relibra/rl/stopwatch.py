@@ -54,7 +54,7 @@ class Stopwatch:
             self.keep_live(name, live)
 
     def keep_execution(self, name: str, context: BatchExecution) -> None:
-        """Keep what a stage knew of its rows before, by its plan, and as `keep_live`."""
+        """Count the rows that a stage ran, and those whose addresses its plan knew; then do as `keep_live`."""
         known, planned = context.planned_rows
         self.rows.update(known=known, all=planned)
         self.keep_live(name, context.live)
@@ -67,7 +67,7 @@ class Stopwatch:
             self.waited.update(live.waited())
 
     def row_metrics(self) -> dict[str, Any]:
-        """Return the share of rows whose address was known before the step, and waits; None: there were none."""
+        """Return the share of rows whose address was known before the step, and waits; None where there were none."""
         waited = {name: round(seconds, 4) for name, seconds in self.waited.items()}
         known = self.rows["known"] / self.rows["all"] if self.rows["all"] else None
         return {"known_rows": known, "wait_seconds": waited if any(waited.values()) else None}
