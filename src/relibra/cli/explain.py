@@ -33,8 +33,8 @@ def explain(
 ) -> None:
     """Print what was tried for a step and its predicted cost, one layer's decisions, or how two plans differ.
 
-    Seconds are predicted by the planner's model of the machine. Loads of ranks are over the mean rank's, from homes
-    alone; local: share of an expert's token-slots from its home's node. All moves of a layer are made together. A
+    Seconds are predicted by the planner's model of the machine. Loads of ranks are those without replicas / the mean
+    rank's; local: share of an expert's token-slots from its home's node. All moves of a layer are made together. A
     replica takes load off its home where home_load is above 1; else it keeps token-slots from travelling, or makes room
     at the home.
 
@@ -70,9 +70,9 @@ def explain(
         facts = {"balancer": made.balancer, "considered": choices, "considered_layers": of_layers}
         print_result(facts, as_json=as_json)
         return
-    of_plan = read_demand(find_demand(plan, demand))
-    explained = explain_plan(made, of_plan, layer, micro_batch)
-    moved = moved_experts(made, made.scheduled(of_plan), made.layer_ids.tolist().index(layer))
+    plan_demand = read_demand(find_demand(plan, demand))
+    explained = explain_plan(made, plan_demand, layer, micro_batch)
+    moved = moved_experts(made, made.scheduled(plan_demand), made.layer_ids.tolist().index(layer))
     facts = {
         **asdict(explained),
         "moved": [asdict(expert) for expert in moved],

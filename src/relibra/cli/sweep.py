@@ -194,10 +194,10 @@ class Simulations:
         workload = self._workloads[key]
         _refuse_schedule_of_fewer_ranks(workload)
         # the static layout leaves slots empty, so their number does not matter
-        place = (*key, point.pipeline_stages, point.stage_cut, point.pipeline)
-        if place not in self._statics:
-            self._statics[place] = simulate_balancer(replace(point, balancer="static"), workload)
-        static = self._statics[place]
+        static_key = (*key, point.pipeline_stages, point.stage_cut, point.pipeline)
+        if static_key not in self._statics:
+            self._statics[static_key] = simulate_balancer(replace(point, balancer="static"), workload)
+        static = self._statics[static_key]
         simulated = static if point.balancer == "static" else simulate_balancer(point, workload)
         return SweepPoint(row=_row(point, workload, simulated, static), workload=workload, simulated=simulated)
 
@@ -208,25 +208,25 @@ def _simulate(
     """Simulate all points.
 
     returns   simulated points; and the settings of the impossible ones, each with the reason as "why"
-    raises    the reason of the first point, when all are impossible
+    raises    the error of the first point, when all are impossible
     """
     simulations = Simulations(recording)
     found, left_out = [], []
-    first: RelibraError | None = None
+    first_error: RelibraError | None = None
     for number, point in enumerate(points):
         with progress(f"simulating {number + 1} of {len(points)} (the first run compiles kernels)"):
             try:
                 found.append(simulations.simulate(point))
             except RelibraError as error:
-                first = first or error
+                first_error = first_error or error
                 left_out.append({**_settings(point), "why": str(error)})
             except KeyboardInterrupt:
                 if not found:
                     raise
                 left_out += [{**_settings(rest), "why": STOPPED} for rest in points[number:]]  # print what is done
                 break
-    if not found and first is not None:
-        raise first
+    if not found and first_error is not None:
+        raise first_error
     return found, left_out
 
 
@@ -242,7 +242,7 @@ def _row(
         **_settings(point),
         **simulated.figures(static),
         "micro_batch_tokens": workload.rank_tokens,
-        "ranks": point.ranks,  # of the point, where the figures have all ranks
+        "ranks": point.ranks,  # of the expert-parallel group; `figures` has those of all stages
         "ranks_per_node": min(workload.machine.ranks_per_node, workload.machine.num_ranks),
         "all_ranks": step.layout.num_ranks,
         "fits_memory": not simulated.memory.warning,

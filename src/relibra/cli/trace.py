@@ -115,9 +115,9 @@ def stats(
     these; weighted: sum of max / sum of mean; idle: share of the expert time that ranks wait. The last micro-batch may
     be shorter. The figures are those of `relibra report`.
 
-    Homes: ranks that a token goes to, its own included, and the load of the busiest rank / mean, with experts placed by
-    number, for even load, or with those that tokens pick together on a rank (load 1.05 at most). Places come from every
-    second sample, figures from the others; of a large trace from few samples and layers.
+    Homes: three ways to place experts on ranks: by number, for even load, and together those that tokens pick together
+    (load 1.05 at most). Of each: ranks that a token goes to, its own included, and load of the busiest rank / mean.
+    Places come from every second sample, figures from the others; of a large trace from few samples and layers.
 
     ranks  Ranks of the expert-parallel group, comma-separated; default: those of 8,16,32 that divide the experts, else
         the smallest divisors of the experts.

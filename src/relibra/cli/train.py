@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from relibra.rl.run.launch import Finished
 
 _USAGE_ERROR = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
-"""What the parser of a command raises; newer versions of typer hold their own copy of click, which they do not name."""
+"""click's `UsageError`, as the base of `BadParameter`: newer versions of typer have a private copy of click."""
 
 
 @documented

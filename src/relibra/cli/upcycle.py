@@ -28,8 +28,8 @@ def upcycle(
 ) -> None:
     """Grow a model: copy experts and their router rows into a new folder of transformers, to be trained further.
 
-    With as many choices as before a token takes twins, copies of one expert: printed are the shares of tokens and of
-    choices with twins, and the relative change of the logits.
+    Where the top k stays as it is, choices of a token can be twins, copies of one expert: printed are the shares of
+    tokens and of choices with twins, and the relative change of the logits.
 
     model MODEL  Folder of a mixture-of-experts model of transformers.
     experts  Experts afterwards / experts before.

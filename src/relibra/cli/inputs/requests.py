@@ -37,7 +37,7 @@ def documented(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 def _command(command: Callable[..., None], verb: Callable[..., None], owner: Any) -> Callable[..., None]:
-    """Give a command the name and text of a verb, and the fields or parameters of its owner as options."""
+    """Give `command` the name and help text of `verb`, and an option for each field or parameter of `owner`."""
     kinds = reversed(owner.__mro__) if isinstance(owner, type) else [owner]
     helps = {
         name: (metavar or None, " ".join(text.split()))

@@ -23,7 +23,7 @@ Cut = dict[str, Any]
 
 
 def mini_batches_for(recording: RecordedStep, request: WorkloadRequest) -> int | None:
-    """Return the number of mini-batches, filled as a run does; None: one, scheduled as for a trace of no run."""
+    """Return the number of mini-batches to fill as a run does; None: one, as `_schedule_one_mini_batch` fills it."""
     if recording.mini_batches is not None:
         return request.mini_batches or recording.mini_batches
     return None if request.mini_batches == 1 else request.mini_batches
@@ -114,8 +114,8 @@ def _schedule_mini_batches(
 ) -> ScheduledDemand:
     """Schedule whole samples as a step of a run; `group_M` of the demand are its mini-batches.
 
-    Responses of a run go to the mini-batches in which it trained them, if its filter left none out; on as many ranks
-    also to the same micro-batches and ranks, before packing. Other samples fill mini-batches in recorded order.
+    Responses of a run go to the mini-batches in which it trained them, if its filter left none out; on its number of
+    ranks also to its micro-batches and ranks, before packing. Other samples fill mini-batches in recorded order.
     """
     import numpy as np
 
@@ -139,7 +139,7 @@ def _schedule_mini_batches(
         num_ranks=request.ranks,
         prompts=prompts and prompts.of(by_id),
     )
-    if prompts is not None and not made.leads_S.all():  # each is counted with the first response behind it
+    if prompts is not None and not made.leads_S.all():  # a prompt is counted with the first response behind it
         shared_S, position_T = np.zeros(routes.num_samples, dtype=np.int64), np.arange(routes.num_rows)
         shared_S[by_id] = np.where(made.leads_S, 0, prompts.tokens_S[by_id])
         position_T -= np.repeat(routes.offsets[:-1], routes.rows_per_sample)

@@ -112,7 +112,7 @@ class Workload:
         }
 
     def note_problems(self, *balancers: str) -> None:
-        """Print what makes the figures of these balancers less telling than they could be, and the option for it."""
+        """Print what makes the figures of these balancers less telling, and the option that mends it."""
         from relibra.planning.registry import BALANCERS
 
         lacking = [name for name in balancers if name in BALANCERS and BALANCERS[name].sees == "history"]
@@ -249,7 +249,7 @@ def _draw_again(routes: RoutingTrace, request: WorkloadRequest, tokens: int | No
 
     from relibra.routing.micro_batches import draw_samples
 
-    if len(set(routes.sample_ids.tolist())) < routes.num_samples:  # not known, or of several steps
+    if len(set(routes.sample_ids.tolist())) < routes.num_samples:  # ids are unknown, or those of several steps
         routes = replace(routes, sample_ids=np.arange(routes.num_samples))
     if request.micro_batches is None or tokens is None:
         return routes

@@ -22,9 +22,9 @@ DEFAULT_EVERY = 10
 
 
 def fault_facts(request: SimulateRequest, workload: Workload, chosen: SimulatedPlan) -> dict[str, object]:
-    """Return cover and its price, and a row per policy and per horizon; the rank whose loss takes most along is lost.
+    """Return cover and its price, and a row per policy and per horizon; the lost rank is the one with least cover.
 
-    raises   ConfigError for one rank, which nobody can replace
+    raises   ConfigError for one rank, which nobody can replace, and for a step without tokens
     """
     from relibra.planning.costs.copies import slot_bytes
     from relibra.reporting.data.recording import open_recording
@@ -37,13 +37,13 @@ def fault_facts(request: SimulateRequest, workload: Workload, chosen: SimulatedP
     if not chosen.tokens:
         raise ConfigError(f"--faults: the step of {workload.recording.trace} has no tokens, choose another recording")
     recording = open_recording(workload.recording.run or workload.recording.trace, request.num_experts)
-    kept, tables = recording.setting("checkpoint", "every"), [row.get("seconds") for row in recording.metrics.rows]
-    every = request.checkpoint_every or (isinstance(kept, int) and kept) or DEFAULT_EVERY
-    whole, before = [one for one in tables if isinstance(one, dict)], chosen.step.seconds_without_relocation
-    if not whole or recording.setting("parallel", "ranks") != R:
-        whole = [{"update": before}]
-    measured = median(float(sum(table.values())) for table in whole)
-    trained = median(float(sum(table.get(stage, 0.0) for stage in TRAINING)) for table in whole)
+    of_run, before = recording.setting("checkpoint", "every"), chosen.step.seconds_without_relocation
+    every = request.checkpoint_every or (isinstance(of_run, int) and of_run) or DEFAULT_EVERY
+    stage_seconds = [row["seconds"] for row in recording.metrics.rows if isinstance(row.get("seconds"), dict)]
+    if not stage_seconds or recording.setting("parallel", "ranks") != R:
+        stage_seconds = [{"update": before}]
+    measured = median(float(sum(table.values())) for table in stage_seconds)
+    trained = median(float(sum(table.get(stage, 0.0) for stage in TRAINING)) for table in stage_seconds)
     scheduled = chosen.plan.scheduled(workload.demand)
 
     # What cover costs while no rank is lost.
@@ -65,17 +65,17 @@ def fault_facts(request: SimulateRequest, workload: Workload, chosen: SimulatedP
     # Policies: seconds of a step, seconds of a pause, steps that are made again, ranks.
     world = R * groups * request.pipeline_stages
     lost = int(step_cover(chosen.plan, scheduled).argmin())
-    each = chosen.model.expert.state_bytes / workload.machine.inter_receive.bytes_per_second
+    fetch_seconds = chosen.model.expert.state_bytes / workload.machine.inter_receive.bytes_per_second  # of an expert
     found: dict[str, tuple[float, float, float, int]] = {}
     for name, plan in [*plans.items(), ("", chosen.plan)]:
-        left, fetched_R = without_rank(plan, scheduled, lost, anew=not name)
-        step, *_ = simulate_plan(left, request, workload, chosen.model)
-        # The replicas of the lost experts are homes now: nobody pushes them. What copies hide stays in other terms.
+        plan_of_others, fetched_R = without_rank(plan, scheduled, lost, anew=not name)
+        step, *_ = simulate_plan(plan_of_others, request, workload, chosen.model)
+        # `without_rank` writes homes of the lost experts as replicas, which nobody pushes: take off their pushes.
         pushed = step.terms["copies"] - chosen.step.terms["copies"]
         seconds = max(step.seconds_without_relocation - pushed, before)
         if not name or cover[name]["fits"]:
             policy = f"take over, {name}" if name else "fetch and re-place"
-            found[policy] = (seconds, float(fetched_R.max()) * each, 0.0, world)
+            found[policy] = (seconds, float(fetched_R.max()) * fetch_seconds, 0.0, world)
     if fewer := _on_fewer_ranks(request, workload):
         found["shrink"] = (fewer[1] * chosen.tokens, restart, every / 2, fewer[0] * world // R)
     found["spare"] = (before, restart, every / 2, world + 1)

@@ -70,7 +70,7 @@ class SimulatedPlan:
         return not own.num_copies and all(np.array_equal(getattr(own, name), getattr(other, name)) for name in same)
 
     def stage_layers(self) -> str:
-        """Return the expert layers of each stage, or of parts forward | both | backward of a round, x rounds."""
+        """Return the expert layers of each stage, or of each part of a round (forward | both | backward), x rounds."""
         cut = self.how.round_cut
         if cut is None:
             return "+".join(str(cut.stop - cut.start) for cut in self.step.layout.stage_layers(self.model.moe_layers))

@@ -49,10 +49,10 @@ def measure(
     if output is not None:
         with writing(output):
             write_text(output, "".join(f"{name} = {toml_value(table)}\n" for name, table in tables.items()))
-    judged = sum(rows < JUDGED_ROWS for rows, _ in tables["expert"])
+    unjudged = sum(rows < JUDGED_ROWS for rows, _ in tables["expert"])
     facts = {
         "label": "measured",
-        "r2": {name: fit_line(table[judged:])[2] for name, table in tables.items() if len(table) > judged + 2},
+        "r2": {name: fit_line(table[unjudged:])[2] for name, table in tables.items() if len(table) > unjudged + 2},
         "batches": [
             {"requests": a[0], "rows_per_expert": e[0], "attention": a[1], "expert": e[1], "message": m[1]}
             for a, e, m in zip(*tables.values(), strict=True)

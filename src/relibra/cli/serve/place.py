@@ -31,9 +31,9 @@ def place(
 ) -> None:
     """Place the experts that tokens pick together on one worker, so that a token goes to few of them.
 
-    Plans on every second sample and scores on the others. Rows per token are workers that a token goes to, once each (a
-    row per choice is its top k). Busiest worker is its choices / those of the mean: over all scored tokens, and in a
-    batch of them. All are means over layers.
+    Plans on every second sample and scores on the others. Rows per token: workers that a token goes to, once each; a
+    row per choice would make them its top k. Busiest worker: its choices / those of the mean worker, over all scored
+    tokens and in a batch of them. All are means over layers.
 
     trace TRACE  Routes of served answers (relibra serve MODEL --record FOLDER), or any trace of the model.
     experts N  Expert workers.

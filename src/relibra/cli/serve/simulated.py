@@ -60,7 +60,7 @@ def figures(name: str, result: ServingResult) -> dict[str, Any]:
 def simulate_decision(
     decision: Decision, trace: Path | None, copies: int, arrivals: Arrivals | None
 ) -> dict[str, ServingResult]:
-    """Return results by name: the best plan apart with two transports and with what is asked for, the best colocated.
+    """Return results by name: of the best plan apart, by transport and by option asked for, and the best colocated.
 
     trace      routes of the tokens; None: uniform
     copies     spare expert slots of a node; 0: no run with copies of hot experts
