@@ -110,7 +110,7 @@ def gemm_rows(samples: Samples, experts: int, flops_per_row: float) -> list[Gemm
 def monotone_table(found: Sequence[GemmRow]) -> tuple[tuple[int, float], ...]:
     """Return (rows, flops per second) with rates that never fall.
 
-    A measured rate below the one before is replaced by that one, as `Cluster.gemm_seconds` reads a table anyway.
+    Each rate is the highest so far, as `Cluster.gemm_seconds` reads a table anyway.
     """
     rates = np.maximum.accumulate([row.flops_per_second.median for row in found])
     return tuple((row.rows, float(rate)) for row, rate in zip(found, rates, strict=True))
@@ -173,7 +173,7 @@ LEAST_HIDDEN_SHARE = 0.5
 
 
 def hidden_share(timings: Timings) -> float:
-    """Return how much of the shorter one, products or exchange, running both at once saves: 0 nothing, 1 all of it."""
+    """Return the share of the shorter of products and exchange that running both at once saves, from 0 to 1."""
     product, exchange, together = (
         Spread.of(seconds).median for seconds in (timings.product_alone, timings.exchange_alone, timings.together)
     )

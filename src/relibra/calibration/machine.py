@@ -23,7 +23,7 @@ _OF_GPU = {"GB200": "nvl72", "H200": "h200x8", "H800": "h800x8", "H100": "h100x8
 """Preset of a GPU whose name holds these letters; the first that fits."""
 CPU_PRESET = "laptop"
 _FIGURES = "with hides_copies"
-"""Part of the name of a kept measurement, so that one from before these figures were measured is not found."""
+"""Part of the name of a kept measurement: one made before `hides_copies` was measured is not found."""
 UNKNOWN_GPU_PRESET = "h100x8"
 
 
@@ -88,17 +88,16 @@ def measurement_path(*, cuda: bool) -> Path:
     from relibra.calibration.measurement import describe_machine
 
     machine = describe_machine(_job(cuda=cuda))
-    words = (
-        f"{_FIGURES} {machine.name} {machine.memory_bytes} {machine.description.rpartition(',')[0]}"  # without the date
-    )
+    undated = machine.description.rpartition(",")[0]
+    words = f"{_FIGURES} {machine.name} {machine.memory_bytes} {undated}"
     return cache_folder() / f"{machine.name}-{hashlib.sha256(words.encode()).hexdigest()[:12]}.toml"
 
 
 def measure_cluster(num_ranks: int) -> Path:
     """Measure this machine, unless that was done before, and return the file with the result.
 
-    Ranks train on GPUs only where each has one, and so they are measured. With one GPU there is no other rank to
-    exchange with: the links are those of the preset of this GPU.
+    Measured are the GPUs if each rank has one, else the processor: where ranks train. With one GPU there is no other
+    rank to exchange with: the links are those of the preset of this GPU.
 
     raises   ClusterError when the file cannot be written
     """

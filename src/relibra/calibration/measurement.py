@@ -42,7 +42,7 @@ class Sizes:
     dense               the large product multiplies dense x dense matrices
     copies, exchange    bytes; for an exchange, to all other ranks together
     repetitions         of each size, at most
-    seconds             after so many a kind of measurement ends, but not before `MIN_REPETITIONS` of each size
+    seconds             most for one kind of measurement, unless `MIN_REPETITIONS` of each size take longer
     """
 
     rows: tuple[int, ...]

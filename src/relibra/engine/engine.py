@@ -34,8 +34,8 @@ class EngineLimits:
 class Engine:
     """Samples sequences with one KV cache.
 
-    forward          the pass of the model; another may take its place between steps, and so may its weights: keys and
-                     values that are there stay as they are
+    forward          the pass of the model; it or its weights may be replaced between steps, and the keys and values in
+                     the cache stay
     limits           of the next steps
     running          sequences whose latest token is fed next; the cache holds the tokens before it
     waiting          sequences that have not begun
@@ -51,10 +51,10 @@ class Engine:
         """Begin without sequences.
 
         config   of the model
-        exact    for rollouts, whose log-probs repeat bit for bit: sequences keep their order, each feeds its own
-                 prompt, whole and before the next decode step; a product with other rows rounds otherwise. Else a
-                 prompt is computed once for all its sequences, pieces and decode steps take turns, and no sequence is
-                 moved but into the slot of one that ended
+        exact    True: log-probs repeat bit for bit, as rollouts need it. A product with other rows rounds otherwise, so
+                 sequences keep their order, and each feeds its own prompt, whole and before the next decode step.
+                 False: a prompt is computed once for all its sequences, pieces and decode steps take turns, and a
+                 sequence moves only into the slot of one that ended
         """
         self.forward, self._config, self.limits = forward, config, limits
         self._pad_id, self._exact = pad_id, exact
@@ -109,7 +109,7 @@ class Engine:
         self.prefills.append(Prefill(sharing, self._config, self._pad_id, whole=whole))
 
     def drop_finished(self) -> None:
-        """Take finished and cancelled sequences out; those of a prompt that others wait for leave after it."""
+        """Take finished and cancelled sequences out; those in a prefill that goes on for others leave after it."""
         self.waiting = deque(sequence for sequence in self.waiting if sequence.finish is None)
         self.prefills = deque(prefill for prefill in self.prefills if prefill.goes_on)
         kept = [b for b, sequence in enumerate(self.running) if sequence.finish is None]
@@ -134,7 +134,7 @@ class Engine:
             if count and (count + 1) * widest > self.limits.kv_tokens:
                 break
             if not self.can_join and (count > len(fresh) or (fresh and len(fresh[0].prompt) != len(sequence.prompt))):
-                break  # a batch of prompts of one length, which others do not join: states have no room for padding
+                break  # states cannot be padded or joined: a batch has prompts of one length, and runs to its end
             fresh.append(self.waiting.popleft())
             count, longest = count + 1, widest
         fresh = [sequence for sequence in fresh if self._exact or not self._reuse_prefix(sequence)]
@@ -142,13 +142,13 @@ class Engine:
             self.begin(fresh)
 
     def _begun(self) -> tuple[int, int]:
-        """Return the sequences with room in the cache, and the tokens that the longest of them may reach."""
+        """Return how many sequences have begun, and the tokens that the longest of them may reach."""
         parts = [self.running, *(prefill.sequences for prefill in list(self.prefills))]
         longest = [sequence.longest for part in parts for sequence in part]
         return len(longest), max(longest, default=0)
 
     def _reuse_prefix(self, fresh: Sequence) -> bool:
-        """Let a sequence begin with the prompt of a running one, if there is such a one; return whether it runs.
+        """Begin a sequence with the cached prompt of a running one that has the same; return whether there is one.
 
         All of its prompt but the last token is copied; the next decode step feeds that one.
         """
@@ -185,7 +185,7 @@ class Engine:
         return sampled
 
     def _join(self, prefill: Prefill, kept: Several[int]) -> None:
-        """Copy keys and values of sequences behind those that run."""
+        """Copy keys and values of fed sequences behind those that run."""
         if not kept:
             return
         fresh = [prefill.sequences[s] for s in kept]

@@ -65,7 +65,7 @@ def run_model(
 
 
 MOST_SCORES = 1 << 26
-"""Most logits (columns x vocabulary) of a piece whose tokens are scored."""
+"""Most logits (tokens x vocabulary) of a piece whose tokens are scored."""
 
 
 class Prefill:
@@ -75,7 +75,7 @@ class Prefill:
     alone, so that no piece is padding only.
 
     sequences   of all prompts
-    prompt_of   the prompt of each: its row in the cache
+    prompt_of   row in the cache of each sequence's prompt
     width       tokens of the longest prompt
     """
 
@@ -107,7 +107,7 @@ class Prefill:
         return any(sequence.finish is None for sequence in self.sequences)
 
     def feed(self, forward: Forward, most_tokens: int) -> Float[Tensor, "S V"] | None:
-        """Feed a piece of at most so many tokens, or one column; return the last logits of each sequence in the end."""
+        """Feed a piece of at most `most_tokens`, or one column; after the last, return each sequence's last logits."""
         prompts, start = len(self._sharing), self._fed
         most = min(most_tokens, self._most_scored) if self._scored else most_tokens
         end = self.width if self._whole else min(self.width, start + max(1, most // prompts))

@@ -74,7 +74,7 @@ class SlottedLayer(DynamicLayer):  # type: ignore[misc]
 
     @property
     def kept(self) -> int:
-        """Columns that the next token attends to: the latest."""
+        """How many of the latest columns the next token attends to."""
         return self.kept_of(self.width)
 
     def update(
@@ -116,7 +116,7 @@ class SlottedLayer(DynamicLayer):  # type: ignore[misc]
             buffer[slots_X, ..., columns, :] = buffer[rows_X, ..., columns, :]
 
     def take_in(self, other: SlottedLayer, rows_Y: Tensor, width: int) -> None:
-        """Copy rows of another layer, which is empty then, behind those here; the longest then has `width` columns."""
+        """Copy rows of another layer behind those here, and empty that; the longest row then has `width` columns."""
         if not self._buffers:
             self._begin_like(other._buffers, self.kept_of(width))
         self._widen(width)
@@ -156,7 +156,7 @@ class SlottedLayer(DynamicLayer):  # type: ignore[misc]
         return states.new_empty((slots, *states.shape[1:-2], columns, states.shape[-1]))
 
     def _widen(self, width: int) -> None:
-        """Let more of the last columns be in use, or fewer; rows that are here have zeros in new ones."""
+        """Set the columns in use to those of a longest row of `width`; rows that are here have zeros in new ones."""
         before, kept = self.kept, self.kept_of(width)
         if kept > self._end:
             self._move(kept, kept)
@@ -165,7 +165,7 @@ class SlottedLayer(DynamicLayer):  # type: ignore[misc]
             buffer[: self.rows, ..., self._end - kept : self._end - before, :] = 0
 
     def _move(self, end: int, columns: int) -> None:
-        """Move the columns in use so that they end at a column, in buffers that have so many columns at least."""
+        """Copy the columns in use to new buffers of at least `columns`, so that they end at column `end`."""
         present = slice(self._end - self.kept, self._end)
         for index, buffer in enumerate(self._buffers):
             states = buffer[: self.rows, ..., present, :]
@@ -198,7 +198,7 @@ class SlottedCache(DynamicCache):  # type: ignore[misc]
         return self if self.can_join else self.made_by_model
 
     def make_room(self, rows: int, columns: int, most_tokens: int) -> None:
-        """Have room for so many rows and columns, within the tokens.
+        """Make room for so many rows and columns, within `most_tokens`.
 
         Buffers that are large enough stay, unless they hold more tokens than allowed.
         """
@@ -222,7 +222,7 @@ class SlottedCache(DynamicCache):  # type: ignore[misc]
         return order
 
     def take_in(self, other: SlottedCache, rows: Sequence[int], width: int) -> None:
-        """Copy rows of another cache, which is empty then, behind those here; the longest then has `width` columns.
+        """Copy rows of another cache behind those here, and empty that; the longest row then has `width` columns.
 
         Latest tokens come to lie in one column. A row may be named several times. `make_room` comes first.
         """

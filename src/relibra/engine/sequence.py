@@ -13,7 +13,7 @@ from numpy import ndarray
 from relibra.engine.philox import sampling_key
 
 FinishReason = Literal["stop", "length", "abort", "cancelled", "error", "lost"]
-"""Why it ends; "abort": paused, "cancelled": not wanted, "error": bad log-probs, "lost": a worker failed."""
+"""Why a sequence ends: "abort": paused, "cancelled": not wanted, "error": bad log-probs, "lost": a worker failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
