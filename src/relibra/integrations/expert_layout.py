@@ -40,7 +40,7 @@ class ExpertLayout:
         config       arguments of Megatron (slime), or its `TransformerConfig` (verl)
         data_ranks   data-parallel ranks
         parallel     what holds the sizes of its groups; None: `config`
-        raises       ConfigError where a schedule cannot change how even experts are, or ranks are ordered otherwise
+        raises       ConfigError where no schedule makes loads of experts more even, or ranks are ordered otherwise
         """
         parallel = config if parallel is None else parallel
         experts = getattr(config, "num_experts", None) or getattr(config, "num_moe_experts", None)
@@ -48,25 +48,23 @@ class ExpertLayout:
             raise ConfigError("the model has no experts")
         tensor_ranks, expert_ranks = (_size(parallel, f"{it}_parallel_size") for it in ("tensor_model", "expert_model"))
         expert_tensor = _size(parallel, "expert_tensor_parallel_size", tensor_ranks)
-        own_ranks = tensor_ranks * _size(parallel, "context_parallel_size")
+        ranks_per_sample = tensor_ranks * _size(parallel, "context_parallel_size")
         if expert_ranks == 1:
             raise ConfigError("every rank has all experts (expert_model_parallel_size is 1): no schedule is more even")
         if experts % expert_ranks:
             raise ConfigError(f"{experts} experts are not divided evenly among {expert_ranks} expert-parallel ranks")
-        meeting = expert_ranks * expert_tensor
-        if meeting % own_ranks and own_ranks % meeting:
+        ranks_per_expert_group = expert_ranks * expert_tensor
+        if ranks_per_expert_group % ranks_per_sample and ranks_per_sample % ranks_per_expert_group:
             raise ConfigError(
-                f"{meeting} ranks share a group of experts and {own_ranks} ranks a sample: one number must divide the "
-                "other"
+                f"{ranks_per_expert_group} ranks share a group of experts and {ranks_per_sample} ranks a sample: one "
+                "number must divide the other"
             )
-        group_ranks = max(1, meeting // own_ranks)
+        group_ranks = max(1, ranks_per_expert_group // ranks_per_sample)
         if data_ranks % group_ranks:
-            raise ConfigError(
-                f"{data_ranks} data-parallel ranks are no whole groups of {group_ranks} that share experts"
-            )
+            raise ConfigError(f"{data_ranks} data-parallel ranks are no whole groups of {group_ranks} sharing experts")
         width = int(getattr(config, "moe_ffn_hidden_size", None) or config.ffn_hidden_size)
         slot_flops = 6.0 * config.hidden_size * width / expert_tensor
-        slots_per_flop = config.num_layers / own_ranks / slot_flops
+        slots_per_flop = config.num_layers / ranks_per_sample / slot_flops
         return cls(
             num_experts=experts,
             expert_ranks=expert_ranks,

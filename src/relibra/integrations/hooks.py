@@ -42,7 +42,7 @@ class WarnOnce:
 def check_parameters(owner: ModuleType | type, name: str, parameters: Sequence[str], versions: str) -> None:
     """Raise EngineError unless a function has the parameters that this plug-in was written for.
 
-    versions   of the trainer that it was written for
+    versions   of the trainer that the plug-in was written for
     """
     stock = getattr(owner, name, None)
     found = None if stock is None else tuple(inspect.signature(stock).parameters)
@@ -57,7 +57,7 @@ def check_parameters(owner: ModuleType | type, name: str, parameters: Sequence[s
 def noting_calls(note: Callable[[Mapping[str, Any]], T], during: ContextVar[T | None] | None = None) -> Wrapper:
     """Return a wrapper whose functions hand their arguments, by name, to `note` before they run.
 
-    during   holds what `note` returned while the function runs
+    during   while the function runs, holds what `note` returned
     """
 
     def wrap(stock: Function) -> Function:

@@ -36,7 +36,7 @@ from relibra.integrations.repacking import RepackedStep, TrainerSchedule, count_
 Bins = list[list[int]]
 
 _log = logging.getLogger("relibra.nemo_rl")
-_log.setLevel(logging.INFO)  # that of NeMo-RL's root logger shows warnings only
+_log.setLevel(logging.INFO)  # the level of NeMo-RL's root logger shows warnings only
 _BATCHES = "nemo_rl.distributed.batched_data_dict"
 _POLICY = "nemo_rl.models.policy.lm_policy"
 _PACKER = ("algorithm", "bin_capacity", "collect_metrics", "min_bin_count", "bin_count_multiple")
@@ -196,7 +196,7 @@ def sample_routes(data: Any, samples: slice) -> list[ndarray]:
 def _layout(policy: Any) -> ExpertLayout:
     """Return which ranks of a policy share experts.
 
-    raises    ConfigError where a schedule cannot change how even experts are
+    raises    ConfigError where no schedule makes loads of experts more even
     """
     config = policy.cfg
     megatron = config.get("megatron_cfg") or {}

@@ -79,7 +79,7 @@ def rank_skew(share_SLR: Float32[ndarray, "S L R"], schedule: TrainerSchedule) -
 
 
 def attention_skew(attention_S: Float64[ndarray, " S"], schedule: TrainerSchedule) -> float:
-    """Return the attention of the data-parallel rank with most / of the mean one, in each group of ranks.
+    """Return the attention of the busiest data-parallel rank of a group / that of the mean one.
 
     Both are summed over micro-batches and groups. 1.0 where there is none.
     """
@@ -112,14 +112,14 @@ def repack(
 ) -> TrainerSchedule:
     """Return the schedule with samples exchanged inside their optimizer step and group of ranks.
 
-    Loads and attention together are never worse than given, and where samples may change ranks never worse than where
-    they may not: both are packed, in threads, and of each step and group the better one is taken. Every (micro-batch,
-    rank) that has samples keeps at least one.
+    Loads and attention together are never worse than given. Where samples may change ranks, each step and group is
+    packed twice, with changes and without, in threads, and the better result is taken. Every (micro-batch, rank) that
+    has samples keeps at least one.
 
     share_SLR     token-slots of each sample at the experts of each expert-parallel rank, per layer
     length_S      tokens of each sample
-    rank_tokens   most tokens of a rank in a micro-batch, where it has several samples; where such ranks of the given
-                  schedule have more, the most of these. None: the most of any rank of the given schedule
+    rank_tokens   most tokens of a rank with several samples in a micro-batch; raised to the most that the given
+                  schedule has on such a rank. None: the most of any rank of the given schedule
     attention_S   price of each sample's attention in all layers, in token-slots of an expert-parallel rank; None: 0
     keep_ranks    samples stay on their data-parallel rank
     keep_counts   every rank keeps the number of its samples in each micro-batch
@@ -206,8 +206,8 @@ class RepackedStep:
     """The new schedule of all optimizer steps of one rollout, and what it changed.
 
     skew        load of the busiest expert-parallel rank / of the mean one, before and after
-    lowest      lower bound of the skew of any schedule; what is above 1 is left to other homes, or replicas
-    attention   attention of the data-parallel rank with most / of the mean one, before and after
+    lowest      lower bound of the skew of any schedule; only other homes or replicas lower what it has above 1
+    attention   attention of the busiest data-parallel rank / of the mean one, before and after
     fullest     most tokens of a data-parallel rank in a micro-batch, before and after
     limit       tokens that a rank may have; None: not stated
     seconds     wall clock of planning

@@ -13,7 +13,7 @@ from relibra.errors import EngineError, RelibraError, in_a_line
 
 T = TypeVar("T")
 _BYTES = 512
-"""Of a sentence that is sent; what is longer is cut."""
+"""Bytes of an error's sentence that are sent; the rest is cut."""
 
 
 def on_all_ranks(

@@ -47,7 +47,7 @@ class _Source(NamedTuple):
     function     of a module or of a class in it
     importer     module that imports `build_dp_schedule` by name
     parameters   of the function
-    argument     the parameter that is the routes, or if it is "data" has them as entry `rollout_routed_experts`
+    argument     parameter with the routes; "data" holds them as its entry `rollout_routed_experts`
     """
 
     module: str
@@ -124,8 +124,8 @@ def _planned(stock: Callable[..., Any]) -> Callable[..., Any]:
     def build_dp_schedule(
         args: Any, train_parallel_config: dict[str, Any], total_lengths: list[int], **options: Any
     ) -> tuple[Partitions, MicroBatches, list[int], list[int]]:
-        routes, ranks = _routes.pop() if _routes else None, train_parallel_config
-        given = stock(args, train_parallel_config, total_lengths, **options)
+        routes = _routes.pop() if _routes else None
+        given, ranks = stock(args, train_parallel_config, total_lengths, **options), train_parallel_config
         partitions, micro_batches, num_micro_batches, rollouts = given
         try:
             if routes is None:

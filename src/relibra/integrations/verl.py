@@ -50,7 +50,7 @@ _PREPARE = (
 )
 _FORWARD_BACKWARD = ("self", "data", "loss_function", "forward_only")
 _LENGTH, _MICRO_BATCH, _LOADS = 0, 1, 2
-"""Columns of a table (`own_table`): tokens, micro-batch, and from here on token-slots per layer and rank."""
+"""Columns of a table (`own_table`): tokens, micro-batch, and from `_LOADS` on token-slots per layer and rank."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,7 @@ def install() -> None:
 
 def _pass_of(call: Mapping[str, Any]) -> _Pass:
     if getattr(call["self"].engine_config, "dynamic_context_parallel", False):
-        unplanned.warn("dynamic context parallelism has a schedule of its own, which calls no former of micro-batches")
+        unplanned.warn("dynamic context parallelism has a schedule of its own: it never calls prepare_micro_batches")
     return _Pass(call["self"], call["forward_only"])
 
 

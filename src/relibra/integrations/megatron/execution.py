@@ -145,8 +145,8 @@ class MegatronPlanExecution:
         number    micro-batch of this rank's group, from 0
         ids_TLK   experts of each row of this rank, layers as in the plan (`PackedRows.routes`); None: the trainer
                   fills `RouterReplay` itself
-        raises    EngineError for a number that the plan does not have, routes that no router can follow, and when
-                  routers chose other counts than planned in an earlier micro-batch: it waits for the device (`check`)
+        raises    EngineError for a number that the plan does not have, routes that no router can follow, and where
+                  routers chose other counts than planned in an earlier micro-batch: `check`, which waits for the device
         """
         planned = self._first + number
         if not 0 <= number <= planned < len(self._plan.replica_MLRB):

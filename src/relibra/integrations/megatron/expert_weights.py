@@ -97,7 +97,8 @@ class ReplicaExchange:
         operations = []
         for n in sorted(outgoing.keys() | incoming.keys()):
             push, sends = self.tables.pushes[n], n in outgoing
-            operation, peer = dist.isend if sends else dist.irecv, push.home if sends == homewards else push.replica
+            operation = dist.isend if sends else dist.irecv
+            peer = push.home if sends == homewards else push.replica
             for part, tensor in enumerate(outgoing.get(n, []) + incoming.get(n, [])):
                 tag = n * len(self.like) + part
                 operations.append(dist.P2POp(operation, tensor, group=self.group, tag=tag, group_peer=peer))
@@ -106,7 +107,7 @@ class ReplicaExchange:
 
 
 class PushReplicas(torch.autograd.Function):
-    """Rows, their weights and the pushed parameters as they are, and the parameters of the replicas of this rank."""
+    """Returns rows, their weights and pushed parameters as they are, then the parameters of this rank's replicas."""
 
     @staticmethod
     def forward(

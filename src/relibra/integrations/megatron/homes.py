@@ -97,8 +97,9 @@ def _relocate_layer(layer: PlannedMoELayer, wanted_E: ndarray, optimizer: Any) -
     sent_R: list[list[Tensor]] = [[] for _ in range(dist.get_world_size(group))]
     for tensor, target in zip(leaving, targets[sources // n == own].tolist(), strict=True):
         sent_R[target // n].append(tensor)
-    coming = targets[targets // n == own]
-    from_R = np.bincount(sources[targets // n == own] // n, minlength=len(sent_R))
+    arrives = targets // n == own
+    coming, sender = targets[arrives], sources[arrives] // n
+    from_R = np.bincount(sender, minlength=len(sent_R))
     device = next(layer.parameters()).device
     width = sum(t.nbytes for state in states[0] for t in state.tensors.values())
     received = torch.empty((len(coming), width), dtype=torch.uint8, device=device)
@@ -106,8 +107,7 @@ def _relocate_layer(layer: PlannedMoELayer, wanted_E: ndarray, optimizer: Any) -
     dist.all_to_all_single(received, sent, from_R.tolist(), [len(item) for item in sent_R], group=group)
     arrived = torch.zeros(1, device=device)
     dist.all_reduce(arrived, group=group)  # nothing is written before all rows have arrived everywhere
-    by_source = np.argsort(sources[targets // n == own] // n, kind="stable")
-    for row, target in zip(received, coming[by_source].tolist(), strict=True):
+    for row, target in zip(received, coming[np.argsort(sender, kind="stable")].tolist(), strict=True):
         _unpack(row, states[target % n])
     layer.physical_to_logical_E = wanted_E.copy()
 

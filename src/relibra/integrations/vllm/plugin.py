@@ -19,7 +19,7 @@ _log = logging.getLogger("vllm.relibra")
 
 
 def on_cpu(repair: Callable[[], None]) -> Callable[[], None]:
-    """Return a repair that does nothing on other platforms, and warns where a version of vLLM lacks what it changes."""
+    """Return a repair for CPUs alone, which warns where a version of vLLM lacks what it changes."""
 
     @wraps(repair)
     def apply() -> None:
