@@ -170,9 +170,9 @@ def _find_experts(model: nn.Module) -> dict[str, Any]:
 
 
 def _find_linear_layers(model: nn.Module, experts: Mapping[str, Any]) -> Iterator[nn.Linear]:
-    """Yield the linear layers of decoder layers but routers and those directly in an MoE block: they stay frozen."""
+    """Yield linear layers of decoder layers, except routers and those directly in an MoE block, which stay frozen."""
     blocks, routers = {name.rpartition(".")[0] for name in experts}, tuple[str, ...]()
-    with suppress(EngineError):  # a dense model, or routers that only `blocks` tells
+    with suppress(EngineError):  # a dense model, or unknown routers, which `blocks` leaves out
         routers = tuple(f"{site.name}." for site in find_routers(model))
     for name, module in model.named_modules():
         frozen = name.rpartition(".")[0] in blocks or f"{name}.".startswith(routers)

@@ -114,5 +114,5 @@ def refuse_differences(place: Place, told_RX: Int64[Tensor, "R X"], names: Seque
 
 
 def digest_word(content: bytes) -> int:
-    """Return a number that ranks compare in place of a content."""
+    """Return a number for ranks to compare in place of a content."""
     return int.from_bytes(hashlib.sha256(content).digest()[:8], signed=True)

@@ -108,13 +108,14 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
     @torch.compiler.disable
     def _run_by_runner(self, tokens: LayerInput) -> Tensor:
         """Run the layer as its runner says, outside of compiled graphs: sizes and peers change with every pass."""
-        assert self.runner is not None, "the caller looked"
+        assert self.runner is not None, "the caller checks"
         return self.runner(tokens)
 
     def run_at_home(self, tokens: LayerInput) -> Tensor:
         """Run every expert at its home, as `all_to_all` does; collective."""
-        position_E, (hidden_TH, experts_TK, weights_TK) = self.positions_on(tokens.experts_TK.device), tokens
-        return super().__call__(hidden_TH, experts_TK if position_E is None else position_E[experts_TK], weights_TK)
+        position_E = self.positions_on(tokens.experts_TK.device)
+        position_TK = tokens.experts_TK if position_E is None else position_E[tokens.experts_TK]
+        return super().__call__(tokens.hidden_TH, position_TK, tokens.weights_TK)
 
     def run_rows(
         self, rows_YH: Float[Tensor, "Y H"], rows: SortedRows, weight_Y1: Float[Tensor, "Y 1"]
@@ -238,7 +239,7 @@ def register() -> None:
 def balanced_layers(model: nn.Module) -> dict[int, BalancedEP]:
     """Return the layers that can follow a plan, by ascending decoder layer.
 
-    raises   EngineError when the model has none or two decoders, or what is around its experts keeps a plan from them
+    raises   EngineError when the model has none or two decoders, or its experts have foreign adapters or are offloaded
     """
     layers: dict[int, BalancedEP] = {}
     for name, module in model.named_modules():
@@ -264,7 +265,7 @@ def balanced_layers(model: nn.Module) -> dict[int, BalancedEP]:
 
 
 def expert_shapes(layers: Iterable[BalancedEP]) -> list[tuple[Any, ...]]:
-    """Return the different shapes of experts: name and sizes of each parameter. Shared slots allow one."""
+    """Return the different shapes of experts: name and sizes of each parameter. Slots of all layers need one shape."""
     shapes = {
         tuple((name, *getattr(layer.experts, name).shape[1:]) for name in layer.parameter_names) for layer in layers
     }
@@ -272,7 +273,7 @@ def expert_shapes(layers: Iterable[BalancedEP]) -> list[tuple[Any, ...]]:
 
 
 def agreement_of(layers: Sequence[BalancedEP]) -> Agreement:
-    """Return the agreements of a model's layers; the first time, which makes a group, collective over all ranks."""
+    """Return the agreement of a model's layers; the first call makes its group, collective over all ranks."""
     agreement = layers[0].agreement
     if agreement is None:
         ep_mesh = layers[0].ep_mesh

@@ -144,9 +144,9 @@ class PlanExecution:
 
     @torch.compiler.disable
     def agree_before_backward(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        """Let the backward pass of this forward pass of a micro-batch begin with an agreement; collective there.
+        """Make the backward pass of this forward pass begin with an agreement, a collective.
 
-        So ranks learn that another one does not run it before they wait for its rows.
+        So ranks learn that another rank does not run it before they wait for rows of that rank.
         """
         if self._current is None:
             return
@@ -171,7 +171,7 @@ class PlanExecution:
             self._executed.slots.begin_forward(self._current.number, training=torch.is_grad_enabled())
 
     def _waiting_gradients(self, place: Place, position: int) -> GradientReturn | None:
-        """Return how sums go home from a layer that does not follow the plan; None: no rank can hold one."""
+        """Return what sends waiting sums home from a layer that does not follow the plan; None: none can wait."""
         executed, slots = self._executed, self._executed.slots
         if executed.chunk is not None or place.micro_batch < 0 or not torch.is_grad_enabled():
             return None

@@ -85,7 +85,7 @@ def agree_on_step(
         _check_fit(plan, layers)
         if not (problem := _find_broken_rule(plan, scheduled)):
             return AgreedStep(scheduled, known, all_prepared)
-    if agreement.rank == (unusable[0] if unusable else 0):  # it knows the reason
+    if agreement.rank == (unusable[0] if unusable else 0):  # this rank knows the reason
         _log.warning("the plan is not followed, every expert runs at home: %s", problem)
     return AgreedStep(None, known, all_prepared)
 

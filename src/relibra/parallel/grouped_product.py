@@ -20,8 +20,8 @@ from relibra.parallel.rows.sorted_rows import SortedRows
 def is_grouped(forward: Callable[..., Tensor]) -> bool:
     """Return whether a forward method of an experts module computes the grouped product of transformers now.
 
-    It does where `use_experts_implementation` made the method, and the registry from which that chooses for the
-    configuration of the module says so; either may change while a model lives.
+    It does where transformers' `use_experts_implementation` made the method, and its registry has the grouped product
+    for the configuration of the module; either may change while a model lives.
     """
     function, experts = getattr(forward, "__func__", None), getattr(forward, "__self__", None)
     if function is None or function.__globals__ is not vars(moe):

@@ -40,8 +40,8 @@ class LayerRun:
     """One layer in one micro-batch on this rank.
 
     ends_P     where the planned rows of each local slot end, see `SortedRows`
-    replicas   set on all ranks or on none: if any rank has replicas of this layer in this micro-batch, idle ones in
-               resident slots included (gradients may wait there)
+    replicas   set on all ranks if any rank has replicas of this layer in this micro-batch, idle ones in resident slots
+               included (gradients may wait there); else None on all
     """
 
     layer: BalancedEP
@@ -52,7 +52,7 @@ class LayerRun:
     recorder: TimelineRecorder
 
     def choice_exchange(self) -> AllToAll:
-        """Return the exchange of one row per token-slot; others take its group, place and recorder."""
+        """Return the exchange of one row per token-slot; other exchanges copy its group, place and recorder."""
         return AllToAll(
             send_R=self.tables.send_RP.sum(axis=1).tolist(),
             receive_R=self.tables.receive_RP.sum(axis=1).tolist(),

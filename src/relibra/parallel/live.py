@@ -101,7 +101,7 @@ class LiveBalancing:
 
     @property
     def token_slots(self) -> int:
-        """Return the token-slots of all ranks, layers and passes so far, whose ranks no step knew before."""
+        """Return the token-slots of all ranks, layers and passes so far, whose ranks were unknown before the pass."""
         return round(self._loads_3[2] * self._live.slots.state.num_ranks)
 
     def waited(self) -> dict[str, float]:

@@ -85,7 +85,9 @@ class Preparation:
         kept = self._kept.get(number)
         if kept is None or not self._keeps(plan, demand, chunk) or _failed(kept.rows):
             return False
-        return kept.routes is None if routes is None else kept.routes is not None and kept.routes() is routes
+        if routes is None or kept.routes is None:
+            return kept.routes is routes
+        return kept.routes() is routes
 
     def start(self, number: int, routes: BatchRoutes | None) -> None:
         """Start to prepare a micro-batch; all ranks start the same ones in the same order.

@@ -25,8 +25,8 @@ class PushSchedule:
 
     tables_L        by position of the layer
     homes_L         functions that return the local parameters of each layer
-    may_push_early  whether a push may start before its layer runs: homes have the weights then, as FSDP does not shard
-                    them over more ranks
+    may_push_early  whether a push may start before its layer runs: homes are whole between passes, as FSDP does not
+                    shard them over more ranks
     recorder        of the execution; pushes and returns are recorded
     """
 

@@ -48,7 +48,7 @@ class GradientReturn:
         self._arriving: dict[str, dict[int, Tensor]] = {}
 
     def send(self, pushes: Sequence[Push], gradients: Mapping[str, Tensor | None], trained: Sequence[str]) -> None:
-        """Add gradients to their sums, and start to send home what ends here; collective.
+        """Add gradients to their sums, and start to send complete sums home; collective.
 
         pushes      of the replicas of all ranks that computed; none where the plan is not followed
         gradients   `[B, ...]` of the slots of this rank, by parameter
@@ -144,7 +144,7 @@ class AddReplicaGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, returns: GradientReturn, names: list[str], *homes: Tensor) -> tuple[Tensor, ...]:
-        """Return the anchor, and views of the homes; frozen ones have no gradient, which would be computed else."""
+        """Return the anchor, and views of the homes; frozen ones are marked, so that they get no gradient."""
         ctx.set_materialize_grads(False)
         ctx.returns, ctx.names = returns, names
         views = [home.view_as(home) for home in homes]

@@ -29,7 +29,7 @@ HomeParameters = Callable[[], dict[str, Tensor]]
 class ReturnedGradient(NamedTuple):
     """A gradient, or a sum of gradients, that goes home.
 
-    push   whose way it goes in reverse
+    push   the push whose way it goes in reverse
     rows   `[...]` of one expert, by parameter; {} on ranks other than that of the slot
     """
 
@@ -151,7 +151,7 @@ class ReplicaSlots:
                 buffer.forget(frozen=frozen)
 
     def digest(self) -> int:
-        """Return a number that ranks compare: they have made the same passes. 0 where nothing is kept."""
+        """Return a number that is equal on ranks that made the same passes; 0 where nothing is kept."""
         if self.residency is None:
             return 0
         held = b"".join(buffer.held_bytes() for _, buffer in sorted(self._of_layers.items()))

@@ -114,7 +114,7 @@ class Residency:
         )
 
     def digest(self) -> int:
-        """Return a number that ranks compare: they have made the same passes."""
+        """Return a number that is equal on ranks that made the same passes."""
         return zlib.crc32(self._waiting_LRB.tobytes() + self._done_ML.tobytes())
 
     def _pushes(self, layer: int, expert_RB: Int16[ndarray, "R B"]) -> list[Push]:

@@ -18,7 +18,7 @@ class SlotBuffer:
     slot is a parameter.
 
     weights    `[B, ...]` per parameter of the experts modules, by name
-    of_layer   lifetime: True: of one layer, weights stay; False: of all layers, weights stay while one of them uses it
+    of_layer   True: slots of one layer, whose weights stay; False: slots of all layers, filled anew for each that runs
     frozen     names of weights that no optimizer step outdates
     """
 

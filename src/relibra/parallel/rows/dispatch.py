@@ -5,9 +5,9 @@ Two differentiable pairs; the backward pass of each exchange is the reverse exch
 
 tokens    a token goes to a rank once and is copied there for each of its experts; results are weighted and added there,
           and one row comes back, in one or two hops (`relays.py`). Used by fast sums
-choices   a token, and the gradient of its result, goes to a rank once likewise; one row per token-slot comes back, and
-          is added where the token came from in the order of choices, so that no sum depends on which rank computed
-          what. Used by canonical sums
+choices   a token, and in the backward pass the gradient of its result, also goes to a rank once; one row per token-slot
+          comes back and is added on the token's rank, in the order of its choices, so that no sum depends on which rank
+          computed what. Used by canonical sums
 
 Rows `[Y, H]` to compute are ordered by local slot, source rank and position.
 """
@@ -106,9 +106,9 @@ class _CombineChoices(torch.autograd.Function):
 
 
 def _send_tokens(lists: RowLists, choices: AllToAll, rows_TH: Tensor, top_k: int = 0) -> Tensor:
-    """Return the rows `[Y, H]` that this rank computes, of tokens that go to a rank once; collective.
+    """Return the rows `[Y, H]` that this rank computes; collective.
 
-    top_k   choices of a token; needed for lists without rows of tokens (`row_lists`), with which a row goes for each
+    top_k   choices of a token; needed where `lists.tokens` is None, and a row is sent for each choice
     """
     if lists.tokens is None:
         arrived_XH = exchange(rows_TH.index_select(0, lists.choice_X // top_k), choices)
@@ -159,7 +159,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum rows that have one index, in float32 or wider; they may come in parts. The reverse of `_Gather`."""
+    """Sum the rows of each index, in float32 or wider; rows may come in parts. The reverse of `_Gather`."""
 
     @staticmethod
     def forward(ctx: Any, index_Y: Tensor, num_rows: int, *parts: Tensor) -> Tensor:

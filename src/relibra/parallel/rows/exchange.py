@@ -71,7 +71,7 @@ class AllToAll:
     ranks_per_node      rank r is on node r // ranks_per_node; None: all are on one
     recorder            records each exchange with the bytes for other ranks and nodes; None: it is not recorded
     stage               recorded stage: "dispatch" to where rows are computed, "combine" on the way back; with "in node"
-                        the part of each that stays inside nodes, after and before a part between them
+                        the hop inside nodes, which comes after the hop between them, and on the way back before it
     label               what is exchanged
     """
 

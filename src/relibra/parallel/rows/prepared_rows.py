@@ -1,8 +1,8 @@
 """`PreparedRows`: tables and row lists of all layers of a micro-batch, made on the host before its first layer runs.
 
-The plan gives the counts. Which tokens have two experts on one rank only their source knows. So, once per micro-batch,
-each source sends row numbers for all layers to each destination (4 bytes per token-slot), and whether its routes are
-those of the plan; layers then exchange rows only. (Sending a token once: UniEP, arXiv 2604.19241.)
+The plan gives the counts. Only the source of a token knows that two of its experts are on one rank. So, once per
+micro-batch, each source sends row numbers for all layers to each destination (4 bytes per token-slot), and whether its
+routes are those of the plan; layers then exchange rows only. (Sending a token once: UniEP, arXiv 2604.19241.)
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class PreparedRows:
 
     tables_L            by position of the layer
     differs_R           whether the routes of a rank are not those of the plan; if any are not, there are no lists
-    problem             where those of this rank first differ; None: nowhere
+    problem             where the routes of this rank first differ; None: nowhere
     live_R              live rows of each rank
     live_travel_along   whether live rows travel with the planned ones; otherwise they have an exchange of their own
     kinds               planned and live rows of this rank; None: all are planned
@@ -85,7 +85,7 @@ class PreparedRows:
     def lists_on(self, device: torch.device, kinds: RowKinds | None) -> list[RowLists]:
         """Return the lists of all layers on a device, in one copy.
 
-        kinds   those of these rows on the device
+        kinds   `self.kinds` on the device
         """
         pieces, result = self.numbers.to(device, non_blocking=True).split(self.sizes), []
         for layer in range(len(self.tables_L)):
@@ -160,7 +160,7 @@ def prepare_rows(
 def _with_hops(
     rows: PreparedRows, lists: Sequence[Int32[ndarray, " _"]], travel: RowHops, *, pinned: bool
 ) -> PreparedRows:
-    """Return the prepared rows with their hops, and with lists in which rows are numbered as these bring them.
+    """Return the prepared rows with their hops, and with lists in which rows are numbered as the hops bring them.
 
     lists    choices, orders of computation and local slots of all layers: no hop changes them
     pinned   as for `prepare_rows`
@@ -224,8 +224,8 @@ class _OwnRows(NamedTuple):
     live      number of live rows
     planned   number of rows with recorded routes
     send_LR   tokens that go to each rank
-    message_X for each rank: room for 3 + L numbers; layer by layer the row, among the tokens that go there, of each
-              token-slot
+    message_X for each rank: room for 3 + L numbers, then layer by layer, for each token-slot, the index of its token
+              among those that go there
     """
 
     problem: str | None

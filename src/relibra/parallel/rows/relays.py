@@ -69,7 +69,7 @@ class NodeRows(NamedTuple):
     """Rows that a rank sends to nodes, one per (node, token), of all layers.
 
     token_L   tokens by node, ascending
-    group_L   for each row that is sent to a rank, index of its token among these
+    group_L   for each row that is sent to a rank, index of its token in `token_L`
     rows_LN   number of rows to each node
     """
 
@@ -162,7 +162,7 @@ class _Rail(NamedTuple):
         return list(range(first, first + self.ranks_per_node))
 
     def spread(self, ranks_X: list[int], rows_LX: Int64[ndarray, "L X"]) -> Int64[ndarray, "L R"]:
-        """Return the rows to all ranks from those to some."""
+        """Return numbers of rows by rank of the group: 0 but for the given ranks."""
         rows_LR = np.zeros((len(rows_LX), self.num_ranks), dtype=np.int64)
         rows_LR[:, ranks_X] = rows_LX
         return rows_LR

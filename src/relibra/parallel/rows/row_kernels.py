@@ -83,13 +83,13 @@ def _order_layer(experts_TK, row_T, runs, sizes, choice_X, token_X, message_X) -
     Indices are unsigned, so that numba does not test whether they are negative, and the loop has no branch that routes
     decide: that halves its time.
 
-    sizes     of each destination: first token-slot, place of that in the message less its number; receives the rows
+    sizes     of each destination: first token-slot; place of a token-slot in the message - its number; receives rows
     token_X   receives the tokens for each destination, from its first token-slot on
     """
     (run_Y3, run_E1), (first_R, shift_R, rows_R) = runs, sizes
     T, K = np.uint32(experts_TK.shape[0]), np.uint32(experts_TK.shape[1])
     E, one = np.uint64(len(run_E1) - 1), np.uint32(1)
-    run_E4 = np.zeros((E, 4), np.uint32)  # of the next token-slot of an expert: its place, end, destination; next run
+    run_E4 = np.zeros((E, 4), np.uint32)  # next token-slot of an expert: its place, end of run, destination; next run
     run_E4[:, 3] = run_E1[:-1]
     sent_R4 = np.zeros((len(first_R), 4), np.uint32)  # last token + 1, rows, first token-slot, place in the message
     sent_R4[:, 2], sent_R4[:, 3] = first_R, shift_R
