@@ -75,7 +75,7 @@ def floored_softmax_gates(
 def rescaled_gates(
     p_TE: Float[Tensor, "T E"], ids_TK: Int64[Tensor, "T K"], dtype: torch.dtype, *, router: nn.Module
 ) -> Float[Tensor, "T K"]:
-    """Return renormalised probabilities times a learned factor per expert; such a router returns them, not logits.
+    """Return renormalised probabilities times a learned factor per expert; the router returns `p_TE`, not logits.
 
     The factor is read from the router at each call: FSDP swaps the parameter between sharded and whole.
     """

@@ -100,7 +100,7 @@ _CHECKED = "_relibra_rule_checked"
 def find_routers(model: nn.Module) -> tuple[RouterSite, ...]:
     """Return the routers of a model by ascending layer; draft (MTP) layers are left out.
 
-    raises   EngineError for a dense model, a router that cannot be replayed or is unknown, or two decoders in one model
+    raises   EngineError for a dense model, an unknown or refused router, two decoders, or layers that differ in E or K
     """
     sites = []
     for name, module in model.named_modules():
