@@ -164,6 +164,7 @@ def bytes_to_others(size: int, ranks: int) -> int:
 
 
 def _slowest(of_ranks: Sequence[Sequence[float]]) -> Sequence[float]:
+    """Return the seconds of the rank with the largest median."""
     return max(of_ranks, key=lambda seconds: median(seconds) if seconds else 0.0)
 
 

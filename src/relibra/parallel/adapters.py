@@ -143,8 +143,8 @@ def merged(model: nn.Module, whole: Iterable[tuple[str, Tensor]]) -> Iterator[tu
         if is_adapter(name):
             waiting[name] = tensor.float()
             continue
-        before = name.removesuffix("weight") if isinstance(module, LoraLinear) else f"{name}_"
-        down, up = waiting.pop(before + _DOWN, None), waiting.pop(before + _UP, None)
+        prefix = name.removesuffix("weight") if isinstance(module, LoraLinear) else f"{name}_"
+        down, up = waiting.pop(prefix + _DOWN, None), waiting.pop(prefix + _UP, None)
         if module is None or down is None or up is None:
             yield name, tensor
             continue

@@ -185,7 +185,7 @@ class PlanExecution:
         """Raise EngineError where a layer is recomputed outside of the micro-batch of its forward pass."""
         inside = self._current is not None
         if not is_recompute():
-            (self._ran_inside.add if inside else self._ran_inside.discard)(position)
+            self._ran_inside = self._ran_inside | {position} if inside else self._ran_inside - {position}
         elif not inside and position in self._ran_inside:
             raise EngineError(
                 f"layer {self._executed.layer_ids[position]}: activation checkpointing recomputes it outside of "

@@ -93,7 +93,7 @@ def agree_on_step(
 def agree_on_micro_batch(
     agreement: Agreement, micro_batch: int, *, training: bool, passes: int, prepared: bool, next_prepared: bool
 ) -> tuple[bool, bool]:
-    """Return what all ranks have prepared, or are about to: this micro-batch, and the next one; collective.
+    """Return whether all ranks have prepared, or are preparing, this micro-batch and the next one; collective.
 
     training   the model is in training mode: then activation checkpointing recomputes layers
     passes     digest of what this rank's passes have left in its slots (`ReplicaSlots.digest`)

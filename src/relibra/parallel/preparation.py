@@ -86,7 +86,7 @@ class Preparation:
         if kept is None or not self._keeps(plan, demand, chunk) or _failed(kept.rows):
             return False
         if routes is None or kept.routes is None:
-            return kept.routes is routes
+            return kept.routes is None and routes is None
         return kept.routes() is routes
 
     def start(self, number: int, routes: BatchRoutes | None) -> None:

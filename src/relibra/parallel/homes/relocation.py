@@ -181,7 +181,7 @@ def _check(layers: dict[int, BalancedEP], wanted_LE: ndarray) -> None:
 
 
 def _has_unreduced_gradients(experts: Any) -> bool:
-    """Return whether FSDP keeps unsharded gradients: `parameter.grad` does not show them, and it has no public API."""
+    """Return whether FSDP keeps unsharded gradients, which `parameter.grad` does not show: there is no public API."""
     state = experts._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # newer and older torch
     parameters = [p for group in groups for p in group.fsdp_params]

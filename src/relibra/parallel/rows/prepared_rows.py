@@ -31,8 +31,8 @@ from relibra.replay import BatchRoutes
 class RowKinds(NamedTuple):
     """Rows of a batch with recorded routes (planned), and rows of samples without, which the router decides on (live).
 
-    Rows of no sample, padding and those of a filler batch, are neither: no expert computes them, because nothing reads
-    what the model makes of them.
+    Rows of no sample (padding, filler batches) are neither: no expert computes them, because nothing reads what the
+    model makes of them.
     """
 
     planned_X: Int64[Tensor, " X"]
