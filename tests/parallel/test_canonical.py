@@ -84,12 +84,18 @@ def counted_step(case, folder):
     return {"runs": run_rows.call_count, **sent}
 
 
-def test_tokens_are_sent_once_and_experts_run_once(tmp_path):
-    fast = long_step(2, replicas=[])  # quotas of replicas would differ
+WIDE_GATES = {"family": "deepseek_v3", "dtype": "bfloat16", "layer_ids": (1, 2), "top_k": 3}
+"""Gate weights are float32 beside bfloat16 rows."""
+
+
+@pytest.mark.parametrize("settings", [{}, WIDE_GATES], ids=["float32", "bfloat16"])
+def test_tokens_are_sent_once_and_experts_run_once(tmp_path, settings):
+    fast = long_step(2, replicas=[], **settings)  # quotas of replicas would differ
     cases = {"fast": fast, "canonical": replace(fast, sums="canonical")}
     found = on_ranks(2, cases, tmp_path, counted_step)
+    num_layers = fast.demand.load_MLE.shape[1]
     for rank, (of_fast, of_canonical) in enumerate(zip(*found.values(), strict=True)):
-        tables = [rank_tables(fast.plan, fast.demand, rank, m, layer, CHUNK) for m, layer in np.ndindex(2, 3)]
+        tables = [rank_tables(fast.plan, fast.demand, rank, m, layer, CHUNK) for m, layer in np.ndindex(2, num_layers)]
         rows_XP = np.stack([one.receive_RP.sum(axis=0) for one in tables])
         assert of_canonical["runs"] == (-(-rows_XP // CHUNK)).sum()
         assert of_canonical["dispatch"] == of_fast["dispatch"] > 0

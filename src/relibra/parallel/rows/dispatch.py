@@ -94,14 +94,14 @@ class _CombineChoices(torch.autograd.Function):
         output_TKH = _return_choices(lists, choices, output_YH, weights_TK.shape)
         ctx.lists, ctx.choices = lists, choices
         ctx.save_for_backward(output_TKH, weights_TK)
-        return (output_TKH * weights_TK.unsqueeze(-1)).sum(dim=1)
+        return (output_TKH * weights_TK.unsqueeze(-1)).sum(dim=1).to(output_YH.dtype)  # weights may be wider
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         output_TKH, weights_TK = ctx.saved_tensors
         rows_YH = _send_tokens(ctx.lists, ctx.choices, gradients[0], weights_TK.shape[1])
         of_output_YH = rows_YH * _send_weights(ctx.lists, ctx.choices, weights_TK)
-        of_weights_TK = (gradients[0].unsqueeze(1) * output_TKH).sum(dim=-1)
+        of_weights_TK = (gradients[0].unsqueeze(1).to(of_output_YH.dtype) * output_TKH).sum(dim=-1)
         return of_output_YH.to(output_TKH.dtype), of_weights_TK.to(weights_TK.dtype), None, None
 
 
