@@ -210,7 +210,7 @@ class Engine:
             routes = experts_BLK.numpy()
             for b, sequence in enumerate(batch):
                 if sequence.sampling.routes:
-                    sequence.experts.append(routes[b : b + 1])
+                    sequence.experts.append(routes[b : b + 1].copy())  # a view would hold all rows
         for sequence in batch:
             sequence.fed += 1
         sample_next(batch, logits_B1V[:, -1])

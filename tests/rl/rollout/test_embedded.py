@@ -257,6 +257,14 @@ def test_kept_windows_attend_to_keys_of_the_old_weights():
         assert np.abs(again.log_probs_r[8:] - one.log_probs_r[8:]).max() > 1e-3, "the keys make no difference"
 
 
+def test_kept_routes_hold_no_rows_of_others():
+    sampler = engine(model_of("qwen3_moe"), stop_ids=(), keeps=True)
+    roll_out(sampler, fresh(), window=8)
+    for sequence in sampler.kept.running:
+        held = sum((piece if piece.base is None else piece.base).nbytes for piece in sequence.experts)
+        assert held == sequence.routes.nbytes
+
+
 def test_tokens_depend_on_seed_sample_and_place_alone():
     """Any order, any company, any number of places, any cut into windows: the same tokens."""
     model = model_of("qwen3_moe")
