@@ -149,6 +149,7 @@ def test_kept_windows_train_as_those_that_are_fed_again(windows, ranks, tmp_path
         runs = {name: outcome_of(tmp_path / name, [run_alone(case, tmp_path / name)]) for name, case in cases.items()}
     else:
         runs = run_on_ranks(ranks, cases, tmp_path)
+    lengths_before: dict[int, int] = {}
     for step_of, (cut, keep) in enumerate(zip(runs["cut"].rows, runs["keep"].rows, strict=True)):
         for name in ("sampled_tokens", "finished", "decode_steps", "tokens", "reward", "trained_tokens"):
             assert keep[name] == cut[name], name
@@ -159,6 +160,10 @@ def test_kept_windows_train_as_those_that_are_fed_again(windows, ranks, tmp_path
         )
         assert cut_routes.keys() == keep_routes.keys()
         assert all(np.array_equal(routes, keep_routes[sample]) for sample, routes in cut_routes.items())
+        lengths = {sample: len(routes) + 1 for sample, routes in keep_routes.items()}
+        went_on = sum(lengths_before[sample] for sample in lengths.keys() & lengths_before.keys())
+        assert keep["prefilled_tokens"] == keep["tokens"] - keep["sampled_tokens"] - went_on, "only prompts are fed"
+        lengths_before = lengths
     fed = {name: sum(row["prefilled_tokens"] for row in outcome.rows) for name, outcome in runs.items()}
     again = {name: sum(row["tokens"] - row["sampled_tokens"] for row in outcome.rows) for name, outcome in runs.items()}
     assert fed["cut"] == again["cut"] == again["keep"] > 1.2 * fed["keep"]

@@ -14,6 +14,7 @@ from relibra.errors import ConfigError
 from relibra.rl.config.rollout_settings import RolloutSettings
 from relibra.rl.model.tokenizer import Tokenizer
 from relibra.rl.rollout.admission import SampleCursor, check_no_response_lost, plan_admission
+from relibra.rl.rollout.embedded import EmbeddedEngine
 from relibra.rl.rollout.prompt_lengths import encode_prompt
 from relibra.rl.rollout.response import Response, RolloutCost, RolloutEngine, new_response
 from relibra.rl.rollout.response_arrays import exchange_responses
@@ -55,7 +56,8 @@ def collect(
     raises    ConfigError for a prompt that is too long
     """
     start = response_starter(task, tokenizer, settings)
-    active, cursor = admit_responses(live, cursor, start, settings)
+    kept = [one.number for one in engine.kept.running] if isinstance(engine, EmbeddedEngine) and engine.kept else []
+    active, cursor = admit_responses(live, cursor, start, settings, kept)
     refilled: list[Response] = []
 
     def spares() -> Iterator[Response]:
@@ -134,24 +136,29 @@ def allowed_failures(rated: int) -> int:
 
 
 def admit_responses(
-    live: Sequence[Response], cursor: SampleCursor, start: Callable[[int], Response], settings: RolloutSettings
+    live: Sequence[Response],
+    cursor: SampleCursor,
+    start: Callable[[int], Response],
+    settings: RolloutSettings,
+    kept: Sequence[int] = (),
 ) -> tuple[list[Response], SampleCursor]:
     """Distribute unfinished and new responses evenly over the ranks; collective if a response can outlast a step.
 
     live      unfinished responses of this rank
     start     by `response_starter`
+    kept      sample ids of responses whose keys and values this rank holds: it gets them, wherever they were trained
     returns   responses of this rank, by sample id, and the samples that have not begun after that
     """
     windowed = settings.window_tokens < settings.max_response
-    live_R = _gather_windows(live) if windowed else []
-    all_live = [one for of_rank in live_R for one in of_rank]
-    kept_on = {sample: rank for rank, of_rank in enumerate(live_R) for sample, _ in of_rank}
+    all_live = [one for of_rank in _gather_windows(live) for one in of_rank] if windowed else []
+    kept_R = gather_arrays(np.array(kept, dtype=np.int64)) if settings.keeps_cache else []
+    rank_of = {sample: rank for rank, of_rank in enumerate(kept_R) for sample in of_rank.tolist()}
     admission = plan_admission(
         all_live,
         settings.responses_per_step,
         cursor,
         dist.get_world_size(),
-        kept_on if settings.keeps_cache else None,
+        {sample: rank_of[sample] for sample, _ in all_live if sample in rank_of},
     )
     active = list[Response]()
     if windowed:
