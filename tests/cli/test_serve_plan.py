@@ -128,7 +128,7 @@ def test_measured_seconds_decide_and_are_simulated(run, tmp_path):
         found[factor] = json.loads(out)
     [pair], [together] = found[1]["pairs"], found[1]["colocated"]
     assert (pair["attention"]["nodes"], pair["experts"]["nodes"], pair["gpus"], together["gpus"]) == (1, 1, 2, 1)
-    assert f"--experts 1 --micro-batches {pair['micro_batches']}" in found[1]["serve"]
+    assert f"--experts 1 --micro-batches {pair['micro_batches']}" in found[1]["serve_best_pair"]
     assert planned_workers(tmp_path / "plan.json", tmp_path)["micro_batches"] == found[2]["pairs"][0]["micro_batches"]
     speeds = [[one["pairs"][0]["tokens_per_second"], one["colocated"][0]["tokens_per_second_per_unit"]]
               + [run["tokens_per_second"] for run in one["simulated"]] for one in found.values()]  # fmt: skip
@@ -144,7 +144,7 @@ def test_the_command_serves_all_requests_of_the_plan(run, tmp_path):
     file.write_text(MEASURED.format(1, 2))
     asked = ["serve", "plan", folder / "config.json", "--measured", file, "--max-gpus", "2", "--json"]
     found = json.loads(run(*asked, "--context", "700", "--tpot", "1s")[1])
-    [pair], words = found["pairs"], shlex.split(found["serve"])
+    [pair], words = found["pairs"], shlex.split(found["serve_best_pair"])
     requests = pair["micro_batches"] * pair["micro_batch_requests"]
     assert words[2] == str(folder)
     assert words[words.index("--kv-tokens") + 1] == str(2 * 700 * requests)

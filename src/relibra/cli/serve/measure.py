@@ -10,12 +10,13 @@ import typer
 from relibra.cli.inputs import options
 from relibra.cli.inputs.requests import documented, within
 from relibra.cli.outputs.files import check_outputs, named, writing
-from relibra.cli.outputs.terminal import print_result, progress
+from relibra.cli.outputs.terminal import print_note, print_result, progress
 from relibra.cli.serve.run import INSTALL
 from relibra.environment import uncollected_imports
 from relibra.errors import missing_packages
 from relibra.files import toml_value, write_text
 
+POOR_R2 = 0.9
 JUDGED_ROWS = 8  # per expert, from which on lines are judged: products of fewer rows take time in steps
 
 
@@ -50,9 +51,12 @@ def measure(
         with writing(output):
             write_text(output, "".join(f"{name} = {toml_value(table)}\n" for name, table in tables.items()))
     unjudged = sum(rows < JUDGED_ROWS for rows, _ in tables["expert"])
+    r2 = {name: fit_line(table[unjudged:])[2] for name, table in tables.items() if len(table) > unjudged + 2}
+    if min(r2.get("attention", 1.0), r2.get("expert", 1.0)) < POOR_R2:
+        print_note("seconds do not follow a line, as of a busy machine: measure again while nothing else runs")
     facts = {
         "label": "measured",
-        "r2": {name: fit_line(table[unjudged:])[2] for name, table in tables.items() if len(table) > unjudged + 2},
+        "r2": r2,
         "batches": [
             {"requests": a[0], "rows_per_expert": e[0], "attention": a[1], "expert": e[1], "message": m[1]}
             for a, e, m in zip(*tables.values(), strict=True)

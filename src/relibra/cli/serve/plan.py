@@ -168,7 +168,7 @@ def plan(request: ServePlanRequest) -> None:
         "seconds_per_token": level.seconds_per_token,
         "context": level.context,
         **figures(decision),
-        "serve": serve_command(request.model, decision.best) if request.measured and decision.best else None,
+        "serve_best_pair": serve_command(request.model, decision.best) if request.measured and decision.best else None,
         "simulated": [run_figures(*run) for run in runs.items()],
     }
     columns = {"pairs": PAIR_COLUMNS, "colocated": COLOCATED_COLUMNS, "simulated": RUN_COLUMNS}

@@ -62,7 +62,8 @@ def decide(request: PlacementRequest) -> Placement:
     probe = probe_of(request)
     tried = [_try_slots(probe, slots) for slots in slot_choices(request)]
     least = min(one.seconds for one in tried)
-    number = _number_of_choices(request.demand)
+    M, L, _ = request.demand.load_MLE.shape
+    number = int(np.clip(_ALL_LAYERS_BUDGET // max(1, M * L), 2, 20))
 
     schedules = {"kept": request.demand}
     if request.budget.pack_samples and request.cluster.num_nodes > 1:
@@ -259,11 +260,6 @@ def probe_of(request: PlacementRequest) -> PlacementRequest:
 def _some_layers(request: PlacementRequest, number: int) -> Int64[ndarray, " l"]:
     """Return so many layers, evenly spaced, as positions on the layer axis."""
     return np.unique(np.linspace(0, len(request.demand.layer_ids) - 1, number).astype(np.int64))
-
-
-def _number_of_choices(demand: ScheduledDemand) -> int:
-    M, L, _ = demand.load_MLE.shape
-    return int(np.clip(_ALL_LAYERS_BUDGET // max(1, M * L), 2, 20))
 
 
 def _gib(request: PlacementRequest, slots: SlotChoice) -> float:

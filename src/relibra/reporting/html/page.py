@@ -45,7 +45,7 @@ def render_page(body: str, **values: Any) -> str:
     body      template of what stands between header and footer
     values    of the templates; `page.html` needs `title`, `kind`, `headline` and `facts`
     """
-    texts = [_as_parsed(text) for text in (plotly_script(), _asset("page.js"))]
+    texts = ["\n" + re.sub("\r\n?", "\n", text) for text in (plotly_script(), _asset("page.js"))]  # as browsers read them
     policy = _POLICY.format(scripts=" ".join(map(_source_of, texts)))
     return render("page.html", body=body, scripts=texts, policy=policy, style=_asset("page.css"), **values)
 
@@ -77,11 +77,6 @@ def templates() -> Environment:
 def plotly_json(figure: Any) -> Markup:
     """Return a plotly figure as JSON for a script element; no text in it can end the element."""
     return Markup(figure.to_json().replace("<", "\\u003c"))
-
-
-def _as_parsed(text: str) -> str:
-    """Return a script as a browser reads it from a page: with line feeds only."""
-    return "\n" + text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _source_of(script: str) -> str:

@@ -107,11 +107,12 @@ def _heatmaps(
             )
     for i, name in enumerate(names):
         suffix, domain = ("", [0.0, 0.48]) if i == 0 else ("2", [0.52, 1.0])
-        title = {"text": f"{axes[0]}, {plain_name(name)}"}
+        title = {"text": f"{axes[0]}<br>{plain_name(name)}"}
         figure.update_layout({f"xaxis{suffix}": {"title": title, "domain": domain, "type": "category"}})
     rows = next(loads_XY.shape[1] for loads_XY in views[0] if loads_XY is not None)
     height = int(np.clip(170 + 9 * rows, 260, 620))
-    figure.update_layout(height=height, yaxis={"title": {"text": axes[1]}}, yaxis2={"anchor": "x2", "matches": "y"})
+    ticks = {"title": {"text": axes[1]}, "dtick": 1 if rows <= 8 else None}
+    figure.update_layout(height=height, yaxis=ticks, yaxis2={"anchor": "x2", "matches": "y", "showticklabels": False})
     return figure
 
 

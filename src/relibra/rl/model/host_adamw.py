@@ -46,7 +46,8 @@ class HostAdamW(torch.optim.AdamW):
     def step(self, _closure: Any = None) -> None:  # type: ignore[override]
         """Step all parameters with a gradient, and drop the gradients; return when the moments are on the host."""
         inward, outward = CopyStream(self._device), CopyStream(self._device)
-        width = max(_piece_values(local_shard(parameter)) for parameter in self._start)
+        shards = [local_shard(parameter) for parameter in self._start]
+        width = max(min(own.numel(), PIECE_VALUES) if own.is_contiguous() else own.numel() for own in shards)
         buffers = [torch.empty(2, width, device=self._device) for _ in range(2)]
         free, number = [inward.kernels_end()] * 2, 0
         for group in self.param_groups:
@@ -80,10 +81,6 @@ class HostAdamW(torch.optim.AdamW):
             yield tensors
         elif own.numel():
             yield from zip(*(tensor.reshape(-1).split(PIECE_VALUES) for tensor in tensors), strict=True)
-
-
-def _piece_values(own: Tensor) -> int:
-    return min(own.numel(), PIECE_VALUES) if own.is_contiguous() else own.numel()
 
 
 def _step_piece(weight: Tensor, gradient: Tensor, moments: Sequence[Tensor], count: Tensor, group: dict) -> None:
