@@ -1,4 +1,4 @@
-"""Analysis of plans: bounds, gain of each lever, plans in words, comparison of balancers, fault coverage.
+"""Analysis of plans: bounds, the gain of each lever, a plan's decisions in a layer, what differs between two plans.
 
-In: plans and demands. Out: numbers and sentences. Start with `comparison.py`.
+In: plans and demands. Out: numbers and sentences. Start with `explanation.py`.
 """

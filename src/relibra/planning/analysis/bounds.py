@@ -22,7 +22,7 @@ def reachable_bound(
     slots: int,
     scope: Scope,
 ) -> Int64[ndarray, "M L"]:
-    """Return the bound of replicas and token split with these homes.
+    """Return the bound of plans with these homes, whatever their replicas and token split.
 
     Without slots it is the load of the busiest rank. With slots a domain (a node, or with scope "cluster" all ranks)
     cannot get below its mean, nor below the smallest T for which its experts fit into its slots: an expert with load x
@@ -42,7 +42,7 @@ def reachable_bound(
 
 
 def _instances_bound(load_MLE: ndarray, inside_LE: ndarray, lowest_ML: ndarray, spare: int) -> ndarray:
-    """Return the smallest T >= `lowest_ML` with sum of (ceil(load / T) - 1) <= spare instances, by bisection."""
+    """Return the smallest T >= `lowest_ML` with sum of (ceil(load / T) - 1) <= `spare` replicas, by bisection."""
     load_MLE = np.where(inside_LE, load_MLE, 0)
 
     def copies(t_ML: ndarray) -> ndarray:
@@ -62,10 +62,10 @@ def _instances_bound(load_MLE: ndarray, inside_LE: ndarray, lowest_ML: ndarray, 
 def any_homes_bound(
     load_MLE: Int64[ndarray, "M L E"], num_ranks: int, ranks_per_node: int, slots: int, scope: Scope
 ) -> Int64[ndarray, "M L"]:
-    """Return the bound of any homes with equally many experts per rank, for each micro-batch alone.
+    """Return the bound of plans with any homes, equally many experts per rank, for each micro-batch alone.
 
-    Per domain (a rank without slots, else a node or the cluster): the mean; the heaviest expert with the lightest
-    ones as neighbours; if D domains hold two experts or more, two of the D + 1 heaviest share one, with the lightest.
+    It is the largest of three loads of a domain (a rank without slots, else a node or the cluster), per rank: the mean;
+    the heaviest expert with the lightest beside it; two of the D + 1 heaviest, which must share one of D domains.
     """
     E = load_MLE.shape[2]
     size = 1 if slots == 0 else (ranks_per_node if scope == "node" else num_ranks)

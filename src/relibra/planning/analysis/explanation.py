@@ -18,9 +18,9 @@ from relibra.routing.demand import Demand
 class Replica(NamedTuple):
     """A replica in a micro-batch: it computes `quota` of the `token_slots` of its expert.
 
-    home_load    of the home's rank without replicas, over the mean rank's: above 1 the replica takes load off it; else
-                 it keeps token-slots from travelling, or makes room at the home
-    other_node   than the home's
+    home_load    load of the home rank without replicas / of the mean rank. Above 1: the replica takes load off it; else
+                 the replica keeps token-slots from travelling, or makes room at the home
+    other_node   the replica is on another node than the home
     """
 
     expert: int
@@ -44,7 +44,7 @@ class LayerExplanation:
     """A plan's decisions in a layer and a micro-batch.
 
     moved_homes      experts that get a new home before the step
-    token_slots      of the micro-batch, as all loads
+    token_slots      of all experts in the layer and micro-batch
     busiest_rank     without replicas
     bound            the lowest load of the busiest rank that replicas could reach
     replicas         by quota, the largest first
@@ -87,8 +87,8 @@ def explain_plan(plan: StepPlan, demand: Demand, layer: int, micro_batch: int | 
     quota_X = plan.quota_MLRB[micro_batch, index, rank_X, slot_X]
 
     def replica(e: int, rank: int, quota: int) -> Replica:
-        home, G, over = int(home_E[e]), plan.ranks_per_node, mean or 1.0
-        return Replica(e, int(load_E[e]), rank, quota, home, float(before_R[home] / over), home // G != rank // G)
+        home, G, mean_or_1 = int(home_E[e]), plan.ranks_per_node, mean or 1.0
+        return Replica(e, int(load_E[e]), rank, quota, home, float(before_R[home] / mean_or_1), home // G != rank // G)
 
     order = np.lexsort((rank_X, expert_X, -quota_X.astype(int)))
     held = np.stack((expert_X, rank_X, quota_X), axis=1, dtype=int)[order].tolist()
@@ -109,7 +109,7 @@ def explain_plan(plan: StepPlan, demand: Demand, layer: int, micro_batch: int | 
 class SlotMemory(NamedTuple):
     """Memory of a rank for the slots of a plan, and the next choice with more memory that takes fewer seconds.
 
-    next_gib, next_saving   its memory, and the share of seconds that it saves; None: none was priced, or none saves
+    next_gib, next_saving   memory of that choice, and the share of seconds that it saves; None: none was found
     """
 
     gib: float
@@ -143,7 +143,7 @@ class PlanDifference:
     homes          (decoder layer, expert, rank before, rank after), by layer and expert
     samples        samples that run in another micro-batch or on another rank; None: the plans have different samples
     copies         replicas before and after
-    cells          (micro-batch, layer) pairs whose replicas or quotas differ; None: other numbers of them
+    cells          (micro-batch, layer) pairs whose replicas or quotas differ; None: numbers of pairs differ
     """
 
     homes: tuple[tuple[int, int, int, int], ...]

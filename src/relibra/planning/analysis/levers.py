@@ -47,8 +47,8 @@ def static_skew(demand: ScheduledDemand, num_ranks: int) -> float:
 def lever_bounds(plan: StepPlan, demand: ScheduledDemand) -> list[tuple[str, float]]:
     """Return the lowest reachable skew after each lever of `lever_gaps` (`reachable_bound`).
 
-    With schedule and homes so far, and slots and scope of the plan. From "homes" on it is the plan's bound, because
-    replicas and cross-node copies only approach it.
+    Each has the schedule and homes so far, and the plan's slots and scope. From "homes" on it is the plan's bound,
+    because replicas and cross-node copies only approach that.
 
     demand    with the schedule that the balancer was given
     """
