@@ -1,8 +1,8 @@
 """Static placement for an even split of tokens over copies; `relibra.eplb` uses it.
 
-Replicas go to the largest load per copy; copies are placed longest first on ranks without the expert; then copies of
-different ranks are exchanged while the sum over times of the busiest rank falls. Times are steps or micro-batches, at
-most 16 sums of them.
+Replicas go to the experts with most load per copy; copies are placed heaviest first on ranks without the expert; then
+copies of different ranks are exchanged while the busiest rank's load, summed over times, falls. Times are steps or
+micro-batches; more than 16 are added up to at most 16.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from relibra.routing.compiled import compiled
 
 MAX_TIMES = 16
 EXCHANGES = 400
-"""Most exchanges, multiplied by the number of times T: the cost of one grows with T."""
+"""Most exchanges x T, the number of times: the cost of an exchange grows with T."""
 
 
 def even_placement(load_TE: Shaped[ndarray, "T E"], num_ranks: int, per_rank: int) -> Int64[ndarray, "R P"]:
@@ -55,12 +55,12 @@ def busiest_rank(load_TE: Shaped[ndarray, "T E"], placement_RP: Int64[ndarray, "
 @compiled
 @no_type_check
 def _count_copies(load_E, num_slots, num_ranks) -> ndarray:
-    """Return copies per expert: each slot goes to the largest load per copy not yet on all ranks (ties: lower id)."""
+    """Return copies per expert: most load per copy gets a slot, experts not on all ranks first (ties: lower id)."""
     E = len(load_E)
     count_E = np.ones(E, np.int64)
     for x in range(num_slots - E):
-        best, limit = -1, max(num_ranks, x + 2)
-        for most in (num_ranks, limit):
+        best, no_limit = -1, max(num_ranks, x + 2)  # no expert has more than x + 1 copies
+        for most in (num_ranks, no_limit):
             for e in range(E):
                 if count_E[e] < most and (best < 0 or load_E[e] * count_E[best] > load_E[best] * count_E[e]):
                     best = e
@@ -93,7 +93,7 @@ def _longest_first(load_E, count_E, num_ranks, per_rank) -> ndarray:
 @compiled
 @no_type_check
 def _separate_copies(share_TE, placement_RP, load_TR) -> None:
-    """Exchange each duplicate of an expert on a rank for a copy elsewhere, such that the fuller rank gets lowest."""
+    """Exchange each duplicate of an expert on a rank for a copy elsewhere, such that the fuller of both is lowest."""
     R, P = placement_RP.shape
     share_E, load_R = share_TE.sum(axis=0), load_TR.sum(axis=0)
     for a in range(R):

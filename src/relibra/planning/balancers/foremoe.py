@@ -51,7 +51,7 @@ def decide(request: PlacementRequest) -> Placement:
 
 
 def _search_homes(request: PlacementRequest, load_ME: ndarray, before_E: Int64[ndarray, " E"]) -> Int64[ndarray, " E"]:
-    """Return the homes of levels 1 and 1b, or the old ones unless the gain exceeds the cost of moves."""
+    """Return the homes of levels 1 and 1b if their gain exceeds the cost of moves, else the old ones."""
     cluster = request.cluster
     G, N, E = cluster.ranks_per_node, cluster.num_nodes, load_ME.shape[1]
     machine_E = before_E // G
@@ -72,7 +72,7 @@ def _search_homes(request: PlacementRequest, load_ME: ndarray, before_E: Int64[n
 
 
 def _moving_token_slots(request: PlacementRequest, moved: int) -> float:
-    """Return the cost of moves per step served, in token-slots of the busiest rank; all ranks send expert state."""
+    """Return the token-slots that a rank trains in the time of moves per step served; if all send equally much."""
     cluster, expert = request.cluster, request.expert
     sent_per_rank = moved * expert.state_bytes / cluster.num_ranks / request.budget.steps_served
     seconds = sent_per_rank / cluster.slowest_bytes_per_second
@@ -203,7 +203,7 @@ def _spill(home_E, low, high, tolerance, load_R, left_E, replica_RB, quota_RB) -
 @compiled
 @no_type_check
 def _move(e, source, target, tokens, load_R, left_E, replica_RB, quota_RB) -> None:
-    """Move token-slots of `e` from its home to `target`, in a new slot if it holds no copy."""
+    """Move token-slots of `e` from its home to `target`, into a new slot if `target` has no copy."""
     b = slot_of(e, replica_RB[target])
     if b < 0:
         b = slot_of(-1, replica_RB[target])

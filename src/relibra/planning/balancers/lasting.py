@@ -33,7 +33,7 @@ class Residents(Homes):
 
 
 def with_residents(homes: Homes, experts: list) -> Homes:
-    """Return homes with the experts `[L][R][B]` that slots hold; of another number of ranks, the homes alone."""
+    """Return homes with the experts `[L][R][B]` that slots hold; for another number of ranks, the homes alone."""
     replica_LRB = np.array(experts, dtype=np.int16)
     if replica_LRB.shape[1] != homes.num_ranks:
         return homes
@@ -43,10 +43,10 @@ def with_residents(homes: Homes, experts: list) -> Homes:
 def choose_residents(request: PlacementRequest, plan: StepPlan) -> Residents | None:
     """Return the homes of a plan, and for each layer the replicas that serve its whole step at the least seconds.
 
-    None for a plan without slots of layers: nothing that lasts fits or pays, and the next step is planned whole.
+    None for a plan without resident slots: nothing that lasts fits or pays, and the next step is planned whole.
 
-    Replicas are chosen from the step's totals and priced on its micro-batches, where they stay: slots are filled again
-    after every optimizer step only.
+    Replicas are chosen from the step's totals and priced on its micro-batches, in all of which they stay: slots are
+    filled again after an optimizer step only.
 
     request   of the step that the plan was made for
     """

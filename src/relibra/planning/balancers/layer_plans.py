@@ -22,7 +22,7 @@ from relibra.planning.loads import tokens_of_domains
 from relibra.routing.demand import ScheduledDemand
 
 _SWAP_MICRO_BATCHES = 32
-"""Experts are swapped between nodes by every k-th micro-batch, k = M // 32: 32 to 63 of them, or all of fewer."""
+"""Swaps of homes are priced on every k-th micro-batch, k = M // 32: on 32 to 63 of them, or on all if fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,8 @@ class LayerChoice:
     """One way to place a layer's experts and replicas.
 
     homes           which experts move
-    traffic_slots   slots for the experts that token-slots of a node (or rank, on a single node) choose most. The
-                    others even out loads
+    traffic_slots   slots for the remote experts that a node (on a single node: a rank) sends most token-slots to. The
+                    other slots even out loads
     tolerance       accepted load of the busiest rank above the mean, as a share; None: no replicas
     cross_node      replicas may be on nodes without the expert
     """
@@ -54,7 +54,7 @@ class LayerChoice:
 class LayerPlans:
     """Homes and replicas of every layer by one choice, and their seconds.
 
-    seconds_ML   compute, exchange, and waits for copies that do not depend on other layers; no moves
+    seconds_ML   compute, exchange, and those waits for copies that do not depend on other layers; no moves
     queue_ML     waits for pushes of all layers into their slots, which share one queue; priced as if every layer
                  followed this choice
     moves_L      each layer's moves of homes, spread evenly over ranks and the steps that new homes serve
@@ -191,17 +191,18 @@ def cheapest_layers(
 ) -> LayerPlans:
     """Return the cheapest plan of each layer and, where homes are the same, of each group of micro-batches.
 
-    Slots are empty at the start of each group (resident replicas) or micro-batch (in slots of all layers), so each is
-    chosen alone.
+    Resident slots are empty at the start of each group, shared slots at that of each micro-batch, so each group or
+    micro-batch is chosen alone.
 
-    worth_moving   share of a layer's seconds that new homes must save beside the time of their moves
+    worth_moving   share of a layer's seconds that new homes must save beyond the time of their moves
     """
 
     def cost_ML(one: LayerPlans) -> ndarray:
         return one.seconds_ML + one.queue_ML
 
     M = len(demand.load_MLE)
-    group_M = np.arange(M) if not slots.resident else np.zeros(M) if demand.group_M is None else demand.group_M
+    group_M = np.zeros(M) if demand.group_M is None else demand.group_M
+    group_M = group_M if slots.resident else np.arange(M)
     same_MM = (group_M[:, None] == group_M).astype(np.float64)
     by_homes: dict[HomeMoves, LayerPlans] = {}
     for choice, plan in plans.items():
@@ -218,7 +219,7 @@ def cheapest_layers(
 
 def step_seconds(request: PlacementRequest, demand: ScheduledDemand, layers: LayerPlans) -> float:
     """Return the seconds of a step, with its part of the moves of homes."""
-    assert layers.costs is not None, "not yet dropped"
+    assert layers.costs is not None, "costs are dropped once mixes are priced"
     costs, homes = layers.costs, request.previous.with_home_ranks(layers.home_LE.astype(np.int16))
     attention_M = busiest_attention_M(demand, request.cluster, request.expert)
     seconds_ML = costs.compute_ML + costs.exchange_ML + costs.exposed_copies_ML(attention_M) + costs.host_ML

@@ -26,12 +26,12 @@ def choose_homes_among_copies(
     """Choose a home for each expert among the ranks that hold it, with E / R homes on every rank.
 
     Experts keep their home if possible; the others are matched along augmenting paths. If the placement has no such
-    homes (as with nine experts without another copy on a rank of eight homes), copies of similar load are exchanged.
+    homes (a rank of eight homes may hold the only copies of nine experts), copies of similar load are exchanged.
 
     copies_RE   copies of each expert on each rank
     share_E     load of one copy
     slots       spare slots of a rank
-    returns     homes, and the copies after such exchanges
+    returns     homes, and the copies after exchanges
     """
     R, E = copies_RE.shape
     copies_RE = copies_RE.copy()
@@ -178,7 +178,7 @@ def _trade_copies(copies_RE, home_E, homes_R, needed_R, share_E) -> None:
 
 
 def relabel_ranks(placement_RP: Int[ndarray, "R P"], before_RX: Int[ndarray, "R X"]) -> Int[ndarray, "R P"]:
-    """Return the rows of a placement reordered to ranks that held most of their experts: same loads, fewer moves."""
+    """Return the placement, its rows reordered so that ranks keep most experts: same loads, fewer moves."""
     num_experts = int(max(placement_RP.max(initial=0), before_RX.max(initial=0))) + 1
     held_RE, before_RE = count_copies(placement_RP, num_experts) > 0, count_copies(before_RX, num_experts) > 0
     row_of_rank = linear_sum_assignment(before_RE.astype(np.int64) @ held_RE.T.astype(np.int64), maximize=True)[1]

@@ -44,8 +44,8 @@ _WORTH_SLOTS = 0.001
 """Share of the seconds that more slots must save: they take memory."""
 _NEARLY_CHEAPEST = 0.08
 """Numbers of slots up to this share dearer than the cheapest are priced with packed samples too."""
-_FINALISTS, _MOST_FINALISTS, _FINAL = 4_000, 3, 0.015
-"""Steps of up to so many layers x micro-batches plan so many numbers of slots whole, within this share of the best."""
+_FINALS_UP_TO, _MOST_FINALISTS, _NEAR_BEST = 4_000, 3, 0.015
+"""Largest step, layers x micro-batches, that plans several numbers of slots whole; how many; how near the best."""
 TOLERANCES = (1, 5, 20)
 """Accepted unevenness that is tried, as multiples of the budget's tolerance."""
 _WORTH_MOVING_AGAIN = 0.05
@@ -63,13 +63,13 @@ def decide(request: PlacementRequest) -> Placement:
     tried = [_try_slots(probe, slots) for slots in slot_choices(request)]
     least = min(one.seconds for one in tried)
     M, L, _ = request.demand.load_MLE.shape
-    number = int(np.clip(_ALL_LAYERS_BUDGET // max(1, M * L), 2, 20))
+    most = int(np.clip(_ALL_LAYERS_BUDGET // max(1, M * L), 2, 20))
 
     schedules = {"kept": request.demand}
     if request.budget.pack_samples and request.cluster.num_nodes > 1:
         schedules["packed"] = _pack(request)
     priced = {
-        one: {name: _seconds_of_schedule(request, probe, demand, one, number) for name, demand in schedules.items()}
+        one: {name: _seconds_of_schedule(request, probe, demand, one, most) for name, demand in schedules.items()}
         for one in tried
         if one.seconds <= (1 + _NEARLY_CHEAPEST) * least
     }
@@ -78,7 +78,7 @@ def decide(request: PlacementRequest) -> Placement:
         name = min(priced[one], key=priced[one].__getitem__)
         whole, demand = one, schedules[name]
         if demand is not probe.demand:  # else the probe is the whole step
-            whole = _mix(request, demand, one.slots, _plan_all(request, demand, one.slots, one.winners(number)))
+            whole = _mix(request, demand, one.slots, _plan_all(request, demand, one.slots, one.winners(most)))
         source_of[whole] = one, name
     best = _cheapest({whole: whole.seconds for whole in source_of})
     on_probe, schedule = source_of[best]
@@ -95,7 +95,7 @@ def decide(request: PlacementRequest) -> Placement:
 
 
 def slot_choices(request: PlacementRequest) -> list[SlotChoice]:
-    """Return the numbers of slots that are tried: none, shared ones, and slots of layers as far as memory allows."""
+    """Return the numbers of slots that are tried: none, shared ones, and resident ones as far as memory allows."""
     elsewhere = request.previous.num_experts - request.previous.num_experts // request.cluster.num_ranks
     most = elsewhere if request.budget.slots is None else min(elsewhere, request.budget.slots)
     choices = [SlotChoice(number=0, resident=False)]
@@ -182,10 +182,10 @@ def _plan_all(
 
 def _finalists(request: PlacementRequest, seconds: dict[_Tried, float]) -> list[_Tried]:
     """Return the choices that are planned for all layers: a few that are nearly the cheapest, one of a large step."""
-    if len(request.demand.layer_ids) * len(request.demand.tokens_MLRE) > _FINALISTS:
+    if len(request.demand.layer_ids) * len(request.demand.tokens_MLRE) > _FINALS_UP_TO:
         return [_cheapest(seconds)]
     least = sorted(seconds.values())
-    return [one for one in seconds if seconds[one] <= min((1 + _FINAL) * least[0], least[:_MOST_FINALISTS][-1])]
+    return [one for one in seconds if seconds[one] <= min((1 + _NEAR_BEST) * least[0], least[:_MOST_FINALISTS][-1])]
 
 
 def _mix(
@@ -202,7 +202,7 @@ def _mix(
         mixes.append(cheapest_layers(stay, demand, slots, worth_moving=0.0))
     seconds = [step_seconds(request, demand, mix) for mix in mixes]
     best = int(np.argmin(seconds))
-    plans = {choice: replace(plan, costs=None) for choice, plan in plans.items()}  # as large as all else in them
+    plans = {choice: replace(plan, costs=None) for choice, plan in plans.items()}  # costs are as large as all the rest
     return _Tried(slots=slots, plans=plans, cheapest=replace(mixes[best], costs=None), seconds=seconds[best])
 
 
@@ -226,22 +226,22 @@ def _pack(request: PlacementRequest) -> ScheduledDemand:
 
 
 def _seconds_of_schedule(
-    request: PlacementRequest, probe: PlacementRequest, demand: ScheduledDemand, tried: _Tried, number: int
+    request: PlacementRequest, probe: PlacementRequest, demand: ScheduledDemand, tried: _Tried, most: int
 ) -> float:
     """Return the seconds of a few layers under a schedule, scaled to all layers of the step."""
     if demand is probe.demand:
         return tried.seconds
     layers, slots = _some_layers(request, _PROBE_LAYERS), tried.slots
     few = replace(request, demand=demand).of_layers(layers)
-    plans = _plan_all(few, few.demand, slots, tried.winners(number))
+    plans = _plan_all(few, few.demand, slots, tried.winners(most))
     return _mix(few, few.demand, slots, plans).seconds * len(request.demand.layer_ids) / len(layers)
 
 
 def probe_of(request: PlacementRequest) -> PlacementRequest:
     """Return the request for a few layers, evenly spaced, and the first micro-batches up to the end of a group.
 
-    `steps_served` is multiplied by micro-batches / those kept, so that these pay their share of the moves. A small step
-    is its own probe.
+    `steps_served` is multiplied by all micro-batches / kept ones, so that the kept ones pay their share of the moves. A
+    small step is its own probe.
     """
     demand, served = request.demand, request.budget.steps_served
     M, L = demand.tokens_MLRE.shape[:2]
@@ -258,7 +258,7 @@ def probe_of(request: PlacementRequest) -> PlacementRequest:
 
 
 def _some_layers(request: PlacementRequest, number: int) -> Int64[ndarray, " l"]:
-    """Return so many layers, evenly spaced, as positions on the layer axis."""
+    """Return at most `number` layers, evenly spaced, as positions on the layer axis."""
     return np.unique(np.linspace(0, len(request.demand.layer_ids) - 1, number).astype(np.int64))
 
 
