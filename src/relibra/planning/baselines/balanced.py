@@ -1,4 +1,4 @@
-"""Balanced: as even as copies can make it, at any cost. A reference for other balancers.
+"""Balanced: rank loads as even as copies can make them, at any cost. A reference for other balancers.
 
 Homes are dealt heaviest first on the totals of the step, and then every (micro-batch, layer) gets new replicas anywhere
 in the cluster, as if all ranks were one node. With one spare slot per rank an exactly even layout of one load always

@@ -2,8 +2,8 @@
 
 Plans from expert totals, once in a while: replicas for the experts with the largest load per copy, then longest-first
 packing; homes move freely, replicas stay, tokens are shared evenly by the copies. Sums are taken in float32 as in the
-original, so that placements are equal to the last slot, except where loads are equal: ties go to the lower id here, and
-as torch's sort leaves them there. Nothing keeps two copies of an expert off one rank.
+original, so that placements are equal to the last slot, except where loads are equal: ties go to the lower id here, in
+the original as torch's sort leaves them. Two copies of an expert may be on one rank.
 As a balancer it runs in global mode: experts have no groups here, and one group divides over one node only.
 """
 
@@ -110,9 +110,9 @@ def _deal(weight_X, order, num_packs, per_pack) -> ndarray:
 @compiled
 @no_type_check
 def give_copies(weight_E, num_slots, most_E) -> tuple[ndarray, ndarray, ndarray]:
-    """Give every expert one slot, then each slot left to the largest load per copy (ties: lower id).
+    """Give every expert one slot, then each further slot to most load per copy (ties: lower id).
 
-    most_E     most copies of each expert; slots that are left when all have as many get expert -1
+    most_E     most copies of each expert; slots that are left when all experts have their most get expert -1
     returns    expert of each slot, which copy of it this is, copies of each expert
     """
     E = len(weight_E)

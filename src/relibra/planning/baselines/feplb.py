@@ -1,10 +1,10 @@
 """After FEPLB (arXiv 2604.19654; no public code): whole dynamic experts move inside a node, weights and tokens.
 
 Sees the exact loads of one (micro-batch, layer). While the fullest rank of a node has an expert that fits on the
-lightest one, it is computed there, all of it, while other experts compute; homes never move. Here any expert may be
-one of the few *dynamic* ones of its rank (the paper leaves open which), there is no lower limit on its tokens
-(unpublished), the spare slots are the copy budget of a receiver, and the receiver must stay below the giver, without
-which whole-expert moves can make things worse.
+lightest rank, all of this expert is computed there, while other experts compute; homes never move. Here any expert may
+be one of the few *dynamic* ones of its rank (the paper leaves open which), there is no lower limit on its tokens
+(unpublished), the spare slots are the copy budget of a receiver, and the receiver must stay below the giver's old
+load, as moves of whole experts could make things worse.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """FlashLB (github.com/vllm-project/vllm-ascend, 182b75e): static replicas placed by mean, spread and correlation.
 
 Looks at loads over time. Here the times are micro-batches, summed into at most 64 groups; copies share tokens evenly.
-An expert counts as mean + z x standard deviation, a rank as those of its experts together: experts busy at the same
-time are parted. Different from the original:
+An expert counts as mean + z x standard deviation of its load, a rank as those of the sum of its experts' loads: so
+experts busy at the same time are parted. Different from the original:
   - every step is planned;
   - an expert gets at most R copies (the original fails where it wants more);
   - one copy of each expert is its home, E / R on every rank, which costs up to 2 % of balance.
@@ -56,8 +56,9 @@ def flashlb_placement(load_TE: Int[ndarray, "T E"], num_ranks: int, slots: int) 
     order = np.argsort(-weight_E, kind="stable")
     count_E = np.ones(E, dtype=np.int64)
     spare = num_ranks * slots
-    for start in range(0, E, -(-E // TIERS)):
-        tier, later = order[start : start - (-E // TIERS)], order[start - (-E // TIERS) :]
+    size = -(-E // TIERS)
+    for start in range(0, E, size):
+        tier, later = order[start : start + size], order[start + size :]
         guess = int(_hand_out(weight_E, count_E, order[start:], spare, num_ranks)[tier].sum()) - len(tier)
         best = (np.inf, count_E, guess)
         for given in range(max(0, guess - REACH), min(spare, guess + REACH) + 1) if len(later) else [spare]:
@@ -80,7 +81,7 @@ def _score(x_TE: Float64[ndarray, "T E"], count_E: Int64[ndarray, " E"], placeme
 
 
 def _hand_out(weight_E: ndarray, count_E: ndarray, experts: ndarray, slots: int, most: int) -> Int64[ndarray, " E"]:
-    """Return copies per expert: each slot goes to the largest weight per copy; at most `most` copies each."""
+    """Return copies per expert: each slot goes to most weight per copy of `experts`; at most `most` copies each."""
     count_E = count_E.copy()
     _hand_out_slots(weight_E, count_E, experts, slots, most)
     return count_E

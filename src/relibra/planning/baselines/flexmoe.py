@@ -38,7 +38,7 @@ def decide(request: PlacementRequest) -> Placement:
 def expand(placement_RP: Int64[ndarray, "R P"], load_E: Float64[ndarray, " E"]) -> Int64[ndarray, "R P"]:
     """Return a placement whose empty slots (-1) hold the expert with most load per copy.
 
-    Each goes to the least loaded rank, to one without that expert if possible.
+    Each copy goes to the least loaded rank with an empty slot, if possible one without that expert.
     """
     placement_RP = placement_RP.copy()
     while (placement_RP < 0).any():

@@ -25,7 +25,7 @@ def placement_from_physical(request: PlacementRequest, physical_LRP: Int[ndarray
     """Return a physical placement as a `Placement` whose replicas stay for the whole step.
 
     physical_LRP   expert in each of the P = E / R + B slots of a rank; -1: empty
-    split           how every micro-batch shares its load over the copies (`relibra.planning.balancers.shares`)
+    split          how every micro-batch shares its load over the copies (`relibra.planning.balancers.shares`)
     """
     demand, budget, cluster = request.demand, request.budget, request.cluster
     M, L, R, E = demand.tokens_MLRE.shape
@@ -57,9 +57,9 @@ def placement_from_physical(request: PlacementRequest, physical_LRP: Int[ndarray
 def _assign_slots(
     copies_RE: Int64[ndarray, "R E"], home_E: Int64[ndarray, " E"], total_E: ndarray, slots: int
 ) -> tuple[Int16[ndarray, "R B"], Int64[ndarray, "R B"]]:
-    """Return the experts in spare slots, copies that are not homes, and how many copies each stands for.
+    """Return the experts in spare slots, those not at home on the rank, and how many copies each has there.
 
-    If there are too many, those with the largest shares are kept.
+    If a rank has more of them than slots, those with the largest shares are kept.
     """
     R = len(copies_RE)
     share_RE = copies_RE * (total_E / np.maximum(1, copies_RE.sum(axis=0)))

@@ -1,8 +1,8 @@
 """LAER-MoE (arXiv 2602.11686; github.com/PKU-DAIR/Hetu-Galvatron, branch laer-moe, 2704237): a new layout every step.
 
-The original shards every expert over all ranks and rebuilds whatever it needs before the layer, so any layout costs the
-same; it plans from the counts of past iterations. Candidates for the replica counts are placed greedily and the one
-with the least communication + compute is kept; tokens go to copies on the own node, if there are any.
+The original shards every expert over all ranks and rebuilds the experts of a layout before each layer, so any layout
+costs the same; it plans from the counts of past iterations. Candidates for the replica counts are placed greedily and
+the one with the least communication + compute is kept; tokens go to copies on the own node, if there are any.
 Different from the original: the history has no source ranks, so sources are taken as equal; bandwidths and flops are
 those of the given cluster; each expert has one home, as everywhere in relibra.
 """
@@ -36,7 +36,7 @@ def decide(request: PlacementRequest) -> Placement:
 
 
 def greedy_counts(load_E: Float64[ndarray, " E"], num_slots: int, num_nodes: int) -> Int64[ndarray, " E"]:
-    """Return copies per expert: slots go to the largest load per copy, singly up to one per node, then one per node."""
+    """Return copies per expert: that with most load per copy gets a slot, or N once it has N = `num_nodes` copies."""
     E = len(load_E)
     count_E = np.full(E, num_nodes if num_nodes * E <= num_slots else 1)
     left = num_slots - int(count_E.sum())

@@ -17,7 +17,7 @@ from relibra.planning.levers.replication import replicate
 from relibra.planning.placement import Placement
 
 TOLERANCE = 0.01
-"""Load above the lowest reachable that is accepted for fewer copies, as a share of it."""
+"""Share by which the busiest rank may exceed the lowest reachable load, for fewer copies."""
 
 
 def decide(request: PlacementRequest) -> Placement:

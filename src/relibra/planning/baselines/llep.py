@@ -52,7 +52,7 @@ def _spill_all(load_MLE, home_LE, replica_MLRB, quota_MLRB) -> None:
 @compiled
 @no_type_check
 def _spill(load_E, home_E, pending_R, replica_RB, quota_RB) -> None:
-    """Serve experts by falling load; `pending_R` is the native load of each rank that still waits."""
+    """Serve experts by falling load; `pending_R` is the load of each rank's homes that still wait."""
     R, B = replica_RB.shape
     capacity = int(CAPACITY * (load_E.sum() // R))
     assigned_R = np.zeros(R, np.int64)

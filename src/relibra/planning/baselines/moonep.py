@@ -1,13 +1,12 @@
 """MoonEP's planner (github.com/MoonshotAI/MoonEP; read in its forks, for example feliang-git/MoonEP 931911d).
 
-Sees the exact loads of one (micro-batch, layer), after gating. Homes never move. Capacity: the mean rank of the domain,
-rounded up. While a rank is above it, the fullest fills the emptiest up to it, so a rank receives from at most one
-other; a giver that falls below it is filled in turn. A giver cuts its expert with most token-slots left, for the
-receiver that lacks most. There is no tolerance.
+Sees the exact loads of one (micro-batch, layer), after gating. Homes never move. Capacity: the domain's mean load per
+rank, rounded up. While a rank is above it, the fullest rank fills the emptiest up to capacity, so a rank receives from
+at most one other; a giver that falls below capacity is filled in turn. A giver cuts its expert with most token-slots
+left, for the receiver that lacks most. There is no tolerance.
 
 MoonEP reserves E / R slots per rank, as many as a rank has experts at home: no receiver can need more. The plan here
-has as many, whatever the budget gives; only a budget of 0 slots turns replicas off. `replica_MLRB` says how many are
-used.
+has as many, whatever the budget gives, unless it gives 0: no replicas. `replica_MLRB` says how many are used.
 """
 
 from __future__ import annotations

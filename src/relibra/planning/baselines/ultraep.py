@@ -2,8 +2,8 @@
 
 Sees the exact loads of one (micro-batch, layer), after gating. Homes never move. Ranks above a ceiling `tau` hand their
 excess to ranks of the same node that have a free slot. Three ceilings are tried first, from 1 % above the mean: a copy
-takes at least an even share of what is left over the possible targets. Else a search finds a low ceiling with copies of
-at least `u_min` token-slots. Equal to the released kernel up to the rounding of its single-precision ceilings.
+takes at least what its source still has to shed / possible targets. Else a search finds a low ceiling with copies of at
+least `u_min` token-slots. Equal to the released kernel up to the rounding of its single-precision ceilings.
 
 UltraEP ships `u_min` 1,024 (ULTRA_EP_QUOTA_MIN_TOKENS_PER_REPLICA) and 2 slots. Where a rank gets a few thousand
 token-slots or fewer that limit refuses nearly every copy of the search, so `ultraep` plans with 1, which is best for it
@@ -150,7 +150,7 @@ def shed_excess(load_E, load_R, order_E, starts, source_R, tau, floor, room_R, f
 @compiled
 @no_type_check
 def _roomiest(e, room_R, free_R, replica_RB) -> tuple[int, int]:
-    """Find the target with most room (ties: lower id) for a new copy of `e`: it (or -1), and how many there are."""
+    """Return the target with most room for a new copy of `e` (-1: none; ties: lower id), and the number of targets."""
     best, candidates = -1, 0
     B = replica_RB.shape[1]
     for t in range(len(room_R)):
@@ -196,7 +196,7 @@ def _solve_all(load_ME, home_E, u_min, replica_MRB, quota_MRB) -> None:
 @compiled
 @no_type_check
 def _search(load_E, load_R, order_E, starts, source_R, low, high, u_min, room_R, free_R, replica_RB, quota_RB) -> int:
-    """Return the ceiling that UltraEP's search ends at: `low` first, then PROBES at a time between the two.
+    """Return the ceiling that UltraEP's search ends at: `low` first, then PROBES at a time from `low` to `high`.
 
     At `high`, the load of the fullest rank, nothing is shed. Success is not monotone, so it matters which are tried.
     """
