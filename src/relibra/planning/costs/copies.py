@@ -73,15 +73,14 @@ def pushed_copies(
 ) -> tuple[Bool[ndarray, "M L R B"], Bool[ndarray, "M L R B"], Bool[ndarray, "M L R B"]]:
     """Return which replicas receive weights before forward, again before backward, and return a gradient after it.
 
-    Slots of all layers are filled for each pass. Those of one layer are filled when an expert comes to a rank, keep it
-    until backward, add up gradients over micro-batches and return them when it leaves the rank. No expert stays from
+    Shared slots are filled for each pass. Resident slots are filled when an expert comes to a rank, keep it until
+    backward, add up gradients over micro-batches and return them when it leaves the rank. No expert stays from
     one group of micro-batches to the next: an optimizer step between them changes the weights.
     """
     used_MLRB = plan.replica_MLRB >= 0
-    comes_MLRB, again_MLRB, leaves_MLRB = used_MLRB.copy(), used_MLRB.copy(), used_MLRB.copy()
     if not plan.resident:
-        return comes_MLRB, again_MLRB, leaves_MLRB
-    again_MLRB[:] = False
+        return used_MLRB, used_MLRB, used_MLRB
+    comes_MLRB, again_MLRB, leaves_MLRB = used_MLRB.copy(), np.zeros_like(used_MLRB), used_MLRB.copy()
     group_M = np.zeros(len(used_MLRB), dtype=np.int32) if plan.group_M is None else plan.group_M
     stays = (np.diff(group_M) == 0)[:, None, None, None]
     before, after = plan.replica_MLRB[:-1], plan.replica_MLRB[1:]

@@ -112,11 +112,11 @@ def exchange_costs(
 ) -> ExchangeCosts:
     """Return the exchanges of each micro-batch and layer; seconds are those of the busiest rank and kind of link.
 
-    With co-routing pairs (`demand.pairs_LEE`) a token travels once per destination rank, and to a node once where the
-    plan's dispatch is hierarchical, of which pairs give a lower bound (`send_once_share`); without them once per
-    choice, which is the upper bound.
+    With co-routing pairs (`demand.pairs_LEE`) a token travels once per destination rank, and with hierarchical dispatch
+    once per node; pairs give a lower bound of these rows (`send_once_share`). Without pairs it travels once per choice,
+    which is the upper bound.
 
-    distinct   tokens that travel from rank to rank and from rank to node, counted (`distinct_rows_of_step`), instead
+    distinct   counted tokens from rank to rank and from rank to node (`distinct_rows_of_step`), in place of pairs
     raises     PlanError for pairs of other layers or experts
     """
     M, L, R, _ = plan.replica_MLRB.shape
@@ -172,7 +172,7 @@ def exchange_costs(
 
 
 def combine_arrays(combine: Callable[..., ndarray], *values: Any) -> Any:
-    """Return values of one form with their arrays combined, in tuples and dataclasses too; the rest is of the first."""
+    """Return values of one type with their arrays combined, in tuples and dataclasses too; all else is the first's."""
     first = values[0]
     if isinstance(first, ndarray):
         return combine(*values)

@@ -78,7 +78,7 @@ class LayerCosts:
 
         Resident slots are free from the start of the pass, shared slots when results of the layer that used them are
         back, and a live balancer pushes after its decision. Of two clocks `t` runs always, and `v` stops while rows
-        cross between nodes, as pushes between nodes pause. free: a push may start; here: it has arrived.
+        cross between nodes, as pushes between nodes pause then. Of a push: `free` may start, `here` has arrived.
         """
         rows_ML = self.exchange.dispatch_ML + self.exchange.gates_ML
         inside_ML, inside_back_ML = self.exchange.inside_ML

@@ -67,7 +67,7 @@ def predict(
     attention_seconds: float | None = None,
     live: bool = False,
 ) -> Prediction:
-    """Return the modelled seconds and bytes of a step under a plan, as `StepPlan.predicted` holds them.
+    """Return the modelled seconds and bytes of a step under a plan.
 
     demand             with the plan's schedule (`plan.scheduled`). With `pairs_LEE` a token travels once per
                        destination rank, or node (`exchange_costs`); without, each token-slot travels, which is the

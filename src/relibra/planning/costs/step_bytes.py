@@ -20,7 +20,7 @@ class LinkBytes(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Return the bytes of both links."""
+        """Return the bytes inside and between nodes."""
         return self.inside + self.between
 
 
