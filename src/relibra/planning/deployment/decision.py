@@ -56,7 +56,7 @@ def decide(
     """Search deployments with and without separation under the same formulas; raises PlanError when nothing fits."""
     pairs = search_pairs(model, level, gpus, space, efficiency)
     kinds: tuple[Kind, ...] = ("tensor", "expert")
-    most = 1 if efficiency.measured else space.most_gpus  # messages between nodes that do both are not measured
+    most = 1 if efficiency.measured else space.most_gpus  # messages between colocated nodes are not measured
     best = [search_colocated(model, level, gpus, space.objective, efficiency, (one,), most) for one in kinds]
     found = [plan for plan in best if plan is not None]
     decision = Decision(pairs=tuple(pairs), colocated=(), objective=space.objective)

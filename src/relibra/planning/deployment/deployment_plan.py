@@ -96,7 +96,7 @@ class DeploymentPlan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Return tokens per second: by the drained step of the paper's Algorithm 1; of measured nodes as it runs on."""
+        """Return tokens per second: of a drained step, as in the paper's Algorithm 1; steady ones of measured nodes."""
         return self.steady_tokens_per_second if self.efficiency.measured else self.batch / self.drained_seconds
 
     @property

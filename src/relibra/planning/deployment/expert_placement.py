@@ -47,12 +47,12 @@ class ExpertPlacement:
 
     @property
     def home_LNE(self) -> Bool[ndarray, "L N E"]:
-        """Whether a worker is the home of an expert."""
+        """Return whether a worker is the home of an expert."""
         return self._arrays(most=1)
 
     @property
     def held_LNE(self) -> Bool[ndarray, "L N E"]:
-        """Whether a worker holds an expert."""
+        """Return whether a worker holds an expert."""
         return self._arrays(most=self.workers)
 
     def _arrays(self, most: int) -> Bool[ndarray, "L N E"]:
@@ -64,7 +64,7 @@ class ExpertPlacement:
 
     @property
     def spare(self) -> int:
-        """Most copies of a worker in a layer."""
+        """Return the most copies, homes aside, that a worker holds in a layer."""
         return int((self.held_LNE & ~self.home_LNE).sum(axis=2).max())
 
     def validate(self) -> None:

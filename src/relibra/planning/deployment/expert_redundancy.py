@@ -20,8 +20,8 @@ def place_copies(
 ) -> Int64[ndarray, "N P"]:
     """Return the expert in each of the P = `slots` slots of each node, -1 where a slot stays empty.
 
-    Every slot goes to the expert of the largest cost per copy, as long as no copy then costs less than `cold`; then
-    copies, heaviest first, to the node with the least that has room and not yet the expert. Ties: lower id.
+    Every slot goes to the expert of the largest cost per copy, as long as no copy then costs less than `cold`. Then
+    copies, heaviest first, go to the cheapest node that has room and does not hold the expert. Ties: lower id.
 
     load_E    cost of the rows of each expert in the period before, any unit
     cold      least cost of an expert on a node, in the same unit (`K_cold`)

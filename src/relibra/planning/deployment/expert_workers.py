@@ -20,9 +20,9 @@ from relibra.planning.deployment.worker_choice import LOAD_CAP, choose_workers
 from relibra.routing.compiled import compiled
 
 STARTS, FEW_EXPERTS = 4, 64
-"""Searches, of which the one with the fewest rows is kept; with fewer experts, in proportion more."""
+"""Searches for 64 experts or more, in proportion more for fewer; the result with the fewest rows is kept."""
 SOFT_PRICE = 0.5
-"""Rows that a choice above the cap may save at first: few swaps lead from one placement below the cap to the next."""
+"""Rows that a choice above the cap costs at first: a hard cap would leave few swaps between placements below it."""
 _SWEEPS = 20
 """Most passes over all pairs; a pass without a swap ends a search."""
 _MOST_TOKENS = 1 << 15
@@ -72,8 +72,8 @@ def place_together(
 ) -> Int64[ndarray, " E"]:
     """Return workers of experts such that tokens visit few of them: swaps and moves from the balanced placement.
 
-    A swap is made where it lowers the rows of all tokens and leaves both workers at `cap` x mean load or less, or at
-    that of the busiest worker of the start if it is higher. Further searches begin at random, and may cross the cap.
+    A swap is made where it lowers the rows of all tokens and leaves both workers at the limit or below: `cap` x mean
+    load, or the busiest worker's load at the start if higher. Further searches begin at random and may cross it first.
 
     expert_TK   choices in one layer; those of a row differ
     """
@@ -101,7 +101,7 @@ def place_together(
 def _swap(
     worker_P: ndarray, expert_TK: ndarray, order_P: ndarray, E: int, N: int, limit: float, price: float
 ) -> tuple[int, int]:
-    """Swap workers in place while that lowers rows + `price` x choices above the limit; each keeps an expert.
+    """Swap experts in place while that lowers rows + `price` x choices above the limit; no worker loses its last one.
 
     returns   rows of all tokens, choices of the busiest worker
     """
@@ -152,7 +152,7 @@ def _swap(
 def add_row_copies(
     expert_TK: Shaped[ndarray, "T K"], home_NE: Bool[ndarray, "N E"], spare: int, *, cap: float = LOAD_CAP
 ) -> Bool[ndarray, "N E"]:
-    """Return what workers hold with up to `spare` copies each, given one after another to where most rows fall away.
+    """Return what workers hold with up to `spare` copies each, every next one where it saves most rows.
 
     A copy saves the row of a token that visits its worker and goes to another one for this expert alone; ties: lower
     worker, then expert. Copies that save none are not made.

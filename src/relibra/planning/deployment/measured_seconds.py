@@ -51,7 +51,7 @@ class MeasuredSeconds:
 
 
 def seconds_at(table: Table, amount: Amount) -> Amount:
-    """Return seconds between entries; below the first its own, beyond the last with the slope of the whole table."""
+    """Return interpolated seconds; below the first entry its own, beyond the last along the slope of the table."""
     at_X, seconds_X = np.array(table, dtype=np.float64).T
     found: Amount = np.interp(amount, at_X, seconds_X) + np.maximum(0.0, amount - at_X[-1]) * fit_line(table)[1]
     return found

@@ -143,7 +143,7 @@ class MeasuredNode(Node):
 
 
 def measured_worker(measured: MeasuredSeconds, name: str, memory_bytes: float) -> tuple[Accelerator, Efficiency]:
-    """Return a process of a machine as a GPU of price and power 1; its links are the line of messages, if any.
+    """Return a process of a machine as a GPU of price and power 1; its link is the line fitted to messages, if any.
 
     Its speeds are 1: nothing reads them where seconds are measured.
     """

@@ -81,7 +81,7 @@ class WorkerTraffic:
 
     rows_per_token     workers that a token goes to, once each
     busiest_worker     choices of the busiest worker / those of the mean, over all tokens
-    busiest_in_batch   the same in a batch of tokens, over batches
+    busiest_in_batch   the same in a batch of tokens, mean over batches
     """
 
     rows_per_token: float
