@@ -25,7 +25,7 @@ over nodes      they are swapped between nodes, then dealt in their node
 _SWEEPS = 4
 """Largest number of passes over all pairs of experts; a pass without a swap ends the search."""
 UNASSIGNED = -1
-"""No bin yet: such as an expert that comes from another node."""
+"""Bin of an expert that has none yet, such as one that comes from another node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,8 +231,8 @@ def renumber_bins(bin_E: Int[ndarray, " E"], before_E: Int[ndarray, " E"], num_b
     stays = np.zeros((num_bins, num_bins), dtype=np.int64)
     here = before_E != UNASSIGNED
     np.add.at(stays, (bin_E[here], before_E[here]), 1)
-    _, name_of_bin = linear_sum_assignment(stays, maximize=True)
-    return name_of_bin[bin_E].astype(np.int64)
+    _, new_number = linear_sum_assignment(stays, maximize=True)
+    return new_number[bin_E].astype(np.int64)
 
 
 @compiled

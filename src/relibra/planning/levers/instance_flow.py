@@ -1,4 +1,4 @@
-"""Split of token-slots over given instances: the lowest busiest rank, along shortest paths of ranks.
+"""Split of token-slots over given instances that lowers the busiest rank, along shortest paths of ranks.
 
 An *instance* is an expert on a rank: at home or as a replica. Two ranks are joined if both hold an expert, and
 token-slots of that expert may move from one to the other. Load above a ceiling moves along the shortest such path to
@@ -40,8 +40,8 @@ class Instances(NamedTuple):
     load_R                  token-slots of each rank
     rank_EI, count_E        ranks that hold an expert, its home first, and their number
     movable_RX, movable_R   experts of a rank that other ranks hold too, and their number
-    closed_R                ranks whose experts with token-slots have no instance on another rank: the mean load of
-                            these ranks bounds the busiest rank. Set after a result above the ceiling
+    closed_R                ranks that no token-slot can leave: the experts that they compute have instances on these
+                            ranks alone. Their mean load bounds the busiest rank. Set after a result above the ceiling
     from_R, expert_R, queue_R   path search: rank that gives, what it gives, ranks in the order reached
     """
 

@@ -25,7 +25,7 @@ class ScheduleLimits:
 
     @classmethod
     def of_demand(cls, demand: ScheduledDemand, *, rank_tokens: int | None) -> ScheduleLimits:
-        """Return the limits that a given schedule states or shows; tokens are those of `Demand.length_S`.
+        """Return the limits of a given schedule; tokens are those of `Demand.length_S`.
 
         rank_tokens   None: of the fullest rank of the given schedule. The limit of attention is the most of any rank
                       within `rank_tokens`

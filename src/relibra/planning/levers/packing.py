@@ -130,8 +130,8 @@ def pack_samples(
     attention_S   price of each sample's attention in all layers, in token-slots of the fullest node; 0: not priced
     keep_ranks    samples stay on their rank and change their micro-batch only
     keep_counts   samples are swapped, never moved: every rank keeps the number of its samples in each micro-batch
-    far_swaps     one swap in four reaches beyond the neighbours in length: where the neighbours of a sample are all of
-                  one task, or long samples are few
+    far_swaps     one swap in four reaches beyond the neighbours in length: for steps in which these are all of one
+                  task, or long samples are few
     squares_S     squared length of each sample, for the limit of attention; None: that of `length_S`
     returns       micro-batch and rank of each sample; swapped samples also swap ranks, a moved one goes to the rank
                   with the fewest tokens. No rank with samples loses its last one

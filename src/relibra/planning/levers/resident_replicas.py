@@ -8,7 +8,7 @@ All micro-batches are known, so a few replicas per layer serve most of them. In 
    addition takes most token-slots now and in later micro-batches, and evicts least; then token-slots are split again.
 3. If that does not reach the ceiling either, chains choose anew, with a bonus for experts that are there already.
 
-The cheaper of 2 and 3 is kept: the load of its busiest rank, and `_PUSH_PRICE` for each new replica.
+The cheaper of 2 and 3 is kept. Cost: the load of the busiest rank, and `_PUSH_PRICE` for each new replica.
 
 Some slots may be for *traffic*: they hold, for a whole group of micro-batches, the remote experts that a domain's own
 token-slots want most (`planning.levers.traffic_replicas`).
@@ -280,7 +280,7 @@ def _stuck_tokens(ceiling, instances):
 @compiled
 @no_type_check
 def _is_near(e, r, ranks_per_node, instances):
-    """Tell whether an expert has an instance on a rank, and whether on its node."""
+    """Return whether an expert has an instance on a rank, and whether on the node of the rank."""
     here, near = False, False
     for i in range(instances.count_E[e]):
         here = here or instances.rank_EI[e, i] == r
