@@ -28,7 +28,7 @@ _LAST_TEMPERATURE = 2e-5
 _SHARPNESS = (20.0, 200.0)
 """First and last `b` of the log-sum-exp."""
 _REFRESH = 256
-"""Proposals between updates of temperature and sharpness; these recompute all sums, without rounding drift."""
+"""Proposals between updates of temperature and sharpness; an update recomputes all sums, so rounding does not drift."""
 
 
 def home_cost(

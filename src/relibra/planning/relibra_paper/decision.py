@@ -1,7 +1,7 @@
 """`relibra_paper`: ReLibra's levers as its paper has them, for modelled seconds or for even token-slots.
 
 Homes are annealed over all micro-batches; with `pack_samples`, samples are then fed from ranks near their experts
-(their micro-batch stays); replicas stay inside the node, in slots of all layers.
+(their micro-batch stays); replicas stay inside the node, in shared slots.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def decide_tokens(request: PlacementRequest) -> Placement:
 
 
 def decide_tokens_across_nodes(request: PlacementRequest) -> Placement:
-    """Do the same with replicas on any node."""
+    """Choose as `decide_tokens` does, with replicas on any node."""
     return _decide(request, "tokens", cross_node=True)
 
 
@@ -68,8 +68,8 @@ def _decide(request: PlacementRequest, objective: Objective, *, cross_node: bool
 def _plan(request: PlacementRequest, demand: ScheduledDemand, objective: Objective, *, cross_node: bool) -> LayerPlans:
     """Return homes and replicas under a schedule: homes stay in layers where annealed ones do not pay."""
     budget, slots = request.budget, SlotChoice(number=request.slots, resident=False)
-    ways = [budget.tolerance] if objective == "tokens" else [None, *(budget.tolerance * x for x in _TOLERANCES)]
-    choices = [LayerChoice(tolerance=tolerance, cross_node=cross_node) for tolerance in ways]
+    tolerances = [budget.tolerance] if objective == "tokens" else [None, *(budget.tolerance * x for x in _TOLERANCES)]
+    choices = [LayerChoice(tolerance=tolerance, cross_node=cross_node) for tolerance in tolerances]
     previous_LE = request.previous.home_LE.astype(np.int64)
 
     def place(home_LE: Int64[ndarray, "L E"]) -> LayerPlans:

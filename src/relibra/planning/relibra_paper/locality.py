@@ -73,8 +73,8 @@ def place_samples(
     """Return source ranks with more token-slots on the node of their expert's home, permuted in each micro-batch.
 
     load_SLN   token-slots of each sample at the experts of each node, per layer
-    limits      the given ranks are within them, and so are the returned ones
-    returns     rank of each sample: a permutation of the old ranks in each micro-batch
+    limits     the given ranks are within them, and so are the returned ones
+    returns    rank of each sample: a permutation of the old ranks in each micro-batch
     """
     gain_SN = load_SLN.sum(axis=1, dtype=np.float64)
     rank_S = rank_S.astype(np.int32)
@@ -109,8 +109,8 @@ def _exchange(gain_XN, length_X, attention_X, rank_X, cost_2R, count_R, most_2, 
     """Exchange ranks of pairs, in order of length, wherever token-slots stay on more nodes and limits hold.
 
     attention_X   squared lengths, or less where a prompt is shared
-    most_2        tokens and attention of a rank with more than one sample
-    longest       attention of any rank
+    most_2        most tokens and most attention of a rank with more than one sample
+    longest       most attention of any rank
     """
     for _ in range(_SWEEPS):
         exchanged = False

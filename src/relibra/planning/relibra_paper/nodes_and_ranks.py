@@ -82,7 +82,7 @@ def ranks_inside_nodes(
 ) -> Int64[ndarray, " E"]:
     """Return the home ranks of experts inside their nodes, annealed over micro-batches: even ranks need fewer copies.
 
-    The start is the better of two: longest first, or unchanged ranks with newcomers in the gaps.
+    The start is the better of two: heaviest first, or unchanged ranks with newcomers in the gaps.
 
     move        cost of an expert that changes its rank, in token-slots on the fullest rank
     proposals   swaps tried per node
@@ -105,7 +105,7 @@ def ranks_inside_nodes(
 
 
 def _keep_ranks(load_X: ndarray, before_X: ndarray, num_ranks: int) -> Int64[ndarray, " X"]:
-    """Return ranks that keep as many experts as fit; newcomers fill the gaps, longest to the lightest rank."""
+    """Return ranks that keep as many experts as fit; newcomers fill the gaps, heaviest first, on the lightest rank."""
     rank_X = before_X.astype(np.int64)
     room, filled = np.full(num_ranks, len(load_X) // num_ranks), np.zeros(num_ranks)
     fill_bins(np.argsort(-load_X, kind="stable"), load_X.astype(np.float64), room, filled, rank_X)

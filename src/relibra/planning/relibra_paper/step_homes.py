@@ -24,13 +24,13 @@ that with the network. Four times as many lower the seconds of a step with repli
 _SWAPS_OF_A_LAYER = {"tokens": 100_000, "seconds": 40_000}
 """Most swaps of one layer."""
 _MICRO_BATCHES = 32
-"""Homes are searched on every k-th micro-batch, k = M // 32: 32 to 63 of them, or all of fewer."""
+"""Homes are searched on every k-th micro-batch, k = M // 32: on 32 to 63 of them, or on all if fewer."""
 _MOVES_OF_ALL = 0.01
 """With the token objective: what moving all experts of a layer costs, as a share of the mean load."""
 
 
 def _token_prices(request: PlacementRequest, demand: ScheduledDemand, num_domains: int, every: int) -> SwapPrices:
-    """Return small prices of moves, and only after a planned step: those that change next to nothing are not made.
+    """Return small prices of moves, against moves that change next to nothing; 0 where no step was planned before.
 
     num_domains, every   as for `swap_prices`
     """
