@@ -41,7 +41,7 @@ class Push(NamedTuple):
     expert            logical expert
     home, home_slot   rank of the home, and the expert's position in that rank's parameters
     replica, slot     rank of the replica, and its spare slot (0..B-1)
-    tokens            token-slots that the replica computes; 0: for a resident slot, whose gradient sum travels home
+    tokens            token-slots that the replica computes; 0 where only a resident slot's gradient sum travels home
     """
 
     expert: int
@@ -163,7 +163,7 @@ def micro_batch_tables(
 def rank_tables(
     plan: StepPlan, demand: ScheduledDemand, rank: int, micro_batch: int, layer: int, chunk: int | None = None
 ) -> RankTables:
-    """Return the tables of a rank in a micro-batch and one layer: its position in the plan, not the decoder layer."""
+    """Return the tables of a rank in a micro-batch and a layer, given as position on the plan's layer axis."""
     at, place = (micro_batch, layer), Place(rank, int(plan.layer_ids[layer]), micro_batch)
     placed = plan.physical_to_logical_map[layer], plan.replica_MLRB[at], plan.quota_MLRB[at]
     return layer_tables(demand.tokens_MLRE[at], *placed, plan.ranks_per_node, place, chunk)

@@ -24,7 +24,7 @@ OUT, IN = 0, 1
 """Directions in `link_rows`."""
 
 _TRAFFIC_BYTES = 64 << 20
-"""Largest traffic array (source rank x destination rank) in memory."""
+"""Most bytes of a traffic array (layers x source ranks x destination ranks) in memory."""
 
 
 def iterate_traffic(
