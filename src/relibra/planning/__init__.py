@@ -3,10 +3,10 @@
 What decides, in the balancer "relibra":
 
 homes of experts          `choose_homes`; `cheapest_layers` takes the new homes of a layer or keeps the old ones
-                          (`balancers/layer_plans.py`); `plan_step` may return old or static homes alone (`planner.py`)
+                          (`balancers/layer_plans.py`); `plan_step` may take old or static homes without replicas
 numbers of slots          `decide` (`balancers/relibra.py`)
-samples of micro-batches  `decide`, between those given and those of `pack_groups` (`levers/packing.py`)
-replicas, their tokens    `keep_replicas` (`levers/resident_replicas.py`); in slots of all layers `replicate`
+samples of micro-batches  `decide`: those of the given schedule or those of `pack_groups` (`levers/packing.py`)
+replicas, their tokens    `keep_replicas` (`levers/resident_replicas.py`); in shared slots `replicate`
                           (`levers/replication.py`)
 seconds of all of these   `layer_costs` (`costs/layer_costs.py`)
 

@@ -101,8 +101,8 @@ class Balancer:
 
     sees        loads that it plans from
     based_on    its paper or code; "after ...": our design from its description
-    own_slots   its plan has the slots that its system reserves, whatever the budget gives; none where that is 0
-    for_tokens  it evens token-slots out, whatever that costs: its plans are never replaced by cheaper ones
+    own_slots   its plan has as many slots as its system reserves, whatever the budget's number; none where that is 0
+    for_tokens  it evens token-slots out at any cost in seconds: `plan_step` never replaces its plans by cheaper ones
     """
 
     decide: Callable[[PlacementRequest], Placement]

@@ -24,13 +24,13 @@ class Budget:
     """Levers and limits of a plan.
 
     slots           most slots per rank for replicas; 0 turns replicas off; None: as many as memory allows and as pay
-    memory_gib      most memory of a rank for slots of layers, with their gradient sums; None: half of what the experts
-                    leave (`planner.memory_beside_experts`). Slots of all layers are made in any case
+    memory_gib      most memory of a rank for resident slots, with their gradient sums; None: half of what the experts
+                    leave (`planner.memory_beside_experts`). Shared slots are made in any case
     move_homes      experts may change their home rank between steps
     pack_samples    samples may change micro-batch and rank; the gradient of a step is the same sum
     tolerance       accepted load of the busiest rank above an even one, as a share; larger: fewer copies. The balancer
                     `relibra` tries 1, 5 and 20 times as much too, and keeps what takes the fewest seconds
-    steps_served    steps that new homes are expected to serve: each is charged this part of the moves
+    steps_served    steps that new homes are expected to serve: each is charged 1 / `steps_served` of the moves
     gradient_wire   type in which gradients of replicas travel home
     rank_tokens     most tokens of a rank in a micro-batch; a longer sample is alone there. None: as many as the
                     fullest rank of the given schedule has

@@ -91,8 +91,8 @@ def _with_inverse(map_LP: Int64[ndarray, "L P"], plan: StepPlan) -> PhysicalMaps
 def filled_map(plan: StepPlan, demand: Demand, micro_batch: int | None = None) -> Int64[ndarray, "L P"]:
     """Return the slot map with an expert in every slot, as serving engines need it.
 
-    An empty slot gets the expert with the highest load per copy that is not on its rank (ties: lower id); if all are,
-    one is repeated and the slot is wasted.
+    An empty slot gets, of the experts that its rank lacks, the one with the highest load per copy (ties: lower id). If
+    the rank lacks none, the slot gets a second copy of one and is wasted.
 
     demand       load of the experts (`counts_SLE`)
     micro_batch  see `physical_maps`
@@ -186,7 +186,7 @@ def write_vllm_json(path: Path | str, plan: StepPlan, demand: Demand, *, micro_b
 def read_vllm_json(path: Path) -> Int64[ndarray, "L P"]:
     """Read a file of `write_vllm_json`.
 
-    raises    PlanError for a file that is none, or whose layers lack an expert
+    raises    PlanError for another kind of file, or one whose layers lack an expert
     """
     try:
         if path.stat().st_size > MAX_MAP_BYTES:

@@ -44,7 +44,7 @@ def tokens_of_domains(
 ) -> Int64[ndarray, "m X E"]:
     """Return the token-slots that each of X domains of neighbouring ranks sends to each expert of a layer.
 
-    every   of so many micro-batches, the first
+    every   only each `every`-th micro-batch is counted, the first included
     """
     M, _, _, E = tokens_MLRE.shape
     tokens_mXE = np.zeros((len(range(0, M, every)), num_domains, E), dtype=np.int64)

@@ -26,7 +26,7 @@ Scope = Literal["node", "cluster"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Homes:
-    """Home rank of each expert, and its place there, on N nodes of G ranks; R = N G ranks, rank r on node r // G.
+    """Home rank of each expert, and its slot there, on N nodes of G ranks; R = N G ranks, rank r on node r // G.
 
     num_nodes, ranks_per_node   N and G
     layer_ids                   absolute decoder layer of each entry of the layer axis
@@ -146,9 +146,9 @@ class Placement(Homes):
     quota_MLRB              token-slots that the replica computes; the home computes the rest
     resident                lifetime of the B slots. True: every layer has slots of its own, so replicas stay over
                             micro-batches; False: one buffer for all layers, filled for each pass
-    group_M                 run of micro-batches that each is in, ascending: a mini-batch or an expert-data-parallel
+    group_M                 group that each micro-batch is in, ascending: a mini-batch or an expert-data-parallel
                             group (`ScheduledDemand.group_M`). Resident slots are filled anew at its start, and their
-                            gradients go home at its end; None: all micro-batches are one run
+                            gradients go home at its end; None: all micro-batches are one group
     scope                   "node": replicas stay on the node of their home; "cluster": anywhere
     dispatch                how tokens reach ranks of other nodes (`Cluster.dispatch`)
     gradient_wire           type in which gradients of replicas travel home; sums are in float32

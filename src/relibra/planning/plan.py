@@ -65,7 +65,7 @@ class StepPlan(Placement):
     def static(demand: ScheduledDemand, topology: Topology, *, dispatch: Dispatch = "flat") -> StepPlan:
         """Return the static layout under the schedule of a demand: no moves, slots or prediction.
 
-        dispatch   as in the plans that it is compared with; or `Cluster.dispatch`
+        dispatch   that of the plans to compare with, or `Cluster.dispatch`
         """
         homes = static_homes(topology, demand.layer_ids, demand.num_experts)
         M, L, R, _ = demand.tokens_MLRE.shape

@@ -99,15 +99,16 @@ def plan_to_tensors(plan: StepPlan) -> tuple[dict[str, ndarray], dict[str, Any]]
 
 def plan_from_tensors(where: str, arrays: dict[str, ndarray], facts: dict[str, Any]) -> StepPlan:
     """Return the plan of arrays and facts; raises PlanError when they do not belong together or are out of range."""
-    older = facts.get("resident_slots")
-    checked = _check(where, _Facts.model_validate, facts if older is None else _from_version_2(where, facts, arrays))
+    resident_slots = facts.get("resident_slots")  # of version 2 only
+    facts_now = facts if resident_slots is None else _from_version_2(where, facts, arrays)
+    checked = _check(where, _Facts.model_validate, facts_now)
     fields: dict[str, Any] = {**arrays, **checked.model_dump(exclude={"digest", *_CONSIDERED})}
     fields |= {name: _check(where, kind.validate_python, facts.get(name, [])) for name, kind in _CONSIDERED.items()}
     plan = StepPlan(**fields)
     _check_values(where, plan)
     digest = plan.digest()
-    if older is not None:
-        digest = plan.digest_under(2, plan.num_nodes, plan.ranks_per_node, older, plan.scope)
+    if resident_slots is not None:
+        digest = plan.digest_under(2, plan.num_nodes, plan.ranks_per_node, resident_slots, plan.scope)
     if digest != checked.digest:
         raise PlanError(f"{where} is damaged: its digest is {digest[:12]}, recorded is {checked.digest[:12]!r}")
     return plan
@@ -163,7 +164,7 @@ def _check_values(where: str, plan: StepPlan) -> None:
     _check_range(where, "quota_MLRB", plan.quota_MLRB, 0, np.iinfo(np.int32).max)
     _check_range(where, "bound_ML", plan.bound_ML, 0, np.iinfo(np.int64).max)
     if plan.group_M is not None and (np.diff(plan.group_M, prepend=0) < 0).any():
-        raise PlanError(f"{where}: groups {plan.group_M.tolist()} of micro-batches must not fall, from 0")
+        raise PlanError(f"{where}: groups {plan.group_M.tolist()} of micro-batches must be 0 or more and never fall")
     _check_range(where, "quota_MLRB of empty slots", plan.quota_MLRB[plan.replica_MLRB < 0], 0, 0)
     if (np.diff(plan.layer_ids) <= 0).any():
         raise PlanError(f"{where}: layer ids {plan.layer_ids.tolist()} must rise")

@@ -52,9 +52,8 @@ def plan_step(
 ) -> StepPlan:
     """Plan one step: homes, schedule, replicas and quotas.
 
-    Its predicted seconds, with 1 / `steps_served` of the moves, are never more than those of the homes before the step
-    without replicas; where experts may move, also never more than those of the static layout. `StepPlan.balancer` names
-    what was returned.
+    The plan's predicted seconds, with 1 / `steps_served` of the moves, are at most those of the homes before the step
+    without replicas and, where experts may move, of the static layout. `StepPlan.balancer` names what was returned.
 
     demand        token-slots under a schedule (`Demand.with_schedule`) over as many ranks as the cluster has; samples
                   of a piece (`Demand.piece_S`) keep together
@@ -63,12 +62,12 @@ def plan_step(
     previous      current homes, for example the plan of the last step; None: the static layout
     history_MLE   loads of earlier micro-batches, for balancers that see "history"; None: they plan from even loads
     residents     current homes, and replicas chosen from an earlier step (`choose_residents`): only token-slots are
-                  split, unless the budget allows fewer slots or less memory or the balancer is another one
-    never_worse   False: return the plan of the balancer even if one without replicas is cheaper, to compare balancers;
-                  so does a balancer that evens token-slots out (`Balancer.for_tokens`)
+                  split, unless they exceed the slots or memory of the budget or the balancer is not "relibra"
+    never_worse   False, to compare balancers: return the balancer's plan even if homes without replicas are cheaper, as
+                  always for a balancer that evens token-slots out (`Balancer.for_tokens`)
     raises        PlanError when sizes of demand, cluster and budget disagree
     """
-    budget, previous, whole = budget or Budget(), residents or previous, demand
+    budget, previous, given_demand = budget or Budget(), residents or previous, demand
     _check(demand, cluster, budget, previous, history_MLE)
     entry, start = find_balancer(balancer), time.perf_counter()
     demand, place_S = (demand, slice(None)) if demand.piece_S is None else demand.merged(demand.piece_S)
@@ -82,7 +81,7 @@ def plan_step(
         plan = _plan_or_bare_homes(plan, request)
     plan = replace(plan, micro_batch_S=plan.micro_batch_S[place_S], rank_S=plan.rank_S[place_S])
     seconds, assumed = time.perf_counter() - start, "" if expert else DEFAULT_MODEL
-    return replace(plan, demand_digest=whole.digest(), plan_seconds=seconds, assumed_model=assumed)
+    return replace(plan, demand_digest=given_demand.digest(), plan_seconds=seconds, assumed_model=assumed)
 
 
 def choose_residents(
@@ -90,7 +89,7 @@ def choose_residents(
 ) -> Residents | None:
     """Return replicas for later steps, chosen from the step of a plan, under its homes; for `plan_step(residents=...)`.
 
-    None for a plan without slots of layers, and where replicas that lasted no longer suit: the step planned whole would
+    None for a plan without resident slots, and where replicas that lasted no longer suit: the step planned whole would
     take clearly less.
 
     demand   that the plan was made for
@@ -106,8 +105,8 @@ def choose_residents(
 def memory_beside_experts(demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape) -> float:
     """Return the GiB of a rank that slots may take where only its experts are known.
 
-    That is half of what the experts at home of all layers of the demand leave of the device, with fp32 masters, moments
-    and gradient sums. `simulation.memory.memory_for_slots` knows the whole model.
+    That is half of the device memory that the experts at home in all layers of the demand leave, with their fp32
+    masters, moments and gradient sums. `simulation.memory.memory_for_slots` knows the whole model.
     """
     at_home = demand.num_experts // cluster.num_ranks * len(demand.layer_ids)
     return max(0.0, _FOR_SLOTS * (cluster.memory_bytes - at_home * expert.parameters * _STATE_BYTES)) / 2**30

@@ -31,4 +31,4 @@ def below(state, n) -> int:
 @no_type_check
 def uniform(state) -> float:
     """Return a number in [0, 1)."""
-    return np.float64(random_bits(state) >> np.uint64(11)) / 9007199254740992.0
+    return np.float64(random_bits(state) >> np.uint64(11)) / 9007199254740992.0  # 2^53

@@ -74,7 +74,7 @@ BALANCERS: dict[str, Balancer] = {
 
 
 def find_balancer(name: str) -> Balancer:
-    """Return the balancer of a name, or that of the user's `module:function`; PlanError, ConfigError: there is none."""
+    """Return the balancer of a name or of the user's `module:function`; PlanError or ConfigError if there is none."""
     if ":" in name:
         decide = import_function("plan.balancer", name, arguments=("request",))
         return Balancer(decide=decide, sees="micro-batches", based_on="a function of the user")

@@ -36,7 +36,7 @@ def validate_plan(
     rank_tokens      most tokens (`Demand.length_S`) of a rank in a micro-batch; a longer sample must be alone there.
                      None: not checked
     rank_attention   the same for attention, the sum of squared lengths
-    memory_bytes     of a rank, that slots must fit into; checked if the shape of an expert is given too
+    memory_bytes     memory of a rank, which slots must fit; checked if the shape of an expert is given too
     """
     _check_sizes(plan, topology, demand)
     _check_schedule(plan, demand)
