@@ -24,9 +24,9 @@ FREE_BYTES = 256 << 20
 MAX_HEADER_BYTES = 1 << 16
 """Bytes that hold the header of an `.npy`; numpy reads none above 10,000."""
 MAX_DIRECTORY_BYTES = 32 << 20
-"""Of the list of members of an archive: 350,000 tensors; a member takes up to 17 times these bytes in memory."""
+"""Most bytes of the list of an archive's members, 350,000 tensors; in memory it takes up to 17 times as many."""
 MAX_RATIO = 64
-"""Beyond `FREE_BYTES`: unpacked bytes per byte of the archive. zip allows about 1,000; recorded routes have 2 to 10."""
+"""Most unpacked bytes per byte of an archive above `FREE_BYTES`. zip allows about 1,000; routes have 2 to 10."""
 DAMAGE = (
     zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError, SyntaxError, OSError, EOFError, ValueError,
     TypeError, LookupError, AttributeError, OverflowError, MemoryError,
@@ -78,7 +78,7 @@ def check_directory(path: Path) -> None:
     at = -1
     while (at := tail.find(b"PK\5\6", at + 1)) >= 0:
         size = int.from_bytes(tail[at + 12 : at + 16], "little")
-        if at >= 76 and tail[at - 20 : at - 16] == b"PK\6\7":  # 64-bit numbers stand before
+        if at >= 76 and tail[at - 20 : at - 16] == b"PK\6\7":  # zip64: its numbers stand before
             size = max(size if size < 0xFFFFFFFF else 0, int.from_bytes(tail[at - 36 : at - 28], "little"))
         if size > MAX_DIRECTORY_BYTES:
             raise TraceError(f"{path} lists members in {size:,} bytes: allowed are {MAX_DIRECTORY_BYTES:,}")

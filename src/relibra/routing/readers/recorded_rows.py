@@ -25,7 +25,7 @@ def check_mask(where: str, mask: ndarray, shape: tuple[int, ...]) -> ndarray:
 
 
 def recorded_rows(where: str, experts_TLK: ndarray, valid_T: ndarray | None = None) -> Bool[ndarray, " T"]:
-    """Return which rows are not -1 throughout; raises TraceError for those that are in a part, where they are valid."""
+    """Return which rows are not -1 throughout; raises TraceError for a valid row that is -1 in a part only."""
     if experts_TLK.dtype.kind == "u" or experts_TLK.min(initial=0) >= 0:
         return np.ones(len(experts_TLK), dtype=bool)
     absent_TLK = experts_TLK == -1

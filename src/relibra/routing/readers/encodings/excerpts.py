@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 
 MAX_BITS = 128
-"""Of a number: Python writes no thousands of digits."""
+"""Most bits of a number that is shown in full: Python refuses to write thousands of digits."""
 
 
 class _Excerpt(reprlib.Repr):

@@ -63,7 +63,7 @@ def read_pickle(where: str, file: Any, payload_bytes: int) -> Any:
     tuple walks through all that it holds.
 
     file            open for reading bytes
-    payload_bytes   of the file that it is, or is a part of
+    payload_bytes   of the file that the pickle is, or is a part of
     raises          TraceError for damaged bytes, for out-of-band buffers, and for values that take more memory than
                     `FREE_BYTES` and twice the payload
     """
@@ -206,8 +206,8 @@ class _Machine:
         return values
 
     def remember(self, key: int) -> None:
-        """Name the value on top of the stack."""
-        if not 0 <= key < 1 << 32:  # larger numbers may have one hash
+        """Store the value on top of the stack in the memo."""
+        if not 0 <= key < 1 << 32:  # larger numbers may share one hash
             raise TraceError(f"it names a value {excerpt(key)}: expected a number of 32 bits")
         self.use(PAIR_BYTES)
         self.memo[key] = self.stack[-1]
@@ -222,7 +222,7 @@ class _Machine:
         entries.update(zip(map(self.as_key, pairs[::2]), pairs[1::2], strict=True))
 
     def as_key(self, value: Any) -> Any:
-        """Return a value that is hashed in no time, and rarely as another one: itself, or an object that holds it."""
+        """Return a key whose hash is fast and rarely that of another: the value itself, or an object that holds it."""
         is_plain = isinstance(value, str | bytes | float | InertObject | StorageName | None)
         if is_plain or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63):
             return value

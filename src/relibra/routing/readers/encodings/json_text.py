@@ -19,7 +19,7 @@ from relibra.routing.readers.encodings.mapped_file import map_file
 Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
 """A field that counts tokens, rows or choices."""
 MAX_CONTAINERS = 1 << 22
-"""Most lists or objects that are made of a document: an empty list takes 35 times its bytes in memory."""
+"""Most lists or objects that are made from a document: an empty list takes 35 times its bytes in memory."""
 MAX_LIST_BYTES = 1 << 27
 """Most bytes of nested lists: their values take up to 13 times as much memory."""
 _CAUSE = "the file was damaged, or is of another format than the one named"

@@ -19,7 +19,7 @@ MAX_HEADER_BYTES = 16 << 20
 """Values of a header take up to 30 times as much memory."""
 MAX_ARRAYS = 1 << 16
 MAX_EMPTY = 1 << 56
-"""Product of the other axes of an array without entries: numpy takes no more bytes than an address has."""
+"""Product of the other axes of an array without entries: numpy refuses more bytes than have addresses."""
 _DTYPES = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "U32": np.uint32,
     "I32": np.int32, "U64": np.uint64, "I64": np.int64,

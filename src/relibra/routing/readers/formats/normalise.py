@@ -23,7 +23,7 @@ from relibra.routing.readers.recorded_rows import recorded_rows
 from relibra.routing.trace import RoutingTrace, expert_dtype
 
 PIECE_BYTES = 64 << 20
-"""Routes, at a byte per id, at which a piece ends; its last sample may exceed this."""
+"""Bytes of routes, one per id, at which a piece ends; its last sample may exceed them."""
 SAMPLE_BYTES = 1 << 10
 """Memory of a sample beside its routes, counted for each: samples without tokens fill a piece too."""
 MAX_TOKENS = 1 << 28
@@ -55,12 +55,12 @@ def iterate_pieces(
     for number, sample in enumerate(samples, start=1):
         if number > MAX_SAMPLES:
             raise TraceError(f"{source} has more than {MAX_SAMPLES:,} samples: import it in parts")
-        rows = _checked(sample, rules, counts, first)
+        checked = _checked(sample, rules, counts, first)
         first = first or sample
-        if rows is None:
+        if checked is None:
             continue
-        waiting.append(rows)
-        held += (rows.tokens or 0) * math.prod(rows.ids_TLK.shape[1:]) + SAMPLE_BYTES
+        waiting.append(checked)
+        held += (checked.tokens or 0) * math.prod(checked.ids_TLK.shape[1:]) + SAMPLE_BYTES
         if held >= PIECE_BYTES:
             yield _piece(waiting, rules, counts, names, source)
             waiting, held = [], 0
@@ -159,7 +159,7 @@ def _tokens_and_start(sample: RoutedSample, rules: ImportRules) -> tuple[int, in
 
 
 def _zero_rows(ids_TLK: ndarray) -> Bool[ndarray, " T"]:
-    """Return which rows are zero throughout; with one choice zeros are legal, and none is."""
+    """Return which rows are zero throughout; none with one choice per token, where zeros are legal."""
     T, L, K = ids_TLK.shape
     if K < 2 or L == 0:
         return np.zeros(T, dtype=bool)

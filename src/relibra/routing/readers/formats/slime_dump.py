@@ -43,8 +43,8 @@ def _sample(where: str, archive: TorchArchive, sample: Any) -> RoutedSample:
             f"{where} has a response of {excerpt(response)} tokens: allowed are 0 to its {length:,} tokens"
         )
     versions = sample.get("weight_versions")
-    last = versions[-1] if isinstance(versions, list) and versions else None
-    last = last if _number(last) is None else str(last)
+    version = versions[-1] if isinstance(versions, list) and versions else None
+    version = version if _number(version) is None else str(version)
     group, index = _number(sample.get("group_index")), _number(sample.get("index"))
     return RoutedSample(
         where=where,
@@ -53,10 +53,10 @@ def _sample(where: str, archive: TorchArchive, sample: Any) -> RoutedSample:
         prompt_tokens=length - response,
         sample_id=index,
         group=None if group is None else str(group),
-        version=int(last) if isinstance(last, str) and len(last) < 18 and last.isdecimal() else 0,
+        version=int(version) if isinstance(version, str) and len(version) < 18 and version.isdecimal() else 0,
     )
 
 
 def _number(value: Any) -> int | None:
-    """Return a number of 63 bits; None: it is none."""
+    """Return the value if it is a whole number of 63 bits, else None."""
     return value if type(value) is int and abs(value) < 1 << 62 else None

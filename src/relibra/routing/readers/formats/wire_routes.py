@@ -66,7 +66,7 @@ def is_nrlre(value: Raw) -> bool:
 
 
 def shaped(where: str, flat: ndarray | memoryview, shape: Any, dtype: str) -> ndarray:
-    """Return bytes as an array `[rows, layers, choices]`, after comparing shape and type with their number."""
+    """Return bytes as an array `[rows, layers, choices]`, after checking that shape and type take as many bytes."""
     if dtype not in DTYPES:
         raise TraceError(f"{where} has type {excerpt(dtype)}: allowed are {', '.join(DTYPES)}")
     most = (1 << 40, MAX_LAYERS, MAX_TOP_K)
