@@ -14,8 +14,8 @@ from relibra.errors import RelibraError, TraceError
 FREE_BYTES = 1 << 30
 """An array of at most this size may follow from any file."""
 BYTES_PER_BYTE = 256
-"""Beyond that, bytes of a derived array per byte of what it is derived from. Counts of 512 experts from samples of one
-token with 10 choices take 102."""
+"""Most bytes of a larger array per byte of what it is derived from. Counts of 512 experts from samples of one token
+with 10 choices take 102."""
 MAX_SAMPLES = 1 << 24
 MAX_LAYERS = 1 << 16
 MAX_TOP_K = 256

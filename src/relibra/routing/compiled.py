@@ -11,7 +11,7 @@ from numba.core.event import Event, Listener, install_listener
 
 
 def watch_compilation(begin: Callable[[str], None]) -> AbstractContextManager[object]:
-    """Call a function with the name of each kernel that is compiled inside, not read from a cache, when that begins."""
+    """Call `begin` with the name of each kernel whose compilation begins inside; kernels in a cache have none."""
 
     class Compilations(Listener):  # type: ignore[misc]
         def on_start(self, event: Event) -> None:

@@ -33,7 +33,7 @@ class Demand:
     top_k        K, choices per token; None: not known
     attended_S   attention of each sample in squared tokens, for samples that also see tokens of others (a prompt that
                  several responses share); None: the square of its own tokens
-    piece_S      position of the first sample that each has to stay with, as they share a prompt; None: all are free
+    piece_S      per sample, the position of the first that it stays with, as they share a prompt; None: all are free
     """
 
     counts_SLE: Int32[ndarray, "S L E"]
@@ -78,14 +78,14 @@ class Demand:
 
     @cached_property
     def length_S(self) -> Int64[ndarray, " S"]:
-        """Tokens of each sample, token-slots of one layer / `top_k`; without `top_k` its token-slots. Read-only."""
+        """Return the tokens of each sample: token-slots of one layer / `top_k`; without it, token-slots. Read-only."""
         length_S: ndarray = self.counts_SLE[:, :1].sum(axis=(1, 2), dtype=np.int64) // (self.top_k or 1)
         length_S.flags.writeable = False  # the array is shared by all callers
         return length_S
 
     @property
     def attention_S(self) -> Int64[ndarray, " S"]:
-        """Attention of each sample, in squared tokens."""
+        """Return the attention of each sample, in squared tokens."""
         return self.length_S**2 if self.attended_S is None else self.attended_S
 
     def with_schedule(
@@ -100,7 +100,7 @@ class Demand:
         micro_batch_S   micro-batch of each sample, 0-based, or -1: the sample is left out
         rank_S          source rank of each sample, in 0..num_ranks-1
         num_micro_batches   number of micro-batches, empty last ones included; None: the highest in the schedule + 1.
-                        Where it does not change, `group_M` stays
+                        Where the number does not change, `group_M` stays
         raises          TraceError when the schedule does not fit, or a micro-batch has 2^31 token-slots for one expert
         """
         S, L, E = self.counts_SLE.shape
@@ -241,9 +241,9 @@ class ScheduledDemand(Demand):
         return load_MLE
 
     def merged(self, first_S: Int[ndarray, " S"]) -> tuple[ScheduledDemand, Int64[ndarray, " S"]]:
-        """Return the demand with samples that stay together as one, and for each sample the position of that one in it.
+        """Return the demand with samples that stay together merged into one, and the merged position of each sample.
 
-        first_S   position of the first sample that each stays with, in the same micro-batch on the same rank
+        first_S   per sample, the position of the first that it stays with, in the same micro-batch on the same rank
         """
         leads, merged_S = np.unique(first_S, return_inverse=True)
         counts_XLE = np.zeros((len(leads), *self.counts_SLE.shape[1:]), dtype=np.int32)

@@ -119,7 +119,7 @@ def select_micro_batches(demand: ScheduledDemand, first: int) -> ScheduledDemand
 
 
 def task_sets(trace: RoutingTrace, tokens: int) -> list[Int64[ndarray, " T"]]:
-    """Return rows of each task set: one per named group if all rows are in groups that fill micro-batches, else one."""
+    """Return rows of each task set: named groups if each fills a micro-batch and they hold all rows, else one set."""
     group_T = np.repeat(trace.group_ids, trace.rows_per_sample)
     by_group = [np.flatnonzero(group_T == g) for g in range(len(trace.group_names))]
     if by_group and all(len(rows) >= tokens for rows in by_group) and (trace.group_ids >= 0).all():

@@ -1,10 +1,10 @@
 """`check_sampler`: do a sampler's log-probs come from the trainer's weights? By server, age, positions and expert.
 
-Tokens that the trainer scores before it changes its weights have d = log-prob by the trainer - by the sampler:
-rounding, and what was learned since they were sampled (`age`), unless something is wrong. u is its limited square, and
-v = root of u / mean root of u in the response: it has fewer outliers, and few tokens use an expert. Each test compares
-a mean of this step with those of steps accepted before: of x = log of a response's mean u by server, age of the weights
-and range of positions (there: minus that of the positions before), and of v by layer and expert.
+For tokens that the trainer scores before it changes its weights, d = log-prob by the trainer - by the sampler is
+rounding, and what was learned since they were sampled (`age`), unless something is wrong. u is the limited square of d.
+v = root of u / mean root of u in the response; few tokens use an expert, and v has fewer outliers. Each test compares a
+mean of this step with that of steps accepted before: of x = log of a response's mean u, by server, age of the weights
+and range of positions (there: minus x of the positions before), or of v, by layer and expert.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from scipy.special import fdtrc, stdtr
 ALPHA = 1e-4
 """Most false alarms per step of the tests of coarse strata together, and again of those of experts (Holm)."""
 LARGEST_SHARE, LARGEST_GEOMETRIC = 0.01, 0.1
-"""Share of tokens with a ratio or its inverse above 2, and size of a response's mean d, that are always refused."""
+"""Share of tokens with a ratio or its inverse above 2, size of a response's mean d: a step above either is refused."""
 _CAP, _FLOOR = 0.05, 1e-8
 """Squares of d count up to the cap, so that no token decides; those below the floor are alike."""
 _AGES, _RANGES, _RANGE_TOKENS = 10, 32, 256
 """Ages of weights, the last one open; ranges of positions, two from each power of two to the next, from 256 on."""
 _FEWEST_TOKENS, _FEWEST_SLOTS = 8, 32
-"""Of a response in a stratum; of an expert: those with fewer are tested together."""
+"""Fewest tokens of a response in a stratum, else left out; slots of an expert, else tested with others like it."""
 _RECENT, _FIRST, _KEPT = 20, 8, 0.9
-"""Steps of coarse strata that are kept, and first steps that stay; what a step leaves of the sums of experts."""
+"""Of coarse sums the last and the first steps that are kept; share of the experts' sums that each step keeps."""
 _WHOLE = ("all tokens", "mean log-ratio", "share of ratios above 2")
 _SPREAD_4, _MARGIN_4 = np.array([0.15, 1e-3, 1e-3, 0.15]), np.array([np.log(2), 5e-3, 5e-3, np.log(2)])
-"""Of each of these and of all other coarse strata. Spread: standard deviation between steps before it is known.
+"""Of each of `_WHOLE`, then of all other coarse strata. Spread: standard deviation between steps before it is known.
 Margin: excess over the first steps that is no fault, because rounding follows entropy and lengths."""
 _GUESSES = 8
-"""Steps for which the spread that is not known yet counts."""
+"""The assumed spread weighs as much as this many steps."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,10 +92,10 @@ _ADDED = ("coarse_Z3", "tokens_4", "slots_YLE", "excess_YLE")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplerHistory:
-    """Steps that were accepted; the caller keeps it. Without arguments, none.
+    """Sums of accepted steps, kept by the caller; without arguments, of none.
 
     recent_XZ3, first_XZ3   coarse sums of the last and of the first steps
-    recent_2LE, first_2LE   slots and excess of experts: over all steps, older ones weigh less; over the first ones
+    recent_2LE, first_2LE   slots and excess of experts: over all steps, older ones weighing less; over the first steps
     """
 
     recent_XZ3: Float64[ndarray, "X Z 3"] = field(default_factory=lambda: np.zeros((0, 0, 3)))
@@ -238,8 +238,8 @@ def check_sampler(
 ) -> SamplerVerdict:
     """Return whether the tokens of a step differ from those of steps before, and where.
 
-    Coarse strata raise a false alarm in a share `ALPHA` of steps, and experts in another. Against the first steps of
-    the history u and v may have doubled.
+    Coarse strata raise a false alarm in a share `ALPHA` of steps, and experts in as many. Since the first steps of the
+    history u and v may double without an alarm.
 
     sums        of all responses of all ranks
     history     without steps of these servers, layers and experts, only what is always refused is looked for

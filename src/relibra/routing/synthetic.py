@@ -100,7 +100,7 @@ def demo_demand(
 
 
 def _draw_experts(log_weight_TE: Float64[ndarray, "T E"], top_k: int, rng: Generator) -> Int64[ndarray, "T K"]:
-    """Return K different experts per token, most likely first, a bounded number of rows at a time."""
+    """Return K different experts per token, in no order; a bounded number of rows is drawn at a time."""
     T, E = log_weight_TE.shape
     picked_TK = np.empty((T, top_k), dtype=np.int64)
     step = max(1, _CHUNK_ENTRIES // E)

@@ -1,7 +1,7 @@
 """Values in one file: a safetensors file with arrays, JSON facts and a checksum over both.
 
-Before allocation the header is checked against the file, and names, types and shapes against the format; after reading
-the checksum. Any changed byte that matters is detected.
+Before allocation the header is checked against the file, and names, types and shapes against the format; after reading,
+the checksum is. Any changed byte that matters is detected.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def parse_facts(path: Path, text: str | bytes, form: TensorFormat) -> dict[str, 
 
 
 def layout_of(file: Any) -> Layout:
-    """Return types and shapes of the arrays of an open safetensors file; it has checked that they fill it."""
+    """Return types and shapes of the arrays of an open safetensors file, which has checked that they fill it."""
     slices = {name: file.get_slice(name) for name in sorted(file.keys())}
     return {name: (_dtype(piece.get_dtype()), piece.get_shape()) for name, piece in slices.items()}
 

@@ -251,9 +251,9 @@ def concatenate(traces: Sequence[RoutingTrace]) -> RoutingTrace:
     first = traces[0]
     for i, other in enumerate(traces[1:], start=1):
         for name in ("num_experts", "top_k", "group_names", "layers"):
-            one, own = (t.layer_ids.tolist() if name == "layers" else getattr(t, name) for t in (other, first))
-            if one != own:
-                raise TraceError(f"trace {i} has {name} {one}, trace 0 has {own}: only traces of one model are joined")
+            got, of_0 = (t.layer_ids.tolist() if name == "layers" else getattr(t, name) for t in (other, first))
+            if got != of_0:
+                raise TraceError(f"trace {i} has {name} {got}, trace 0 has {of_0}: only traces of one model are joined")
     hashes = [trace.token_hash_T for trace in traces if trace.token_hash_T is not None]
     rows = np.concatenate([trace.rows_per_sample for trace in traces])
     columns: dict[str, Any] = {
@@ -318,7 +318,7 @@ def _is_legal_at_a_glance(experts_TLK: ndarray, valid_T: ndarray, num_experts: i
 @compiled
 @no_type_check
 def _differ_in_words(words_TL: ndarray, valid_T: ndarray) -> bool:
-    """Return whether the eight bytes of each word of valid rows differ: none equals that of the rotated word."""
+    """Return whether the eight bytes of each word of valid rows differ: none equals its place in a rotated word."""
     low = np.uint64(0x7F7F7F7F7F7F7F7F)
     for t in range(len(words_TL)):
         same = np.uint64(0)

@@ -176,10 +176,10 @@ def read_index(folder: Path | str) -> TraceIndex:
     path = Path(folder) / INDEX
     if not path.is_file():
         run = any(Path(folder).glob("traces/step-*")) or any(Path(folder).glob("step-*"))
-        step = (
+        hint = (
             "looks like a run: pass one of its traces/step-... folders" if run else "was not finished: record it again"
         )
-        raise TraceError(f"{folder} is not a finished trace: it has no {INDEX}, and {step}")
+        raise TraceError(f"{folder} is not a finished trace: it has no {INDEX}, and {hint}")
     most = min(MAX_INDEX_BYTES, path.stat().st_size)  # a read allocates as much at once
     body = parse_facts(path, read_bounded(path, most, TraceError, "an index"), _TENSORS)
     digest = body.pop("digest", None)
@@ -195,7 +195,7 @@ def read_index(folder: Path | str) -> TraceIndex:
 def iterate_trace(folder: Path | str, *, max_rows: int = SHARD_ROWS) -> Iterator[RoutingTrace]:
     """Yield a trace in pieces of whole samples, in order, holding one piece at a time.
 
-    Each shard's SHA-256 is checked before its first piece, and every row of every piece.
+    The SHA-256 of a shard is checked before its first piece, and all rows of a piece before it is yielded.
 
     max_rows   most rows per piece; a longer sample is a piece of its own
     raises     TraceError for missing, truncated or changed shards and illegal ids

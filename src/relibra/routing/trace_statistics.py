@@ -27,7 +27,7 @@ MICRO_BATCH_TOKENS = 2048
 DEFAULT_RANKS = (8, 16, 32)
 
 _KEPT_ROWS, _KEPT_LAYERS = 1 << 14, 8
-"""Rows and layers that `keep_halves` returns, at most."""
+"""Most rows of each half that `keep_halves` returns, and most layers."""
 
 _CELLS_AT_ONCE = 1 << 19
 """Load cells converted to floats at a time: 4 MB an array."""
@@ -294,7 +294,7 @@ def pool_groups(groups: Iterable[Group]) -> dict[str, Group]:
 
 
 def chance_cosine(load_LE: Int64[ndarray, "L E"], micro_batches: int) -> Float64[ndarray, " L"]:
-    """Return the cosine to the whole that independent draws from its shares would have, per layer.
+    """Return the cosine to the whole trace that micro-batches drawn independently from its shares have, per layer.
 
     With N token-slots in a micro-batch and shares p: E|c|^2 = N^2 sum p^2 + N (1 - sum p^2), so the cosine is about
     sqrt(N sum p^2 / (N sum p^2 + 1 - sum p^2)). N is the mean over micro-batches.
