@@ -31,19 +31,19 @@ def sample_of_rows(trace: RoutingTrace, demand: Demand) -> Int64[ndarray, " T"]:
         start, stop = trace.offsets[place_of_id[sample] : place_of_id[sample] + 2]
         rows = start + np.flatnonzero(trace.valid_T[start:stop])
         lengths = demand.counts_SLE[parts, 0].sum(axis=1, dtype=np.int64) // trace.top_k
-        where = _find_start(trace, demand, rows, parts, lengths)
-        if where < 0:
+        first = _find_start(trace, demand, rows, parts, lengths)
+        if first < 0:
             raise TraceError(_mismatch_message(f"sample {sample} has other counts"))
-        result_T[rows[where : where + int(lengths.sum())]] = np.repeat(parts, lengths)
+        result_T[rows[first : first + int(lengths.sum())]] = np.repeat(parts, lengths)
     return result_T
 
 
 def _find_start(trace: RoutingTrace, demand: Demand, rows: ndarray, parts: list[int], lengths: ndarray) -> int:
-    """Return a place in `rows` from which the parts have their counts: 0, the last, or the first other; -1: none."""
+    """Return where in `rows` the parts have their counts: at 0, the last place, or the first other one; -1: nowhere."""
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     last = len(rows) - int(bounds[-1])
-    for where in dict.fromkeys([0, last, *range(last)]) if last >= 0 else ():
-        chosen_TLK = np.asarray(trace.experts_TLK[rows[where : where + int(bounds[-1])]])
+    for first in dict.fromkeys([0, last, *range(last)]) if last >= 0 else ():
+        chosen_TLK = np.asarray(trace.experts_TLK[rows[first : first + int(bounds[-1])]])
         all_valid = np.ones(len(chosen_TLK), dtype=bool)
         if all(  # one layer rules out most starts
             np.array_equal(
@@ -52,7 +52,7 @@ def _find_start(trace: RoutingTrace, demand: Demand, rows: ndarray, parts: list[
             )
             for some in (1, trace.num_layers)
         ):
-            return where
+            return first
     return -1
 
 

@@ -46,12 +46,12 @@ def schedule_samples(
         orders = [np.arange(trace.num_samples)]  # samples without rows too
     if rng is not None:
         orders = [rng.permutation(trace.num_samples)]
-    micro_batch_S, rank_S = np.zeros((2, trace.num_samples), dtype=np.int32)
+    rank_S = np.zeros(trace.num_samples, dtype=np.int32)
     turn_S = np.zeros((trace.num_samples, 2), dtype=np.int64)
     for number, samples in enumerate(orders):
         turn_X, rank_S[samples] = _divide(demand.length_S[samples].tolist(), rank_tokens, num_ranks)
         turn_S[samples] = np.stack([turn_X, np.full(len(samples), number)], axis=1)
-    micro_batch_S[:] = np.unique(turn_S, axis=0, return_inverse=True)[1].ravel()
+    micro_batch_S = np.unique(turn_S, axis=0, return_inverse=True)[1].ravel()  # sets alternate: by turn, then by set
     return demand.with_schedule(micro_batch_S, rank_S, num_ranks)
 
 

@@ -142,7 +142,7 @@ def _fill_ranks(copies_RE, home_E, homes_R, needed_R) -> None:
 @compiled
 @no_type_check
 def _trade_copies(copies_RE, home_E, homes_R, needed_R, share_E) -> None:
-    """Make room for experts without home: exchange copies of similar load between two ranks."""
+    """Make room for experts without home: r, x's new home, gives rank s a copy of f for one of x of similar load."""
     R, E = copies_RE.shape
     mover_R, origin_R, queue_R = np.empty(R, np.int64), np.empty(R, np.int64), np.empty(R, np.int64)
     for e in range(E):

@@ -64,11 +64,11 @@ def local_first_quotas(
         near_E = np.where(home_E // ranks_per_node == node, home_copies_E, 0)
         near_RB = np.zeros_like(copies_RB)
         near_RB[here] = copies_RB[here]
-        has_E = near_E.copy()
-        np.add.at(has_E, replica_RB[replica_RB >= 0], near_RB[replica_RB >= 0])
+        near_copies_E = near_E.copy()
+        np.add.at(near_copies_E, replica_RB[replica_RB >= 0], near_RB[replica_RB >= 0])
         expert_RB = np.maximum(replica_RB, 0)
-        near_E = np.where(has_E > 0, near_E, home_copies_E)
-        near_RB = np.where(has_E[expert_RB] > 0, near_RB, copies_RB)
+        near_E = np.where(near_copies_E > 0, near_E, home_copies_E)
+        near_RB = np.where(near_copies_E[expert_RB] > 0, near_RB, copies_RB)
         quota_MRB += even_quotas(load_ME, home_E, near_E, replica_RB, near_RB)
     return quota_MRB
 

@@ -61,10 +61,10 @@ def expert_seconds(
     Each expert is a GEMM of its own rows (`Cluster.gemm_seconds`), 2 flops per weight and row; backward takes twice as
     long.
     """
-    flops, M_L_R = float(expert.flops_per_token_slot), plan.replica_MLRB.shape[:3]
+    flops, shape = float(expert.flops_per_token_slot), plan.replica_MLRB.shape[:3]
     home_rows_MLE = demand.load_MLE.copy()
     _take_quotas(plan.replica_MLRB, plan.quota_MLRB, home_rows_MLE)
-    home_MLR, home_MLE = np.zeros(M_L_R), cluster.gemm_seconds(home_rows_MLE, flops)
+    home_MLR, home_MLE = np.zeros(shape), cluster.gemm_seconds(home_rows_MLE, flops)
     _add_homes(home_MLE, plan.home_LE, home_MLR)
     return home_MLR, cluster.gemm_seconds(plan.quota_MLRB, flops).sum(axis=3)
 

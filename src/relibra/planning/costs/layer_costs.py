@@ -86,10 +86,10 @@ class LayerCosts:
         exposed_ML = np.zeros_like(rows_ML)
         now_t, now_v, free_t, free_v = (np.zeros(len(rows_ML)) for _ in range(4))
         for layer in range(rows_ML.shape[1]):
-            met_t, met_v = now_t + attention_M + host, now_v + attention_M + host
-            start_t, start_v = met_t + rows_ML[:, layer], met_v + inside_ML[:, layer]
+            sends_t, sends_v = now_t + attention_M + host, now_v + attention_M + host
+            start_t, start_v = sends_t + rows_ML[:, layer], sends_v + inside_ML[:, layer]
             if self.live:
-                free_t, free_v = np.maximum(free_t, met_t), np.maximum(free_v, met_v)
+                free_t, free_v = np.maximum(free_t, sends_t), np.maximum(free_v, sends_v)
             here_t, here_v = free_t + self.push.seconds_ML[:, layer], free_v + self.push.network_ML[:, layer]
             wait_MR = np.maximum(here_t - start_t, here_v - start_v)[:, None] * self.push.takes_part_MLR[:, layer]
             home_MR, replica_MR = self.home_MLR[:, layer], self.replica_MLR[:, layer]

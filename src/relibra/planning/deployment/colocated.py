@@ -190,8 +190,8 @@ def _exchange_seconds(plan: ColocatedPlan, received_rows: float) -> float:
     received_rows    of the busiest group
     """
     model, gpu, ways, groups = plan.model, plan.pool.accelerator, plan.pool.ways, plan.pool.nodes
-    inside = max(1, gpu.node_size // ways)
-    inside = min(groups, inside) if groups % inside == 0 or groups < inside else 1
+    inside = max(1, gpu.node_size // ways)  # groups of one server
+    inside = min(groups, inside) if groups % inside == 0 or groups < inside else 1  # uneven: one per server
     sent = BYTES * plan.rows * model.top_k * model.hidden / ways
     received = BYTES * received_rows * model.hidden / ways
     away, near = (groups - inside) / groups, (inside - 1) / groups

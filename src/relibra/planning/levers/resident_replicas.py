@@ -94,16 +94,16 @@ def keep_replicas(
         source_MXE = np.zeros((M, 0, E), dtype=np.int64)
     changes = [] if group_M is None else (np.flatnonzero(np.diff(group_M)) + 1).tolist()
     for first, stop in pairwise([0, *changes, M]):
-        one = slice(first, stop)
+        group = slice(first, stop)
         given_RB = np.full((num_ranks, slots), -1, dtype=np.int64) if held_RB is None else held_RB.astype(np.int64)
         if traffic_slots and held_RB is None:
             given_RB[:, :traffic_slots] = hottest_remote_experts(
-                source_MXE[one].sum(axis=0), home_E, num_ranks // source_MXE.shape[1], traffic_slots
+                source_MXE[group].sum(axis=0), home_E, num_ranks // source_MXE.shape[1], traffic_slots
             )
-        ceiling_M = _ceilings(load_ME[one], source_MXE[one], layer, given_RB, tolerance)
-        future_ME = _future_need(load_ME[one] / ceiling_M[:, None])
-        arrays = (load_ME[one], source_MXE[one], ceiling_M, future_ME, given_RB)
-        _keep_in_group(layer, *arrays, held_RB is not None, replica_MRB[one], quota_MRB[one])
+        ceiling_M = _ceilings(load_ME[group], source_MXE[group], layer, given_RB, tolerance)
+        future_ME = _future_need(load_ME[group] / ceiling_M[:, None])
+        arrays = (load_ME[group], source_MXE[group], ceiling_M, future_ME, given_RB)
+        _keep_in_group(layer, *arrays, held_RB is not None, replica_MRB[group], quota_MRB[group])
     return replica_MRB, quota_MRB
 
 

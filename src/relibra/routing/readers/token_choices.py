@@ -94,8 +94,8 @@ def _sets(path: Path, arrays: Mapping[str, ndarray]) -> dict[str, _Rows]:
         )
     prefixes = {name: f"{name}_" * bool(name) for name in names}
     return {
-        name: _rows_of(f"{path}: {own}ids", arrays[f"{own}ids"], arrays.get(f"{own}seqlen"), arrays.get(f"{own}valid"))
-        for name, own in prefixes.items()
+        name: _rows_of(f"{path}: {pre}ids", arrays[f"{pre}ids"], arrays.get(f"{pre}seqlen"), arrays.get(f"{pre}valid"))
+        for name, pre in prefixes.items()
     }
 
 
