@@ -80,7 +80,8 @@ def plan_step(
     if never_worse and balancer != "static" and not entry.for_tokens:
         plan = _plan_or_bare_homes(plan, request)
     plan = replace(plan, micro_batch_S=plan.micro_batch_S[place_S], rank_S=plan.rank_S[place_S])
-    seconds, assumed = time.perf_counter() - start, "" if expert else DEFAULT_MODEL
+    seconds = time.perf_counter() - start
+    assumed = "" if expert else DEFAULT_MODEL
     return replace(plan, demand_digest=given_demand.digest(), plan_seconds=seconds, assumed_model=assumed)
 
 

@@ -61,7 +61,8 @@ def flashlb_placement(load_TE: Int[ndarray, "T E"], num_ranks: int, slots: int) 
         tier, later = order[start : start + size], order[start + size :]
         guess = int(_hand_out(weight_E, count_E, order[start:], spare, num_ranks)[tier].sum()) - len(tier)
         best = (np.inf, count_E, guess)
-        for given in range(max(0, guess - REACH), min(spare, guess + REACH) + 1) if len(later) else [spare]:
+        tried = range(max(0, guess - REACH), min(spare, guess + REACH) + 1) if len(later) else [spare]
+        for given in tried:
             fixed_E = _hand_out(weight_E, count_E, tier, given, num_ranks)
             trial_E = _hand_out(weight_E, fixed_E, later, spare - given, num_ranks)
             placement_RP = _place(mean_E, cov_EE, trial_E, num_ranks, slots)

@@ -37,10 +37,7 @@ _ALL_TOKENS = 2
 
 
 def pack_groups(request: PlacementRequest, demand: ScheduledDemand, home_LE: Int[ndarray, "L E"]) -> ScheduledDemand:
-    """Pack the micro-batches of each group (mini-batch, expert-data-parallel group); a sample stays in its group.
-
-    The number of proposals is divided among the groups by their samples.
-    """
+    """Pack the micro-batches of each group (mini-batch, expert-data-parallel group); a sample stays in its group."""
     cluster = request.cluster
     limits = ScheduleLimits.of_demand(demand, rank_tokens=request.budget.rank_tokens)
     load_SLN = node_loads(demand, home_LE, cluster.ranks_per_node, cluster.num_nodes)

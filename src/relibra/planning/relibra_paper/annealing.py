@@ -6,8 +6,7 @@ The cost of a layer, in token-slots of the fullest node:
 
 with X[m,n] the load of node n and Y[m,n] the larger of what it receives from and sends to other nodes. While annealing,
 max is replaced by the log-sum-exp LSE_b(x) = (1/b) log sum exp(b x), between max and max + log(N) / b, in units of
-each micro-batch's mean. A swap touches two nodes, so two terms of each sum change: O(M) per proposal. Returned is the
-best *exact* F seen. Random numbers are splitmix64: the same bytes in every process and thread.
+each micro-batch's mean. A swap changes two terms of each sum: O(M) per proposal. Returned is the best *exact* F seen.
 """
 
 from __future__ import annotations
