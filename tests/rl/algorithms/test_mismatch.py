@@ -122,3 +122,9 @@ def test_a_mismatch_beyond_the_limit_is_refused():
     broken = {**metrics_of([0.5, math.nan], [0.5, 0.2]), "router_disagreement": 0.25}
     with pytest.raises(EngineError, match=r"log_ratio_mean_abs is inf, .*router_disagreement 0.25"):
         check_mismatch(broken, 1e9, where="step 0")
+
+
+def test_older_weights_may_give_other_probabilities():
+    metrics = {"probability_difference": 0.02, "k3_kl": 0.2}
+    assert len(alarms(metrics | {"ahead": {"age_mean": 0.0}})) == len(alarms(metrics | {"ahead": None})) == 2
+    assert [one.split()[0] for one in alarms(metrics | {"ahead": {"age_mean": 1.0}})] == ["k3_kl"]

@@ -16,7 +16,7 @@ from relibra.environment import uncollected_imports
 from relibra.errors import missing_packages
 from relibra.files import toml_value, write_text
 
-POOR_R2 = 0.9
+POOR_R2 = 0.9  # of attention or expert: below it something else ran
 JUDGED_ROWS = 8  # per expert, from which on lines are judged: products of fewer rows take time in steps
 
 

@@ -45,7 +45,7 @@ def render_page(body: str, **values: Any) -> str:
     body      template of what stands between header and footer
     values    of the templates; `page.html` needs `title`, `kind`, `headline` and `facts`
     """
-    texts = ["\n" + re.sub("\r\n?", "\n", text) for text in (plotly_script(), _asset("page.js"))]  # as in a page
+    texts = ["\n" + re.sub("\r\n?", "\n", text) for text in (plotly_script(), _asset("page.js"))]  # as browsers parse
     policy = _POLICY.format(scripts=" ".join(map(_source_of, texts)))
     return render("page.html", body=body, scripts=texts, policy=policy, style=_asset("page.css"), **values)
 
