@@ -35,7 +35,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from relibra.replay.device_copies import upload
 from relibra.replay.forward_cache import CACHE_NAME
-from relibra.rl.model.attention_sinks import BLOCK, Segment, SegmentRows, attend_with_sinks
+from relibra.rl.model.attention_sinks import Segment, SegmentRows, attend_with_sinks
 from relibra.rl.run.ranks import gather_json
 
 PACKED, PACKED_SINKS = "relibra_packed", "relibra_packed_sinks"
@@ -45,6 +45,8 @@ _segments_of = WeakTensorKeyDictionary()
 """Cache of segments by position tensor: all layers share the tensor, and reading it synchronizes the GPU."""
 _rows_of = WeakTensorKeyDictionary()
 """Cache of where segments begin, and of the keys that they see, on the device, by position tensor."""
+BLOCK = 128
+"""Most queries behind a shared prompt that a CPU attends at once; a mask costs as much for keys that it hides."""
 LENGTH = 6
 """Tokens of a sequence to probe a model with."""
 NOISE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
@@ -109,7 +111,7 @@ def _attend_behind(query: Tensor, key: Tensor, value: Tensor, attend: Callable[.
     if not query.is_cpu:
         yield attend(query, key, value, attn_mask=causal_lower_right(length, before + length))
         return
-    for start in range(0, length, BLOCK):  # a mask costs as much for keys that it hides
+    for start in range(0, length, BLOCK):
         end = min(start + BLOCK, length)
         mask = torch.ones(end - start, before + end, dtype=torch.bool).tril(before + start)
         yield attend(query[:, :, start:end], *(one[:, :, : before + end] for one in (key, value)), attn_mask=mask)
