@@ -79,7 +79,7 @@ PROGRAMS = (
     Program(name="acceptance", folder="serving", minutes=15, long=True, threads=1),
     Program(name="sizing", folder="serving", minutes=8, long=True, threads=1),
     Program(name="beside_vllm", folder="serving", minutes=5, arguments=(".venv-vllm/bin/python",), long=True),
-    Program(name="shared_prompts", folder="rl", minutes=3, long=True, threads=1),
+    Program(name="shared_prompts", folder="rl", minutes=6, long=True, threads=1),
     Program(name="ahead", folder="rl", minutes=10, long=True),
     Program(name="trl", folder="rl", minutes=15, long=True, threads=1),
     Program(name="rl", folder="rl", minutes=30, long=True),

@@ -354,6 +354,8 @@ COLUMNS: dict[str, tuple[Column, ...] | Grouped] = {
     ),
     "shared_prompts": (
         "case",
+        "plan",
+        "slots",
         "tokens",
         _of("seconds", "recompute + update s"),
         _of("ratio", "repeated / it"),

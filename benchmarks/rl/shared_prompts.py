@@ -1,8 +1,10 @@
 """Recompute and update of a step with the prompt of a group once, and with each response: two processes, plans, replay.
 
 Prompts are a quarter of the tokens where each response repeats its own, and a micro-batch holds eight responses or
-more. Routes are made up, uneven, and the same for both; the two take turns. Rows go to results/shared_prompts.json.
-Run: relibra bench shared_prompts [--quick] [--json] [--output FOLDER]. Three minutes.
+more. Routes are made up, uneven, and the same for both; the two take turns. By default plans of the two may differ:
+one moves homes and exchanges rows, the other copies all experts. With homes kept both copy all. Rows go to
+results/shared_prompts.json.
+Run: relibra bench shared_prompts [--quick] [--json] [--output FOLDER]. Six minutes.
 --quick takes a small model and one turn, and writes no rows.
 """
 
@@ -53,30 +55,33 @@ SETTINGS = (
 WIDTH, TURNS, TARGET = 1024, 4, 1.2
 """Of an expert; turns, of which the first compiles and is not counted; seconds repeated / seconds once."""
 CASES = {"prompts once": True, "prompts repeated": False}
+PLANS = {"default": (), "homes kept": ("plan.move_homes=false",)}
 
 
 def main() -> None:
     options = measurement_options(__doc__).parse_args()
     width, turns = (32, 2) if options.quick else (WIDTH, TURNS)
-    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-        probe.close()
-        spawn(_work, (width, turns, port, Path(folder)), nprocs=RANKS)
-        found = json.loads((Path(folder) / "found.json").read_text())
-    rows = [_row(case, found, width) for case in CASES]
+    rows = []
+    for plan, changed in PLANS.items():
+        with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+            probe.close()
+            spawn(_work, (width, turns, port, Path(folder), changed), nprocs=RANKS)
+            found = json.loads((Path(folder) / "found.json").read_text())
+        rows += [{"plan": plan, **_row(case, found, width)} for case in CASES]
     if options.json:
         print(json.dumps(rows, indent=1))
     else:
         for row in rows:
-            print(f"{row['case']}: {row['tokens']} tokens, {row['seconds']} s, {row['ratio']}x, skew {row['skew']}")
+            print(", ".join(f"{name} {row[name]}" for name in ("case", "plan", "tokens", "seconds", "ratio", "skew")))
     if not options.quick:
         print(write_results("shared_prompts", rows, "relibra bench shared_prompts", options.output), file=sys.stderr)
 
 
-def _work(rank: int, width: int, turns: int, port: int, folder: Path) -> None:
+def _work(rank: int, width: int, turns: int, port: int, folder: Path, changed: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    config, device = load_config(None, [*SETTINGS, f"model.expert_width={width}"]), torch.device("cpu")
+    config, device = load_config(None, [*SETTINGS, *changed, f"model.expert_width={width}"]), torch.device("cpu")
     cluster, loss = cluster_preset("laptop", RANKS), find_loss(config)
     with joined_ranks(600.0, device):
         policy = build_policy(config, VOCABULARY, folder, device, samples=False)
@@ -111,9 +116,11 @@ def _work(rank: int, width: int, turns: int, port: int, folder: Path) -> None:
                 seconds = time.perf_counter() - start
                 counts = torch.tensor([sum(one.tokens_1T.numel() for one in batch.micro_batches)])
                 dist.all_reduce(counts)
-                skew = batch.plan.skew(batch.plan.scheduled(batch.demand))
+                skew, slots = batch.plan.skew(batch.plan.scheduled(batch.demand)), batch.plan.replica_MLRB.shape[3]
                 least = min(one.num_responses for one in batch.micro_batches)
-                found[case].append({"seconds": seconds, "tokens": int(counts), "skew": skew, "responses": least})
+                found[case].append(
+                    {"seconds": seconds, "tokens": int(counts), "skew": skew, "responses": least, "slots": slots}
+                )
         if rank == 0:
             (folder / "found.json").write_text(json.dumps(found))
 
@@ -159,11 +166,12 @@ def _row(case: str, found: dict[str, list[dict[str, float]]], width: int) -> dic
         "ok": ratio >= TARGET if once else "",
         "responses": last["responses"],
         "skew": round(last["skew"], 3),
+        "slots": last["slots"],
         "seed": 0,
         "repetitions": len(taken[case]),
         "configuration": f"{GROUPS} groups of {RESPONSES}, prompts of {PROMPT} and responses of {RESPONSE} tokens on "
         f"average, {LAYERS} layers, hidden 256, {TOP_K} of {EXPERTS} experts of width {width}, R3 with plans, "
-        f"{RANKS} processes of one thread, float32; responses: fewest of a micro-batch",
+        f"{RANKS} processes of one thread, float32; responses: fewest of a micro-batch; slots: for copies, of a rank",
     }
 
 
