@@ -173,7 +173,7 @@ LEAST_HIDDEN_SHARE = 0.5
 
 
 def hidden_share(timings: Timings) -> float:
-    """Return the share of the shorter of products and exchange that running both at once saves, from 0 to 1."""
+    """Return how much of the shorter one, products or exchange, is hidden when both run at once: from 0 to 1."""
     product, exchange, together = (
         Spread.of(seconds).median for seconds in (timings.product_alone, timings.exchange_alone, timings.together)
     )

@@ -180,7 +180,7 @@ class SlottedLayer(DynamicLayer):  # type: ignore[misc]
 class SlottedCache(DynamicCache):  # type: ignore[misc]
     """Keys and values of all layers.
 
-    can_join        all layers keep plain keys and values, or none, so that rows may join
+    can_join        every layer keeps plain keys and values, or nothing, so that rows may join
     made_by_model   else: the cache of the model's own class, after its first pass; this one has no layers then
     """
 

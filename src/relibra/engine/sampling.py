@@ -15,7 +15,7 @@ from relibra.engine.sequence import SamplingParameters, Sequence
 
 
 def sample_next(sequences: Several[Sequence], logits_BV: Float[Tensor, "B V"]) -> None:
-    """Sample the next token of each sequence and append it; a token depends on seed, sample and position alone."""
+    """Sample the next token of each sequence and append it; randomness depends on seed, sample and position alone."""
     parameters = [sequence.sampling for sequence in sequences]
     uniform_B = uniform_numbers_of_keys(
         np.array([sequence.key for sequence in sequences], dtype=np.uint64).T,

@@ -31,7 +31,7 @@ from relibra.rl.rollout.collect import Rollout, check_failed_rewards, check_live
 from relibra.rl.rollout.engines import sync_weights
 from relibra.rl.rollout.response import Response, RolloutEngine
 from relibra.rl.rollout.served.canary_probe import Canary
-from relibra.rl.rollout.served.sleep import rest_servers
+from relibra.rl.rollout.served.sleep import put_servers_to_sleep
 from relibra.rl.run import step_metrics
 from relibra.rl.run.ranks import sum_over_ranks
 from relibra.rl.run.step_trace import StepTraces, record_routes
@@ -306,7 +306,7 @@ def _sample(learner: Learner, progress: Progress, clock: Stopwatch) -> Rollout:
             settings=learner.config.rollout,
             weight_version=clock.step,
         )
-        rest_servers(learner.engine, learner.canary, next(learner.policy.trained.parameters()).device)
+        put_servers_to_sleep(learner.engine, learner.canary, next(learner.policy.trained.parameters()).device)
     return rollout
 
 

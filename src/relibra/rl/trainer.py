@@ -37,7 +37,7 @@ from relibra.rl.rollout.prompt_lengths import encode_prompt, fit_prompts
 from relibra.rl.rollout.response import RolloutEngine
 from relibra.rl.rollout.served.canary_probe import Canary
 from relibra.rl.rollout.served.engine import ServerEngine
-from relibra.rl.rollout.served.sleep import rest_servers, wake_after_failure
+from relibra.rl.rollout.served.sleep import put_servers_to_sleep, wake_after_failure
 from relibra.rl.run.checkpoints.checkpoint import Models, load_checkpoint
 from relibra.rl.run.checkpoints.checkpoint_writer import CheckpointWriter
 from relibra.rl.run.display import TrainingDisplay
@@ -89,7 +89,7 @@ def _train(
     servers.callback(wake_after_failure, engine)
     if isinstance(engine, ServerEngine) and engine.sampler is not None:
         servers.callback(engine.sampler.close)
-    rest_servers(engine, canary, device)
+    put_servers_to_sleep(engine, canary, device)
     resumed = broadcast_json(has_checkpoint(run) if dist.get_rank() == 0 else None)
     warmed = resumed or _warm_up(config, policy, task, tokenizer, display, stop)
     learner = Learner(
@@ -192,7 +192,7 @@ def _make_engine(
         policy,
         tokenizer,
         seed=config.run.seed,
-        shortest=config.algorithm.tail_drop + 1,  # fewer tokens of an unfinished response train nothing
+        shortest=config.algorithm.tail_drop + 1,  # of unfinished responses the last `tail_drop` do not train
         replays_rollout=config.algorithm.replay == "R3",
     )
     canary = check_engine(

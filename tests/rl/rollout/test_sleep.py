@@ -11,7 +11,7 @@ from relibra.errors import EngineError
 from relibra.rl.rollout.served import sleep
 from relibra.rl.rollout.served.canary_probe import Canary, WatchedServer
 from relibra.rl.rollout.served.preflight import check_servers, missing_for_weights
-from relibra.rl.rollout.served.sleep import rest_servers, wake, wake_after_failure
+from relibra.rl.rollout.served.sleep import put_servers_to_sleep, wake, wake_after_failure
 from relibra.rl.run.checkpoints.policy_folder import write_start_folder
 from tests.replay.tiny_models import tiny_model
 from tests.rl.joined import CPU, alone
@@ -97,7 +97,7 @@ def test_weights_are_gone_until_they_are_loaded_again(monkeypatch):
     model = tiny_model("qwen3_moe").eval()
     with alone(), running(copy.deepcopy(model), "vllm") as server:
         engine = engine_of(server, "vllm", sleeps=True)
-        rest_servers(engine, None, CPU)
+        put_servers_to_sleep(engine, None, CPU)
         assert server.asleep == {"weights", "kv_cache"}
         assert not torch.equal(server.model.lm_head.weight, model.lm_head.weight)
         assert engine.published.asleep
@@ -117,7 +117,7 @@ def test_weights_that_nobody_loads_again_are_noticed(small_canary):
         canary = Canary([WatchedServer(engine.servers[0], exact=True)], lambda index: [1 + index % 9, 2, 3], context=64)
         canary.before_update()
         assert compare(canary, model, 0).difference < 1e-5
-        rest_servers(engine, canary, CPU)
+        put_servers_to_sleep(engine, canary, CPU)
         for tag in ("weights", "kv_cache"):
             wake(engine, tag)
         with pytest.raises(EngineError, match="corrupts weights"):
@@ -130,7 +130,7 @@ def test_a_server_on_other_gpus_is_told_by_their_memory(monkeypatch):
         server.fault = "sleepless"
         monkeypatch.setattr(sleep, "free_bytes", lambda _: 20 - server.held)
         with pytest.raises(EngineError, match=f"{server.url} went to sleep, and no GPU of the trainer has more free"):
-            rest_servers(engine_of(server, "vllm", sleeps=True), None, CPU)
+            put_servers_to_sleep(engine_of(server, "vllm", sleeps=True), None, CPU)
 
 
 def test_a_failed_run_wakes_the_server_and_says_so(caplog):
@@ -139,10 +139,10 @@ def test_a_failed_run_wakes_the_server_and_says_so(caplog):
         engine = engine_of(server, "vllm", sleeps=True)
         with ExitStack() as servers:  # as training leaves it
             servers.callback(wake_after_failure, engine)
-            rest_servers(engine, None, CPU)
+            put_servers_to_sleep(engine, None, CPU)
         assert not server.asleep
         assert "slept when the run failed: it is awake, without weights" in caplog.text
-        rest_servers(engine, None, CPU)
+        put_servers_to_sleep(engine, None, CPU)
         server.failures = [500]
         wake_after_failure(engine)
         assert "it sleeps since this run failed: start it again" in caplog.text

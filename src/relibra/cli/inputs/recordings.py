@@ -1,4 +1,4 @@
-"""`find_recording`: find the trace of a run, given its settings or its folder, or of a path."""
+"""`find_recording`: find a trace, given the settings or the folder of a run, or the trace itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated decode steps of the plans of a decision."""
+"""Simulated decode steps of the deployments that `relibra serve plan` decides on."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def figures(name: str, result: ServingResult) -> dict[str, Any]:
 def simulate_decision(
     decision: Decision, trace: Path | None, copies: int, arrivals: Arrivals | None
 ) -> dict[str, ServingResult]:
-    """Return results by name: of the best plan apart, by transport and by option asked for, and the best colocated.
+    """Return results by name: the best plan with experts on other nodes, by transport and option; the best colocated.
 
     trace      routes of the tokens; None: uniform
     copies     spare expert slots of a node; 0: no run with copies of hot experts
-    arrivals   also run the plan apart with requests that arrive; None: every request slot is always full
+    arrivals   also run with requests that arrive; None: every request slot is always full
     raises     ConfigError when the trace is of another model
     """
     from relibra.simulation.serving.serving_run import Scenario, simulate_serving
@@ -130,7 +130,7 @@ def _routes(model: ServedModel, trace: Path | None) -> RoutePool:
 def _placed(plan: DeploymentPlan, routes: RoutePool, copies: int) -> np.ndarray:
     """Return experts of each layer on the expert nodes, hot ones copied by the loads of all tokens.
 
-    A copy is made if all copies keep so many rows that computing takes longer than reading their weights.
+    An expert is copied while each copy has rows enough to compute for longer than its weights take to read.
     """
     import numpy as np
 
@@ -139,10 +139,10 @@ def _placed(plan: DeploymentPlan, routes: RoutePool, copies: int) -> np.ndarray:
 
     gpu, used = plan.experts.accelerator, plan.efficiency
     rows = used.flops * gpu.flops_per_second / (used.memory * gpu.memory_bytes_per_second)
-    cold = rows * (len(routes.before_TLE) - 1) / (plan.rows * plan.attention.nodes)
+    least_load = rows * (len(routes.before_TLE) - 1) / (plan.rows * plan.attention.nodes)
     slots = plan.experts_per_node + copies
     if not experts_fit(plan.model, plan.experts, slots, used):
         raise ConfigError(
             f"--copies {copies}: {slots} experts do not fit a node of {plan.experts.ways} {gpu.name}: ask for fewer"
         )
-    return np.stack([place_copies(load_E, plan.experts.nodes, slots, cold) for load_E in routes.before_TLE[-1]])
+    return np.stack([place_copies(load_E, plan.experts.nodes, slots, least_load) for load_E in routes.before_TLE[-1]])

@@ -30,19 +30,19 @@ def counting_saved(
     found = [[0, 0] for _ in layers]
     known, where = dict[int, weakref.ref[Any]](), [-1, 0]  # layer that runs, and whether its experts do
 
-    def is_new(tensor: Tensor) -> bool:
+    def note(tensor: Tensor) -> bool:  # whether its storage is new
         storage = local_shard(tensor).untyped_storage()
         before, known[storage._cdata] = known.get(storage._cdata), weakref.ref(storage)
         return before is None or before() is not storage
 
     def pack(tensor: Tensor) -> None:
-        if where[0] >= 0 and is_new(tensor):
+        if where[0] >= 0 and note(tensor):
             found[where[0]][where[1]] += rounded(local_shard(tensor).untyped_storage().nbytes())
 
     def know(*tensors: Any) -> None:
         for one in tensors:
             if isinstance(one, Tensor):
-                is_new(one)
+                note(one)
 
     def enter(place: int, value: int, module: nn.Module, args: Any, named: Any) -> None:
         where[place] = value

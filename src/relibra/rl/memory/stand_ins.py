@@ -37,7 +37,7 @@ class StandIns:
 
     device   of this process
     routes   of each micro-batch and rank, for the lists of rows that the others send
-    mode     counts what the host page-locks
+    mode     `FakeDeviceMode` of the dry run, which counts page-locked memory
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -59,10 +59,9 @@ class StandIns:
         self._lock_host_memory()
 
     def guess(self, tensor: Tensor) -> Any:
-        """Return the sizes of an all-to-all of experts at home; None: it is another tensor.
+        """Return the values of a tensor of rows sent to and received from each rank; None: its shape is another.
 
-        Those of the routes, which are the same in all layers, where they are replayed; else every rank gets and sends
-        as many rows.
+        Where routes are replayed, by the routes of the first layer, which are those of all; else equal over ranks.
         """
         ranks = self._num_ranks
         if tuple(tensor.shape) != (2, ranks):
@@ -105,7 +104,7 @@ class StandIns:
         replace_in(prepared_rows, _exchange=self._exchange)
 
     def _exchange(self, tables_L: Any, tables: Any, own: Any, _group: Any) -> tuple[ndarray, ndarray]:
-        """Return what all ranks send to this one: each is asked for its own rows."""
+        """Return what all ranks would send to this one; rows of peers are ordered here, from their routes."""
         place, pieces, heads, step = tables_L[0].place, list[ndarray](), list[ndarray](), self._step
         head = 3 + len(tables_L)
         for rank in range(self._num_ranks):
@@ -142,7 +141,7 @@ class StandIns:
 
         replace_in(host_adamw, host_memory=locked)
         replace_in(host_weights, host_memory=locked, _bytes_of=lambda storage: self.mode.bytes_of(storage))
-        # Any change of logits takes as much memory as none, and copies are made at once.
+        # No change of logits takes as much memory as any; copies have no stream of their own.
         replace_in(token_scores, _change_between=lambda _raw, _logits: token_scores.LogitChange())
         replace_in(host_memory.CopyStream, __init__=lambda stream, _device: setattr(stream, "_stream", None))
 

@@ -62,22 +62,22 @@ def estimate_run(config: RunConfig, stand_ins: StandIns, memory: DeviceMemory, *
     layers = text.num_hidden_layers
     has_copy = config.rollout.engine == "embedded"
     numbers = [layers] if whole else sorted(set(layers_to_run(model_config, structure)))
-    whole_bytes = 0.0 if config.lora.rank else 4 * structure.other_parameters * (1 - 1 / ranks)
-    each_micro_batch = reduces_each_micro_batch(int(whole_bytes), int(memory.nbytes or USUAL_BYTES))
+    unsharded_gradient_bytes = 0.0 if config.lora.rank else 4 * structure.other_parameters * (1 - 1 / ranks)
+    each_micro_batch = reduces_each_micro_batch(int(unsharded_gradient_bytes), int(memory.nbytes or USUAL_BYTES))
     stand_ins.reduce_gradients(each_micro_batch=each_micro_batch)
     runs = [dry_run(config, cut_layers(model_config, n), cluster, stand_ins, has_copy=has_copy) for n in numbers]
     peaks = extrapolate(runs[0].device, runs[-1].device, (runs[0].layers, runs[-1].layers), layers)
     host = extrapolate(runs[0].host, runs[-1].host, (runs[0].layers, runs[-1].layers), layers)
     if config.rollout.engine == "embedded":
         peaks = with_cache(peaks, cache_of_rollout(config, text, ranks), stays=config.rollout.keeps_cache)
-    activations, choice, saved = None, None, 0.0
+    activations, choice, saved_seconds = None, None, 0.0
     lengths, responses = response_lengths(config), config.rollout.responses_per_step / ranks
     if config.update.activations == "plan":
         batch, _ = make_up_step(config, structure, cluster, vocabulary=text.vocab_size)
         activations = _activation_memory(runs, peaks, layers, memory)
         beside_replica_slots = activations.beside_replica_slots(config.plan.memory_gib)
         peaks, choice = _with_activations(peaks, beside_replica_slots, batch, cluster, structure)
-        saved = choice.seconds * responses / (len(lengths) * MICRO_BATCHES)
+        saved_seconds = choice.seconds * responses / (len(lengths) * MICRO_BATCHES)
     offload = {way: _offloaded(runs, layers, way, config) for way in ("host", "device")}
     offload_seconds = max(offload.values()) / cluster.host.bytes_per_second  # both ways run at once
     kind = f"{text.model_type} of {plural(layers, 'layer')}"
@@ -94,7 +94,7 @@ def estimate_run(config: RunConfig, stand_ins: StandIns, memory: DeviceMemory, *
         host_available=memory.host,
         activations=None if activations is None else asdict(activations),
         choice=choice,
-        added_seconds=config.update.epochs * (config.update.mini_batches * offload_seconds - saved),
+        added_seconds=config.update.epochs * (config.update.mini_batches * offload_seconds - saved_seconds),
     )
 
 
@@ -132,7 +132,7 @@ def _seconds_of_passes(config: RunConfig, memory: DeviceMemory) -> float:
     structure = read_structure(model_config, config.model, config.parallel.ranks, config.algorithm.replay)
     batch, _ = make_up_step(config, structure, cluster, vocabulary=model_config.get_text_config().vocab_size)
     if batch.demand is None or structure.shape is None:
-        raise ConfigError("update.micro_batch_tokens 0 counts rows of experts, which this model has not: name a size")
+        raise ConfigError("update.micro_batch_tokens=0 compares times of experts, and this model has none: set a size")
     plan = batch.plan or plan_step(batch.demand, cluster, balancer="static", expert=structure.shape.expert)
     micro_batches = config.update.mini_batches * math.ceil(
         _responses_of_mini_batch(config) / len(response_lengths(config))
@@ -156,7 +156,7 @@ def _cluster_of(config: RunConfig, memory: DeviceMemory) -> Cluster:
 def _activation_memory(
     runs: Sequence[DryRun], peaks: Sequence[Peak], layers: int, memory: DeviceMemory
 ) -> ActivationMemory:
-    """Return what layers may keep; layers that no dry run has count as those of their kind in the last run."""
+    """Return what layers may keep; layers beyond those of the dry runs save as layers of their kind in the last one."""
     last, period = runs[-1], runs[-1].layers - runs[0].layers
     saved = [last.saved[n if n < last.layers else runs[0].layers + (n - last.layers) % period] for n in range(layers)]
     totals = {one.phase: one.total for one in peaks}
@@ -178,13 +178,13 @@ def _with_activations(
     cluster: Cluster,
     structure: ModelStructure,
 ) -> tuple[tuple[Peak, ...], ActivationChoice]:
-    """Return the peaks, those of the update as one that holds what layers keep in a step; and the choice of that."""
+    """Return the peaks, with one of the update that has the activations which layers keep; and the choice of those."""
     assert batch.demand is not None, "routes are replayed"
     assert structure.shape is not None, "a model with experts has sizes"
     plan = batch.plan or StepPlan.static(batch.demand, cluster.topology)
     choice = activations.choose(plan, batch.demand, cluster, structure.shape)
     kept_LMR = activations.kept_LMR(choice.option_L, plan, batch.demand, structure.shape)
-    kept = {"update": kept_LMR, LAYERS: kept_LMR[:-1]}  # the peak of layers has all of the last one
+    kept = {"update": kept_LMR, LAYERS: kept_LMR[:-1]}  # `LAYERS` has the last layer's activations already
     of_update = []
     for one in peaks:
         if one.phase in kept:
@@ -254,7 +254,7 @@ def _helping(config: RunConfig, before: Estimate, estimate: Callable[[RunConfig]
         changed = with_setting(config, name, value)
         broken, broken_now = (len([*broken_rules(one)]) for one in (changed or config, config))
         if name != "rollout.engine" and broken > broken_now:
-            continue  # it does not go with what is set; a server needs its address, which nobody knows here
+            continue  # it breaks a rule; of an engine too, but only as the server's address is not known here
         after = before if changed is None else estimate(changed)
         saves = before.peak.total - after.peak.total
         if changed is not None and (saves >= GIB / 10 or after.fits):

@@ -161,7 +161,7 @@ def broadcast_json(value: Any) -> Any:
 
 
 def broadcast_bytes(payload: bytes) -> bytes:
-    """Return rank 0's bytes on every rank; collective. A rank holds them once, however many ranks there are.
+    """Return rank 0's bytes on every rank; collective. Memory of a rank does not grow with the number of ranks.
 
     raises    EngineError if they are more than MAX_ARRAY_BYTES
     """

@@ -78,9 +78,9 @@ def folders_of_run(folder: Path, name: str) -> list[Path]:
 
 
 def open_launched(config: RunConfig, resume: Path | None, launched: LaunchedRank) -> tuple[Path, str | None]:
-    """Return the folder of a resumed run, of the run that `torchrun` starts again, or a new one; an absolute path.
+    """Return the absolute run folder of a rank: that of `resume`, that of the launch `torchrun` restarts, or a new one.
 
-    returns   also the checkpoint from which a run that is started again continues; None: a new run, or it has none
+    returns   also its latest checkpoint where `torchrun` restarts the launch; None: no restart, or it has no checkpoint
     """
     run = resume and resume.absolute()
     if launched.restarts:
@@ -109,7 +109,7 @@ def _folder_of_launch(config: RunConfig, launch: str) -> Path | None:
 def running_file(run: Path) -> Path:
     """Return the file that is there while a run goes on: its ranks stop after the present step when it is removed.
 
-    Unlike a signal it reaches ranks that only begin to start, and those on other machines; it takes no room.
+    Unlike a signal it reaches ranks that begin to start, those on other machines, and none waits for a full disk.
     """
     return run / ".running"
 

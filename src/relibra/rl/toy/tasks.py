@@ -1,4 +1,4 @@
-"""Tasks that a tiny model can learn: chains of additions, and words to sort or to reverse.
+"""Tasks that a tiny model can learn: chains of additions, and strings to reverse.
 
 Response lengths have a long tail: most are short, a few are several times as long.
 """

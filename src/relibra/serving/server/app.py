@@ -26,12 +26,12 @@ from relibra.serving.server.weights import NewVersion, ServedWeights, WorkerCall
 
 LAST_EVENT = "data: [DONE]\n\n"
 MOST_ENTRIES = 2000
-"""Most entries of an answer that this process writes itself: a hundred take milliseconds."""
+"""Most `Choice.entries` of an answer that this process writes itself, a hundred in milliseconds; else a fork does."""
 OpenAiBody = CompletionBody | ChatBody
 
 
 OpenWorkers = Callable[[], AbstractAsyncContextManager[tuple[Admission, ServedWeights]]]
-"""Connects to the workers, yields the queue before them and their weights, and ends the workers."""
+"""Connects to the workers, yields their queue of requests and their weights, and ends the workers."""
 
 
 def make_app(
@@ -53,38 +53,38 @@ def make_app(
     app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers=ERROR_HANDLERS)
     bodies = BodyReader(name, codec, max_length)
     app.add_middleware(CountAnswers, metrics=metrics)
-    anybody, clients = APIRouter(), APIRouter(dependencies=[Depends(check_key)])
+    public, with_key = APIRouter(), APIRouter(dependencies=[Depends(check_key)])
     started = int(time.time())
 
-    @anybody.get("/health")
+    @public.get("/health")
     async def health() -> Response:
         workers = app.state.admission.clients
         body = {"running": workers.running, "rebalanced": workers.rebalanced, "workers": workers.states}
         lost = {"error": "; ".join(workers.lost)} if workers.lost else {}
         return JSONResponse(body | lost, status_code=503 if lost else 200)
 
-    @anybody.get("/metrics")
+    @public.get("/metrics")
     async def read_metrics() -> Response:
         admission = app.state.admission
         counters, workers = await admission.clients.counters(), admission.clients
         gauges = {"waiting": len(admission.queue), "running": workers.running, "lost_workers": len(workers.lost)}
         return Response(metrics.text(counters, gauges), media_type=CONTENT_TYPE)
 
-    @clients.get("/v1/models")
+    @with_key.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         return {"object": "list", "data": [await show_model(name)]}
 
-    @clients.get("/v1/models/{asked:path}")
+    @with_key.get("/v1/models/{asked:path}")
     async def show_model(asked: str) -> dict[str, Any]:
         check_model(asked, name)
         shown = {"id": name, "object": "model", "created": started, "owned_by": "relibra"}
         return {**shown, "max_model_len": max_length}
 
-    @clients.post("/v1/completions")
+    @with_key.post("/v1/completions")
     async def complete(request: Request) -> Response:
         return await answer_openai(request, *await bodies.read(request, CompletionBody))
 
-    @clients.post("/v1/chat/completions")
+    @with_key.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         return await answer_openai(request, *await bodies.read(request, ChatBody))
 
@@ -95,7 +95,7 @@ def make_app(
         events = answer.events()
         return EventStream(await unless_left(anext(events), request.receive), events)
 
-    @clients.post("/inference/v1/generate")
+    @with_key.post("/inference/v1/generate")
     async def generate(request: Request) -> Response:
         body, prompts = await bodies.read(request, TokenBody)
         if body.stream:
@@ -106,39 +106,39 @@ def make_app(
         answer = _written(choices, lambda choice: body.part(choice, version), lambda: body.rest(choices[0]))
         return await unless_left(answer, request.receive)
 
-    @clients.get("/server_info")
+    @with_key.get("/server_info")
     async def show_server() -> dict[str, Any]:
         return {"vllm_config": config}
 
-    @clients.post("/reset_prefix_cache")
+    @with_key.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> dict[str, Any]:
         return {"success": True}  # keys and values live as long as their answer, and none spans two versions
 
-    @clients.post("/pause")
+    @with_key.post("/pause")
     async def pause(mode: str = "abort") -> dict[str, Any]:
         app.state.weights.check_offered()
         if mode != "abort":
-            raise HTTPException(400, f"mode {mode[:80]!r} is not offered: it is abort")
+            raise HTTPException(400, f"mode {mode[:80]!r} is not offered: only abort is")
         app.state.admission.pause()
         return {"status": "paused"}
 
-    @clients.post("/resume")
+    @with_key.post("/resume")
     async def resume() -> dict[str, Any]:
         app.state.weights.check_offered()
         app.state.admission.resume()
         return {"status": "resumed"}
 
-    @clients.get("/weight_info")
+    @with_key.get("/weight_info")
     async def show_weights() -> dict[str, Any]:
         return {"weight_version": app.state.weights.version}
 
-    @clients.post("/collective_rpc")
+    @with_key.post("/collective_rpc")
     async def load_weights(request: Request) -> dict[str, Any]:
         app.state.weights.check_offered()
         await app.state.weights.load(await bodies.read_call(request, WorkerCall))
         return {"results": []}
 
-    @clients.post("/update_weight_version")
+    @with_key.post("/update_weight_version")
     async def name_weights(request: Request) -> dict[str, Any]:
         app.state.weights.check_offered()
         app.state.weights.version = (await bodies.read_call(request, NewVersion)).new_version

@@ -55,9 +55,9 @@ def simulate_step(
 
     demand          under the schedule of the plan (`plan.scheduled`). With `group_M`
                     (`ScheduledDemand.of_groups`) each group runs its own micro-batches, on ranks of its own; where
-                    they are mini-batches, pass `with_mini_batches`
-    cluster         of one expert-parallel group, as for `plan_step`; other groups and stages run on more of the same,
-                    on other nodes even where a group has fewer ranks than a machine's node
+                    groups stand for a trainer's mini-batches, apply `with_mini_batches` before
+    cluster         of one expert-parallel group, as for `plan_step`; every other group and stage has
+                    as many nodes of its own, even where it does not fill one
     how             None: one stage, one optimizer step, copies overlapped
     distinct        tokens that travel from rank to rank and to node (`distinct_rows_of_step`), of all micro-batches;
                     None: their lower bound from `demand.pairs_LEE`, or, without pairs, every token-slot
@@ -164,7 +164,7 @@ def costs_of(
 ) -> list[StageCosts]:
     """Return the costs of one group; raises ConfigError or PlanError when plan, model and cluster do not fit.
 
-    parts   expert layers of each; None: those of the stages
+    parts   MoE layers whose costs count as one; None: those of each stage
     """
     layout = how.layout(plan.num_ranks, 1)
     layout.check(cluster, model)
@@ -255,8 +255,8 @@ def ends_of_mini_batches(
 ) -> list[tuple[MiniBatchRun, float, float]]:
     """Return the slowest group of each mini-batch, and the seconds of gradients (not hidden) and optimizer after it.
 
-    A stage sums its gradients beside its last backward pass and while stages before it still run; at least one layer's
-    come after that pass. Counted is the time from the end of the last stage to the end of the last sum.
+    A stage sums its gradients beside its last backward pass and while stages before it still run; those of at
+    least one layer come after that pass. Counted: from the end of the slowest group to the end of the last sum.
     """
     layout = how.layout(plan.num_ranks, len(runs))
     found = []

@@ -51,7 +51,7 @@ def free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
-def rest_servers(engine: RolloutEngine, canary: Canary | None, device: torch.device) -> None:
+def put_servers_to_sleep(engine: RolloutEngine, canary: Canary | None, device: torch.device) -> None:
     """Let servers that share the trainer's GPUs (`rollout.sleep`) give their memory back until an update; collective.
 
     canary    on rank 0: fills the servers' caches first, to see later that sleep and update dropped them

@@ -25,7 +25,7 @@ _PER_TOKEN = "record with --expert-distribution-recorder-mode per_token"
 
 
 def read_sglang_recorder(path: Path, rules: ImportRules) -> Iterator[RoutedSample]:
-    """Yield one sample per forward pass, with the layers of `rules.layers`; None: all, if each was recorded."""
+    """Yield a sample per forward pass with tokens, of the layers `rules.layers`; None: of all, if each was recorded."""
     archive = TorchArchive(path)
     content = as_mapping(archive.value)
     records, slots = content.get("records"), content.get("last_physical_to_logical_map")
