@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from relibra.rl.run.launch import Finished
 
 _USAGE_ERROR = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
-"""click's `UsageError`, as the base of `BadParameter`: newer versions of typer have a private copy of click."""
+"""click's `UsageError`, found as the base of `BadParameter`, as newer versions of typer bring their own click."""
 
 
 @documented
@@ -44,7 +44,7 @@ def train(
 
     resume  Continue the run in this folder from its last checkpoint; overrides change its settings.
     supervise  After a lost rank, start again from the last checkpoint.
-    shrink  With --supervise: when restarts are used up, go on from it on fewer ranks, as many as divide the experts.
+    shrink  With --supervise: when restarts are used up, continue on fewer ranks, the most that divide the experts.
     show_config  Print the resolved settings as TOML and exit.
     estimate  Print the memory of a GPU by part and exit; reads no weights, needs no GPU. plan.cluster names the device.
     force  Train although the estimated memory does not fit the GPUs.
@@ -92,7 +92,7 @@ def _print_memory(config: RunConfig, *, as_json: bool) -> None:
     rows = [{"": part, **{one.phase: f"{one.parts.get(part, 0) / GIB:.2f}" for one in found.peaks}} for part in parts]
     print_table([*rows, {"": "sum", **{one.phase: f"{one.total / GIB:.2f}" for one in found.peaks}}])
     peak = found.peak
-    print_text(f"most in {peak.phase}: {peak.total / GIB:.2f}, when {peak.line or 'it begins'} takes its part")
+    print_text(f"most in {peak.phase}: {peak.total / GIB:.2f}, reached at {peak.line or 'its beginning'}")
     if found.device_bytes is not None:
         print_text(
             f"{found.device_name}: {found.device_bytes / GIB:.1f} GiB, {found.usable_bytes / GIB:.1f} to be used; "

@@ -116,7 +116,7 @@ class SlottedLayer(DynamicLayer):  # type: ignore[misc]
             buffer[slots_X, ..., columns, :] = buffer[rows_X, ..., columns, :]
 
     def take_in(self, other: SlottedLayer, rows_Y: Tensor, width: int) -> None:
-        """Copy rows of another layer behind those here, and empty that; the longest row then has `width` columns."""
+        """Copy rows of `other` behind those here, and empty `other`; the longest row then has `width` columns."""
         if not self._buffers:
             self._begin_like(other._buffers, self.kept_of(width))
         self._widen(width)
@@ -156,7 +156,7 @@ class SlottedLayer(DynamicLayer):  # type: ignore[misc]
         return states.new_empty((slots, *states.shape[1:-2], columns, states.shape[-1]))
 
     def _widen(self, width: int) -> None:
-        """Set the columns in use to those of a longest row of `width`; rows that are here have zeros in new ones."""
+        """Use the columns that a longest row of `width` columns needs; rows that are here get zeros in added ones."""
         before, kept = self.kept, self.kept_of(width)
         if kept > self._end:
             self._move(kept, kept)
@@ -181,7 +181,7 @@ class SlottedCache(DynamicCache):  # type: ignore[misc]
     """Keys and values of all layers.
 
     can_join        every layer keeps plain keys and values, or nothing, so that rows may join
-    made_by_model   else: the cache of the model's own class, after its first pass; this one has no layers then
+    made_by_model   if not `can_join`: the model's own cache, from its first pass on; `layers` here is then empty
     """
 
     def __init__(self, config: PreTrainedConfig, room: Room) -> None:
@@ -222,7 +222,7 @@ class SlottedCache(DynamicCache):  # type: ignore[misc]
         return order
 
     def take_in(self, other: SlottedCache, rows: Sequence[int], width: int) -> None:
-        """Copy rows of another cache behind those here, and empty that; the longest row then has `width` columns.
+        """Copy rows of the cache `other` behind those here, and empty it; the longest row then has `width` columns.
 
         Latest tokens come to lie in one column. A row may be named several times. `make_room` comes first.
         """

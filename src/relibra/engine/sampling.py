@@ -37,7 +37,7 @@ def sample_tokens(
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, "B V"]]:
     """Return the token of each row and the log-probs of the distribution that it was drawn from.
 
-    That is vLLM's "processed_logprobs": after temperature, top-k and top-p; minus infinity where these keep nothing.
+    That is vLLM's "processed_logprobs": after temperature, top-k and top-p; minus infinity for tokens left out.
     A token is where the cumulative distribution passes the row's uniform number. Rows of temperature 0 take the most
     likely token, the first of equals; their log-probs are those of temperature 1, of all tokens.
     """

@@ -22,7 +22,7 @@ class SamplingParameters:
 
     limit              maximum number of new tokens
     temperature        0: the most likely token
-    top_p              of the tokens by falling probability, the first whose sum reaches this
+    top_p              choose from the fewest most likely tokens whose probabilities sum to at least this
     top_k              most likely tokens to choose from; 0: all
     seed               with `sample` and the token's position, determines the random numbers
     sample             number of the sequence among those with this seed

@@ -1,4 +1,4 @@
-"""Hooks into another trainer: check and wrap its functions, and warn once per reason that leaves one unchanged."""
+"""Hooks into another trainer: check and wrap its functions, and warn once per reason to do nothing there."""
 
 from __future__ import annotations
 

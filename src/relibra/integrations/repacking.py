@@ -1,8 +1,8 @@
 """Repacking: improve the schedule of another trainer, whose experts stay at home and have no replicas.
 
 Such a trainer decides by length which samples share a micro-batch, and on which data-parallel rank. Its ranks then wait
-in every layer for the one whose experts get most token-slots. `repack` exchanges samples between micro-batches until
-these loads are even: it gives `pack_samples` loads of ranks instead of nodes, as no replica evens out the ranks later.
+in every layer for the one whose experts get most token-slots. `repack` exchanges samples between micro-batches to even
+these loads out: it calls `pack_samples` with loads of ranks, not of nodes, as no replica evens out the ranks later.
 Steps, groups of ranks, numbers of micro-batches and limits of tokens stay as the trainer chose them.
 """
 
@@ -25,9 +25,9 @@ from relibra.planning.levers.packing import pack_samples
 from relibra.routing.demand import count_token_slots
 
 _PROPOSALS, _LEAST_PROPOSALS, _PROPOSALS_OF_SAMPLE = 400_000, 4_000, 2_000
-"""Most proposals of a step, the fewest of a pool, and those of a sample."""
+"""Exchanges to try: most to divide among the pools (`_pools`), fewest of a pool, and how many for each sample."""
 _TOKEN_SLACK = 0.02
-"""Share by which a micro-batch may exceed the tokens of the largest one of the given schedule, over all its ranks."""
+"""Share by which a group's tokens in a micro-batch may exceed the most that the given schedule has in any of them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -188,7 +188,7 @@ def _waiting(
 
 
 def _limits(length_S: Int64[ndarray, " S"], schedule: TrainerSchedule, rank_tokens: int | None) -> ScheduleLimits:
-    """Return the limits that the given schedule is within, of every optimizer step."""
+    """Return limits that the given schedule keeps, the same for all optimizer steps."""
     tokens_MR, squares_MR = schedule.sum_per_rank(length_S), schedule.sum_per_rank(length_S**2)
     several_MR: Bool[ndarray, "M R"] = schedule.sum_per_rank(np.ones_like(length_S)) > 1
     most = int(tokens_MR.max(initial=0)) if rank_tokens is None else rank_tokens
@@ -206,7 +206,7 @@ class RepackedStep:
     """The new schedule of all optimizer steps of one rollout, and what it changed.
 
     skew        load of the busiest expert-parallel rank / of the mean one, before and after
-    lowest      lower bound of the skew of any schedule; only other homes or replicas lower what it has above 1
+    lowest      lower bound of the skew of any schedule; a skew below it needs other homes or replicas
     attention   attention of the busiest data-parallel rank / of the mean one, before and after
     fullest     most tokens of a data-parallel rank in a micro-batch, before and after
     limit       tokens that a rank may have; None: not stated
@@ -244,7 +244,7 @@ def repack_step(
     keep_ranks: bool = False,
     keep_counts: bool = False,
 ) -> RepackedStep:
-    """Return the given schedule with samples exchanged until loads of expert-parallel ranks are even.
+    """Return the given schedule with samples exchanged so that loads of expert-parallel ranks are more even.
 
     Other arguments as in `repack`.
 
@@ -284,7 +284,7 @@ def count_samples(
     every choice is expert 0 is dense, or was not captured.
 
     routes      of each sample: integers [rows, layers, choices], one row per token or one less; arrays of numpy or CPU
-                tensors. Taken once each, by several threads, and not kept
+                tensors. `routes[s]` is read once per sample, in one of several threads, and not kept
     length_S    tokens of each sample
     num_ranks   divides `num_experts`; rank r holds experts r E / R ... (r + 1) E / R - 1
     raises      TraceError for a missing sample, another shape, and ids out of range

@@ -1,7 +1,7 @@
 """Files for others: the decisions of a plan for a trainer, and its homes and replicas as slot maps for serving engines.
 
-A trainer's file has everything (`write_trainer_npz`). An engine's file holds one placement for the whole step and a
-fixed rule for sharing tokens over copies, so quotas and replicas per micro-batch are lost; `physical_maps` defines
+A trainer's file has everything (`write_trainer_npz`). An engine's file holds one placement for the whole step, and the
+engine shares tokens over copies by its own rule, so quotas and replicas per micro-batch are lost; `physical_maps` says
 which replicas are kept. Engines have no empty slots: in files they are filled (`filled_map`).
 """
 
@@ -51,8 +51,8 @@ def physical_maps(plan: StepPlan, micro_batch: int | None = None) -> PhysicalMap
         replica_LRB = plan.replica_MLRB[micro_batch].astype(np.int64)
     else:
         raise PlanError(f"micro-batch {micro_batch} is not in the plan: allowed are 0..{M - 1}, or None for the step")
-    home_LRk = plan.physical_to_logical_map.reshape(L, R, -1).astype(np.int64)
-    return _with_inverse(np.concatenate([home_LRk, replica_LRB], axis=2).reshape(L, -1), plan)
+    home_LRP = plan.physical_to_logical_map.reshape(L, R, -1).astype(np.int64)
+    return _with_inverse(np.concatenate([home_LRP, replica_LRB], axis=2).reshape(L, -1), plan)
 
 
 def _step_replicas(plan: StepPlan) -> Int64[ndarray, "L R B"]:
@@ -70,7 +70,7 @@ def _step_replicas(plan: StepPlan) -> Int64[ndarray, "L R B"]:
 
 
 def _with_inverse(map_LP: Int64[ndarray, "L P"], plan: StepPlan) -> PhysicalMaps:
-    """Add the two maps from experts to slots."""
+    """Add the two arrays by expert: its slots, and their number."""
     L, E = plan.physical_to_logical_map.shape
     P = map_LP.shape[1]
     layer_X, slot_X = np.nonzero(map_LP >= 0)
@@ -197,7 +197,7 @@ def read_vllm_json(path: Path) -> Int64[ndarray, "L P"]:
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise PlanError(f"{path} is no placement for vLLM: write one by relibra plan --export vllm=FILE") from error
     if map_LP.ndim != 2 or map_LP.dtype.kind != "i" or not map_LP.size or map_LP.min() < 0:
-        raise PlanError(f"{path} holds no numbers of experts by layer and slot: write it again by relibra plan")
+        raise PlanError(f"{path} holds no table of expert ids by layer and slot: write it again by relibra plan")
     experts = int(map_LP.max()) + 1
     if experts > map_LP.shape[1] or any(len(np.unique(map_P)) != experts for map_P in map_LP):
         raise PlanError(f"{path}: some layer does not hold each of {experts} experts; write it again by relibra plan")

@@ -126,8 +126,8 @@ def gradient_reduction_seconds(
 def spread_seconds(cluster: Cluster, num_bytes: float) -> float:
     """Return the seconds of an all-gather of bytes spread over the ranks of a group, or of the reduce-scatter back.
 
-    Inside nodes and between them at once, as for shared gradients; (n - 1) / n of the bytes go through each link, in
-    log2(n) messages (NCCL's PAT).
+    Inside nodes and between them at once, as for shared gradients: (n - 1) / n of the bytes, a G-th of that on each
+    network link, in log2(n) messages (NCCL's PAT).
     """
     G, N = cluster.ranks_per_node, cluster.num_nodes
     inside = cluster.intra.seconds((G - 1) / G * num_bytes, (G - 1).bit_length())

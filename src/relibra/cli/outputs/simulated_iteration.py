@@ -47,7 +47,7 @@ def iteration_facts(
     }
     once = own
     if (shared := workload.with_prompts(shared=True)).demand.attended_S is None:
-        print_note("prompts once: left out, in this schedule no responses share one; it needs mini-batches of a run")
+        print_note("prompts once: left out, in this schedule no responses share a prompt; sharing needs mini-batches")
     else:
         once, repeated = (
             _passes(request, it, simulate_balancer(request, it)) for it in (shared, workload.with_prompts(shared=False))

@@ -1,6 +1,6 @@
 """Weights of single experts in Megatron's experts modules, and of replicas: pushed before a layer runs.
 
-Gradients of replicas return when the layer has run backward. One autograd function does both. Rows and their weights
+Gradients of replicas return when the layer has run backward. One autograd function does both. Rows and their gates
 pass through it, so that its backward pass comes after that of the dispatch on every rank: ranks that wait for a
 gradient do not keep others waiting for rows.
 """
@@ -63,7 +63,7 @@ def expert_parameters(experts: Any, slot: int) -> list[ExpertParameter]:
 
 @contextmanager
 def weights_replaced(by: Iterable[tuple[ExpertParameter, Tensor]]) -> Iterator[None]:
-    """Run experts with other weights: their modules find these first, and their parameters stay registered."""
+    """Run experts with other weights, as attributes of their modules; these hide the parameters, which stay there."""
     replaced = [(parameter.owner.__dict__, parameter.attribute, tensor) for parameter, tensor in by]
     for attributes, name, tensor in replaced:
         attributes[name] = tensor
@@ -107,7 +107,7 @@ class ReplicaExchange:
 
 
 class PushReplicas(torch.autograd.Function):
-    """Returns rows, their weights and pushed parameters as they are, then the parameters of this rank's replicas."""
+    """Returns rows, their gates and pushed parameters as they are, then the parameters of this rank's replicas."""
 
     @staticmethod
     def forward(
@@ -115,7 +115,7 @@ class PushReplicas(torch.autograd.Function):
     ) -> Any:
         """Return (hidden, probs, *pushed, *received); a collective of the ranks that push or receive.
 
-        anchor     any parameter of the experts: where experts are trained, replicas need gradients on every rank
+        anchor     any parameter of the experts: if it needs gradients, replicas do, on ranks that push nothing too
         pushed     parameters of the experts of `pushed_slots`, by slot, then in the order of `like`
         received   those of the filled replica slots, likewise
         """

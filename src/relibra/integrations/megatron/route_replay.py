@@ -72,7 +72,7 @@ class RouteReplay:
     """Routers of one model that follow recorded routes.
 
     While it is attached, routers follow the routes of the micro-batch begun last. Before the first and after `clear`
-    they choose by themselves, in passes without recomputation. Leave `RouterReplay`'s global action alone meanwhile.
+    they choose by themselves; such passes must not be recomputed. Leave `RouterReplay`'s global action alone meanwhile.
 
         replay = RouteReplay([model])
         with replay:
@@ -112,7 +112,7 @@ class RouteReplay:
             router.router_replay.clear_indices()
 
     def begin(self, ids_TLK: Integer[ndarray, "T L K"] | None) -> None:
-        """Let the next forward pass take these experts; called before it, with gradients enabled as there.
+        """Let the next forward pass take these experts; called before it, with gradients on or off as in that pass.
 
         ids_TLK   of each row that this rank's routers see, in their order (`PackedRows.routes`); None: routers choose
         raises    EngineError where a row names an expert twice or out of range, or routes lack a layer or differ in K
@@ -148,8 +148,8 @@ class RouteReplay:
         if twice_T.any():
             raise EngineError(
                 f"layer {layer}, row {int(np.argmax(twice_T))}: the routes name an expert twice "
-                f"({ids_TK[int(np.argmax(twice_T))].tolist()}), as rows do that an engine did not capture: leave the "
-                "sample out, or mark its rows -1"
+                f"({ids_TK[int(np.argmax(twice_T))].tolist()}), as rows that an engine did not capture: leave the "
+                "sample out, or mark such rows -1 for PackedRows.routes"
             )
         return torch.from_numpy(ids_TK)
 
@@ -177,7 +177,7 @@ Entry = TypeVar("Entry")
 
 def is_recompute() -> bool:
     """Return whether a backward pass is running: a layer that runs inside it is recomputed."""
-    # As `relibra.replay.routers.is_recompute`, which loads the transformers that relibra trains with.
+    # A copy of the one in `relibra.replay.routers`, which imports transformers in the version that relibra trains with.
     return torch._C._current_graph_task_id() != -1
 
 

@@ -80,7 +80,7 @@ def read_engine_routes(
 def mini_batches(micro_batches: int, iterations: int, accumulation: int) -> Int32[ndarray, " M"]:
     """Return the mini-batch of each micro-batch of a generation batch; no optimizer step falls inside a mini-batch.
 
-    Where optimizer steps fall at other places in each generation batch, every micro-batch is a mini-batch of its own.
+    Where places of optimizer steps differ between generation batches, every micro-batch is a mini-batch of its own.
 
     micro_batches   of a rank in a generation batch (`steps_per_generation`)
     iterations      runs over them (`num_iterations`)
@@ -131,5 +131,5 @@ def schedule_samples(
     demand = Demand(
         counts_SLE=counts_SLE, layer_ids=np.array(layer_ids, dtype=np.int32), sample_ids=np.arange(samples), top_k=top_k
     ).with_schedule(micro_batch_S, rank_S, num_ranks, groups * micro_batches)
-    first_of_group = np.arange(groups) * (int(mini_batch_M[-1]) + 1)
-    return replace(demand, group_M=(first_of_group[:, None] + mini_batch_M).ravel().astype(np.int32))
+    first_mini_batch = np.arange(groups) * (int(mini_batch_M[-1]) + 1)
+    return replace(demand, group_M=(first_mini_batch[:, None] + mini_batch_M).ravel().astype(np.int32))

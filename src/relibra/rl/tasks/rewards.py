@@ -26,7 +26,7 @@ LARGEST = 1e9
 """Largest absolute reward: larger ones dominate all others in sums of squares."""
 
 MOST_PLACES = 1000
-"""Most digits before the point of a right answer, and about as many zeros behind it."""
+"""Most digits of a right answer before its point, and about as many zeros between the point and other digits."""
 _ONE_AT_A_TIME = threading.Lock()
 """Reward functions get one call at a time: with `rollout.ahead` an evaluation and a thread both compute rewards."""
 
@@ -92,7 +92,7 @@ def check_reward(name: str) -> None:
 
 
 def _is_answer(response: str, row: Mapping[str, Any], answer_column: str) -> bool:
-    """Return whether a response equals the right answer up to white space; a number may be written in any way."""
+    """Return whether a response has the words of the right answer or, where that is no text, its value as a number."""
     answer = right_answer(row, answer_column)
     if response.split() == answer.split():
         return True
@@ -105,7 +105,7 @@ def _is_answer(response: str, row: Mapping[str, Any], answer_column: str) -> boo
 
 
 def right_answer(row: Mapping[str, Any], name: str, origin: str = "its row") -> str:
-    """Return the correct answer of a row as text, a number with the digits that the file has, and no exponent.
+    """Return the correct answer of a row as text; a number has the file's digits, no exponent, no fraction of zeros.
 
     origin    file and line, for error messages
     raises    ConfigError if the column is missing or has neither text nor number

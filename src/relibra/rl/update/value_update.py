@@ -49,7 +49,7 @@ def update_values(
     by_group, seed   as of `own_mini_batches`
     count            optimizer steps made before
     shares_prompts   of `make_value_batches`
-    returns          mean loss over mini-batches on all ranks, optimizer steps after it, and how many were skipped
+    returns          mean loss over mini-batches on all ranks, `count` after it, and the optimizer steps skipped
     """
     parts = own_mini_batches(finished, update.mini_batches, by_group=by_group, seed=seed)
     totals = sum_over_ranks(torch.tensor([len(part) for part in parts])).tolist()

@@ -28,15 +28,15 @@ from relibra.serving.roles.remote_experts import ComputeToken, RemoteExperts, us
 from relibra.timeline import TimelineRecorder
 
 REJOIN_TRIES = 3
-"""Rounds in which an expert worker that does not answer is tried again."""
+"""Rounds, the first one included, in which an expert worker that does not answer is tried."""
 Listener = Callable[[list[Sequence]], None]
-"""Gets the sequences that a step has added to; called by the threads of all micro-batches."""
+"""Gets the sequences that have a new token or have ended; called by the threads of all micro-batches."""
 
 
 class MicroBatch:
     """Requests of one micro-batch.
 
-    engine    used by the thread alone, but for its figures
+    engine    used by the thread alone; other threads only read its figures
     experts   channels to the expert workers
     """
 
@@ -239,7 +239,7 @@ class AttentionWorker:
         return sum(one.experts.load_LE for one in self.micro_batches).tolist()  # type: ignore[union-attr]
 
     def counters(self) -> dict[str, int | float]:
-        """Return counts of all micro-batches, the seconds in which one computed, and bytes and use of the KV cache."""
+        """Return counts of all micro-batches, the seconds in which any computed, and bytes and use of the KV cache."""
         total: Counter[str] = Counter()
         for one in self.micro_batches:
             total.update(vars(one.experts.exchange.counters))

@@ -144,8 +144,8 @@ def make_app(
         app.state.weights.version = (await bodies.read_call(request, NewVersion)).new_version
         return {"success": True}
 
-    app.include_router(anybody)
-    app.include_router(clients)
+    app.include_router(public)
+    app.include_router(with_key)
     return app
 
 

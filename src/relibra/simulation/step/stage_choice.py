@@ -18,7 +18,7 @@ from relibra.simulation.step.stage_cuts import RoundCut, best_cut, round_cuts
 from relibra.simulation.step.training_step import costs_of_groups, simulate_step
 
 _TRIED = 4
-"""Round-robin cuts that are simulated, in one round and in as many as there can be: weights come once per round."""
+"""Round-robin cuts to simulate, each with one round and with the most rounds: weights come once per round."""
 
 
 def choose_stages(
@@ -32,7 +32,7 @@ def choose_stages(
     pipeline: Literal["1f1b", "round"] = "1f1b",
     distinct: DistinctRows | None = None,
 ) -> Execution:
-    """Return the execution with stages: of even numbers of expert layers, or those that end first.
+    """Return the execution with stages: of even sizes in expert layers, or of the cut whose step ends first.
 
     Each layer is simulated alone, in each micro-batch, forward and backward apart; dense layers count with the first
     one, the output matrix with the last. The even cut is kept where no other step is faster, moves of homes aside.
@@ -52,8 +52,8 @@ def choose_stages(
     seconds_XLM = np.array([[run_part(c, alone, forward=f, backward=b).seconds_M for c in costs_L] for f, b in sides])
     found = [how]
     if pipeline == "1f1b":
-        numbers = mini_batches_of(seconds_XLM.shape[2], how.mini_batches)
-        found.append(replace(how, stage_sizes=best_cut(seconds_XLM, costs_L[0].handover_M, D, numbers)))
+        mini_batches = mini_batches_of(seconds_XLM.shape[2], how.mini_batches)
+        found.append(replace(how, stage_sizes=best_cut(seconds_XLM, costs_L[0].handover_M, D, mini_batches)))
     else:
         forward_L, backward_L = seconds_XLM.mean(axis=2).tolist()
         cuts = [cut for _, cut in round_cuts(forward_L, backward_L, D, most)[:_TRIED]]
