@@ -42,8 +42,8 @@ def parallel_map(work: Callable[[int], T], count: int) -> list[T]:
                 numbers.clear()
             raise
 
-    # This thread works too. Helpers that have not started when all numbers are taken are cancelled: a `work` that
-    # calls this function would wait for helpers that are queued behind itself.
+    # This thread works too. Helpers that have not started when all numbers are taken are cancelled: else a
+    # `work` that calls this function could wait for helpers that are queued behind itself.
     others = [work_threads().submit(take_numbers) for _ in range(workers - 1)]
     try:
         take_numbers()

@@ -19,7 +19,7 @@ class ExpertLayout:
     num_experts     logical experts of a layer
     expert_ranks    ranks that divide them, each with a run of consecutive experts
     group_ranks     consecutive data-parallel ranks whose samples meet in one group of `expert_ranks`
-    token_price     price of a token's projections on its rank, in token-slots of an expert-parallel rank, all layers
+    token_price     FLOPs of a token's attention projections in all layers / of one token-slot in one layer, on one rank
     pair_price      price of a pair of tokens in attention, likewise
     """
 
@@ -33,14 +33,14 @@ class ExpertLayout:
     def of_megatron(cls, config: Any, *, data_ranks: int, parallel: Any = None) -> ExpertLayout:
         """Return the layout that Megatron gives a model with this configuration.
 
-        Ranks of a pipeline stage are ordered tensor, context, data; those of its experts expert-tensor, expert, data.
-        So EP x ETP consecutive ranks hold all experts, and feed them with the samples of EP x ETP / (TP x CP)
-        data-parallel ranks.
+        In a pipeline stage rank numbers run over tensor first, then context, then data; for experts over expert-tensor,
+        then expert, then data. So EP x ETP consecutive ranks hold all experts, and feed them with the samples of
+        EP x ETP / (TP x CP) data-parallel ranks.
 
         config       arguments of Megatron (slime), or its `TransformerConfig` (verl)
         data_ranks   data-parallel ranks
         parallel     what holds the sizes of its groups; None: `config`
-        raises       ConfigError where no schedule makes loads of experts more even, or ranks are ordered otherwise
+        raises       ConfigError where no schedule makes loads of experts more even, or a size does not divide another
         """
         parallel = config if parallel is None else parallel
         experts = getattr(config, "num_experts", None) or getattr(config, "num_moe_experts", None)

@@ -196,7 +196,7 @@ def sample_routes(data: Any, samples: slice) -> list[ndarray]:
 def _layout(policy: Any) -> ExpertLayout:
     """Return which ranks of a policy share experts.
 
-    raises    ConfigError where no schedule makes loads of experts more even
+    raises    ConfigError where a schedule would not help or not be kept, or the policy is not one of Megatron
     """
     config = policy.cfg
     megatron = config.get("megatron_cfg") or {}

@@ -51,8 +51,8 @@ def run_sorted(
         )
         if not scale:
             return output_YX
-        low_YR = moe._grouped_linear(input_YX, getattr(module, f"{name}_lora_A"), rows.ends_P)
-        change_YX = moe._grouped_linear(low_YR, getattr(module, f"{name}_lora_B"), rows.ends_P)
+        low_YX = moe._grouped_linear(input_YX, getattr(module, f"{name}_lora_A"), rows.ends_P)
+        change_YX = moe._grouped_linear(low_YX, getattr(module, f"{name}_lora_B"), rows.ends_P)
         return output_YX + (scale * change_YX).to(output_YX.dtype)
 
     if module.has_gate:

@@ -80,7 +80,7 @@ class TrainingPasses:
     moment_seconds   transfers of moments offloaded to the host, of all optimizer steps (both directions overlap)
     parts            bytes of the fullest rank with activations recomputed
     layer_bytes      that a layer adds by keeping its attention, or everything; mean over layers
-    room             bytes of a rank, without the tenth that stays free
+    room             bytes of a rank x the part of the model that these layers are, without the tenth that stays free
     """
 
     update: SimulatedStep
@@ -226,7 +226,7 @@ class Iteration:
     ) -> Iteration:
         """Return the rollout, reward and weight-sync stages for responses of known lengths.
 
-        Engines sample together; each has the fewest ranks of a node that hold the weights in half of their memory.
+        All responses run at once; an engine is the fewest ranks of a node that hold the weights in half their memory.
 
         rows_S     tokens of prompt and response; prompt_S: of the prompt
         """

@@ -35,7 +35,7 @@ def print_result(
 ) -> None:
     """Print a result as one JSON object, or its numbers and texts as lines and its lists of mappings as tables.
 
-    In lines and tables floats have four digits, and fields that are empty or None are left out.
+    Floats have four digits, from 1e4 to 1e9 no fraction. Empty or None fields are left out; None in a table is "-".
 
     columns    of tables by name, where JSON has more of them
     units      of fields by name, where names do not end in them

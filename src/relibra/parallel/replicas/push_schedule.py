@@ -37,7 +37,7 @@ class PushSchedule:
     recorder: TimelineRecorder
 
     def has_replicas(self, position: int) -> bool:
-        """Return whether any rank has replicas of a layer, or gradients of idle ones, which may wait there."""
+        """Return whether any rank has replicas of a layer that get tokens, or others with gradients that may wait."""
         tables = self.tables_L[position]
         return bool(tables.pushes) or self.slots.may_hold_gradients(tables.place.micro_batch, position)
 

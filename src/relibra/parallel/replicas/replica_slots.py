@@ -142,7 +142,7 @@ class ReplicaSlots:
     def forget_weights(self, *, frozen: bool = False) -> None:
         """Note that weights are outdated.
 
-        A push under way is not dropped: the next one waits for it, or it could match the wrong messages.
+        A push under way is not dropped: the next one waits for it, so that neither gets the other's messages.
 
         frozen   also those that no optimizer changes: a push of them may have failed
         """

@@ -62,7 +62,7 @@ class Residency:
         return bool((self._replica_MLRB[micro_batch, layer] >= 0).any())
 
     def begin_forward(self, micro_batch: int, *, training: bool) -> bool:
-        """Return whether a new round begins: another group, or this micro-batch again (weights may differ).
+        """Return whether a new round begins: another group, or this micro-batch again after a pass with gradients.
 
         training   whether the pass has gradients. A repeated pass without gradients begins a new round only if no
                    gradients wait

@@ -5,9 +5,9 @@ Two differentiable pairs; the backward pass of each exchange is the reverse exch
 
 tokens    a token goes to a rank once and is copied there for each of its experts; results are weighted and added there,
           and one row comes back, in one or two hops (`relays.py`). Used by fast sums
-choices   a token, and in the backward pass the gradient of its result, also goes to a rank once; one row per token-slot
-          comes back and is added on the token's rank, in the order of its choices, so that no sum depends on which rank
-          computed what. Used by canonical sums
+choices   a token, and backward the gradient of its result, goes to a rank once (without `TokenRows`: per choice); a row
+          per token-slot comes back and is added on the token's rank, in the order of its choices, so that no sum
+          depends on which rank computed what. Used by canonical sums
 
 Rows `[Y, H]` to compute are ordered by local slot, source rank and position.
 """
@@ -31,7 +31,7 @@ def dispatch_tokens(
 ) -> tuple[Float[Tensor, "Z H"], Float[Tensor, "Y 1"]]:
     """Return the rows that this rank computes, and the gate weights of the planned ones; collective.
 
-    Live rows in `lists` lie among the planned ones, by slot; their weights are not returned (`exchange_choices`).
+    Live rows in `lists` lie among the planned ones, by slot; `exchange_choices` returns their weights.
 
     choices   exchange of one row per token-slot; hops take group, place and recorder from it
     raises    EngineError when a peer is gone or the group's time-out has passed
@@ -49,7 +49,7 @@ def combine_tokens(
     tokens = lists.tokens
     assert tokens is not None, "fast sums have lists of `prepare_rows`"
     num_copied = num_tokens if tokens.by_node_X is None else len(tokens.by_node_X)
-    # Rows before each hop, then those that the last one brought.
+    # How many rows each hop starts with, and last how many the final hop brought.
     num_rows = [num_copied, *(sum(hop.sizes.receive_R) for hop in tokens.hops)]
     rows_XH = _Sum.apply(tokens.arrived_Y, num_rows.pop(), *outputs)
     for hop in reversed(tokens.hops):
@@ -87,7 +87,7 @@ class _DispatchChoices(torch.autograd.Function):
 
 
 class _CombineChoices(torch.autograd.Function):
-    """Weight and add the results of a token in the order of its choices; backward weights where rows are computed."""
+    """Weight and add a token's results in the order of its choices; ranks that compute rows weight their gradients."""
 
     @staticmethod
     def forward(ctx: Any, output_YH: Tensor, weights_TK: Tensor, lists: RowLists, choices: AllToAll) -> Tensor:

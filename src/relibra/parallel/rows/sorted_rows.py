@@ -1,7 +1,7 @@
 """`SortedRows`: which local slot computes each row of a rank, and where the rows of each slot end, on the device.
 
-Rows lie by slot. Tables say how many each slot gets, so the host does not wait for the device, and nothing sorts rows
-again.
+Rows lie by slot. Tables say how many each slot gets, so the host does not wait for the device, and rows are sorted
+again only where live ones join them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Replica(NamedTuple):
     """A replica in a micro-batch: it computes `quota` of the `token_slots` of its expert.
 
     home_load    load of the home rank without replicas / of the mean rank. Above 1: the replica takes load off it; else
-                 the replica keeps token-slots from travelling, or makes room at the home
+                 the replica keeps token-slots from travelling, or makes room at the home for replicas of others
     other_node   the replica is on another node than the home
     """
 

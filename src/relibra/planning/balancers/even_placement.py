@@ -2,7 +2,7 @@
 
 Replicas go to the experts with most load per copy; copies are placed heaviest first on ranks without the expert; then
 copies of different ranks are exchanged while the busiest rank's load, summed over times, falls. Times are steps or
-micro-batches; more than 16 are added up to at most 16.
+micro-batches; from 17 on, consecutive ones are added: at most 16 remain.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from relibra.routing.compiled import compiled
 
 MAX_TIMES = 16
 EXCHANGES = 400
-"""Most exchanges x T, the number of times: the cost of an exchange grows with T."""
+"""Most exchanges from one start are this / T, where `load_TE` has T times: the cost of an exchange grows with T."""
 
 
 def even_placement(load_TE: Shaped[ndarray, "T E"], num_ranks: int, per_rank: int) -> Int64[ndarray, "R P"]:
@@ -55,7 +55,7 @@ def busiest_rank(load_TE: Shaped[ndarray, "T E"], placement_RP: Int64[ndarray, "
 @compiled
 @no_type_check
 def _count_copies(load_E, num_slots, num_ranks) -> ndarray:
-    """Return copies per expert: most load per copy gets a slot, experts not on all ranks first (ties: lower id)."""
+    """Return copies per expert: slots go to most load per copy, to experts not on all ranks if any (ties: lower id)."""
     E = len(load_E)
     count_E = np.ones(E, np.int64)
     for x in range(num_slots - E):
@@ -93,7 +93,7 @@ def _longest_first(load_E, count_E, num_ranks, per_rank) -> ndarray:
 @compiled
 @no_type_check
 def _separate_copies(share_TE, placement_RP, load_TR) -> None:
-    """Exchange each duplicate of an expert on a rank for a copy elsewhere, such that the fuller of both is lowest."""
+    """Exchange each duplicate of an expert on a rank for the copy elsewhere that leaves the fuller rank least full."""
     R, P = placement_RP.shape
     share_E, load_R = share_TE.sum(axis=0), load_TR.sum(axis=0)
     for a in range(R):

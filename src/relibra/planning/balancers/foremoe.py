@@ -1,10 +1,10 @@
 """After ForeMoE (arXiv 2606.11867; no public code): machines for the step, homes inside them, spills per micro-batch.
 
-Uses the loads of every (micro-batch, layer). Level 1 assigns experts to machines with a low sum over micro-batches of
-the fullest machine, and keeps the old map unless the gain exceeds the cost of moves; level 1b assigns them to ranks of
-a machine; level 2 sends a few experts of an overfull machine to another one's ranks; level 3 splits experts inside a
-machine. The paper leaves levels 1 and 3 open; its micro-step heuristic moves whole experts, ignores the receiver's load
-and can increase the maximum, so splitting is used instead.
+Uses the loads of every (micro-batch, layer). Level 1 assigns experts to machines so that the fullest machine's load,
+summed over micro-batches, is low, and keeps the old map unless the gain exceeds the cost of moves; level 1b assigns
+them to ranks of a machine; level 2 sends a few experts of an overfull machine to another one's ranks; level 3 splits
+experts inside a machine. The paper leaves levels 1 and 3 open; its micro-step heuristic moves whole experts, ignores
+the receiver's load and can increase the maximum, so splitting is used instead.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _search_homes(request: PlacementRequest, load_ME: ndarray, before_E: Int64[n
 
 
 def _moving_token_slots(request: PlacementRequest, moved: int) -> float:
-    """Return the token-slots that a rank trains in the time of moves per step served; if all send equally much."""
+    """Return the token-slots that a rank trains in the seconds of moves / steps served; all ranks send equally much."""
     cluster, expert = request.cluster, request.expert
     sent_per_rank = moved * expert.state_bytes / cluster.num_ranks / request.budget.steps_served
     seconds = sent_per_rank / cluster.slowest_bytes_per_second

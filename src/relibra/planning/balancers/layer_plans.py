@@ -189,7 +189,7 @@ def _replicas(
 def cheapest_layers(
     plans: Mapping[LayerChoice, LayerPlans], demand: ScheduledDemand, slots: SlotChoice, *, worth_moving: float
 ) -> LayerPlans:
-    """Return the cheapest plan of each layer and, where homes are the same, of each group of micro-batches.
+    """Return each layer with its cheapest homes and, under these, the cheapest replicas of each group of micro-batches.
 
     Resident slots are empty at the start of each group, shared slots at that of each micro-batch, so each group or
     micro-batch is chosen alone.
@@ -229,7 +229,7 @@ def step_seconds(request: PlacementRequest, demand: ScheduledDemand, layers: Lay
 
 
 def _moves_L(request: PlacementRequest, home_LE: Int64[ndarray, "L E"]) -> Float64[ndarray, " L"]:
-    """Return the seconds per step of each layer's moves: on one link / number of ranks / `steps_served`."""
+    """Return the seconds per step of each layer's moves: those on a single link / number of ranks / `steps_served`."""
     cluster, before_LE = request.cluster, request.previous.home_LE
     node_LE = home_LE // cluster.ranks_per_node
     across_L = (before_LE // cluster.ranks_per_node != node_LE).sum(axis=1)

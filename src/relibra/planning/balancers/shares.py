@@ -25,7 +25,7 @@ def even_quotas(
 ) -> Int32[ndarray, "M R B"]:
     """Return quotas with the same share for each physical copy of an expert (EPLB and its family).
 
-    home_copies_E, copies_RB   physical copies of an instance: two slots of one rank are one instance
+    home_copies_E, copies_RB   physical copies in each instance: copies of an expert on one rank are one instance
     returns                    token-slots per replica; leftovers go to the largest remainders (ties: home, lower rank).
                                The home computes an expert without copies
     """

@@ -52,7 +52,7 @@ def _spill_all(load_MLE, home_LE, replica_MLRB, quota_MLRB) -> None:
 @compiled
 @no_type_check
 def _spill(load_E, home_E, pending_R, replica_RB, quota_RB) -> None:
-    """Serve experts by falling load; `pending_R` is the load of each rank's homes that still wait."""
+    """Serve experts by falling load; `pending_R` is the load of experts that still wait, by home rank."""
     R, B = replica_RB.shape
     capacity = int(CAPACITY * (load_E.sum() // R))
     assigned_R = np.zeros(R, np.int64)
@@ -71,7 +71,7 @@ def _spill(load_E, home_E, pending_R, replica_RB, quota_RB) -> None:
             _put(e, r, piece, replica_RB, quota_RB)
             assigned_R[r] += piece
             rest -= piece
-        if rest == load_E[e] - own and rest > 0:  # no rank has room: all of it to the least loaded with a slot
+        if rest == load_E[e] - own and rest > 0:  # no rank took a piece: all of it to the least loaded with a slot
             least = home
             for r in range(R):
                 free = r == home or replica_RB[r, B - 1] < 0

@@ -20,7 +20,7 @@ Record = TypeVar("Record", DeploymentPlan, ExpertPlacement)
 
 
 def write_deployment(path: Path | str, plan: DeploymentPlan) -> None:
-    """Write a plan, whole or not at all, with what it predicts for readers that are not relibra.
+    """Write a plan, whole or not at all, and its predictions, for other programs: relibra does not read them back.
 
     raises    PlanError for a plan that breaks a rule
     """

@@ -20,7 +20,7 @@ class ExpertPlacement:
     layer_ids   decoder layers with experts, ascending
     holders     workers of each expert of each layer, its home first
     workers     number of workers
-    cap         load of the busiest worker / mean up to which tokens choose copies that save rows
+    cap         tokens choose copies so that they save rows on workers with load / mean below this, else by load
     """
 
     layer_ids: tuple[int, ...]
@@ -76,6 +76,6 @@ class ExpertPlacement:
             homes = len({own[0] for own in experts if own})
             if not legal or len(experts) != len(self.holders[0]) or homes < self.workers:
                 raise PlanError(
-                    f"layer {layer} of a placement: each of {len(self.holders[0])} experts is on different ones of "
-                    f"{self.workers} workers, and each worker is the home (the first one) of some expert"
+                    f"layer {layer} of a placement: each of {len(self.holders[0])} experts must list one or more of "
+                    f"{self.workers} workers, its home first, none twice, and each worker must be the home of one"
                 )

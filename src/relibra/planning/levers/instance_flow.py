@@ -100,7 +100,7 @@ def list_instances(home_E, held_RB, instances) -> None:
 @compiled
 @no_type_check
 def assign_tokens(load_E, source_XE, home_E, instances) -> None:
-    """Give each expert's token-slots to its home; those from another domain with a replica to the first replica there.
+    """Give each expert's token-slots to its home; those of another domain that has a replica go to the first one there.
 
     source_XE   token-slots that each domain of ranks sends to each expert; no domains: all go to the homes
     """
@@ -158,7 +158,7 @@ def lower_busiest_rank(instances, ceiling, ranks_per_node) -> int:
 def _find_room(s, ceiling, ranks_per_node, instances):
     """Return the nearest rank below the ceiling that token-slots of rank `s` reach, or -1, and how many were seen.
 
-    Among ranks as many steps away, those on the node of the giving rank come first.
+    Of the ranks that one rank can give to, those on its own node come first.
     """
     tokens_ER, load_R, queue_R = instances.tokens_ER, instances.load_R, instances.queue_R
     from_R, expert_R = instances.from_R, instances.expert_R

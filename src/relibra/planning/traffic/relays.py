@@ -1,7 +1,7 @@
 """Rows of hierarchical dispatch: first between nodes, once per (token, node), then inside them to ranks that compute.
 
-The relay of rank (node n, number g) in another node n' is rank (n', g): it gets each token once that any rank of its
-node computes for, and forwards it to these. Inside their own node ranks send directly, in the second stage.
+The relay of rank (node n, number g) in another node n' is rank (n', g): it gets once each token that ranks
+of its node compute, and forwards it to them. Inside their own node ranks send directly, in the second stage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def rows_to_nodes(
     At least as many as go to one of its ranks, and at most as many as go to all of them.
 
     rows_LRR   distinct tokens that each rank sends to each rank
-    share_LN   rows per token-slot at the node (`send_once_share` with nodes for ranks)
+    share_LN   distinct tokens per token-slot that a node receives (`send_once_share`, given nodes instead of ranks)
     """
     L, R, _ = traffic_LRR.shape
     by_node = (L, R, share_LN.shape[1], -1)
@@ -36,7 +36,7 @@ def rows_to_nodes(
 def stage_rows(
     rows_LRR: Shaped[ndarray, "L R R2"], nodes_LRN: Shaped[ndarray, "L R N"]
 ) -> tuple[Float64[ndarray, "2 L 2 R"], Int64[ndarray, "2 L 2 R"]]:
-    """Return the rows that leave and enter each rank in each stage, and its peers (other ranks with any).
+    """Return the rows that leave and enter each rank in each stage, and how many other ranks these go to and come from.
 
     rows_LRR    distinct tokens that each rank sends to each rank
     nodes_LRN   distinct tokens that each rank sends to each node

@@ -25,7 +25,7 @@ class Recording:
     """Traces in order of their step, with the configuration and metrics of the run.
 
     path         as the user gave it
-    traces       (RL step, trace path); a trace outside a run has step None; none for a run of a dense model
+    traces       (RL step, trace path); a trace outside a run has step None; () for a run of a dense model
     unfinished   step folders whose writer was stopped before the end; they are left out
     config       the resolved configuration of the run, {} without one
     num_experts  for traces that lack it; None: see their reader

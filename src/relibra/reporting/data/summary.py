@@ -119,7 +119,7 @@ class Summary:
 
     @property
     def headline(self) -> tuple[int, RankSkew] | None:
-        """The rank count in the report's first sentence: the run's own, else 8, else the largest; None: one expert."""
+        """The headline's rank count (the run's own, else 8, else the largest) and its skew; None with one expert."""
         ranks = min(self.skews, key=lambda ranks: (ranks != self.own_ranks, ranks != 8, -ranks), default=None)
         return None if ranks is None else (ranks, self.skews[ranks])
 
@@ -146,9 +146,9 @@ def possible_ranks(num_experts: int, own_ranks: int | None) -> list[int]:
 
 
 def summarize(steps: Sequence[Step], *, own_ranks: int | None = None) -> Summary:
-    """Return the summary of the steps of one model, each counted for `possible_ranks`.
+    """Return the summary of one or more steps of one model, whose statistics have the ranks of `possible_ranks`.
 
-    raises      TraceError when there is no step or token, or steps come from different models
+    raises      TraceError when there is no token, or steps come from different models
     """
     _check_one_model(steps)
     statistics = [step.statistics for step in steps]
@@ -191,7 +191,7 @@ def hottest_experts(load_LE: Int64[ndarray, "L E"], layer_ids: Int[ndarray, " L"
 
 
 def evenly_chosen(num_items: int, limit: int) -> list[int]:
-    """Return at most `limit` positions spread over 0 ... n-1, first and last among them.
+    """Return at most `limit` positions spread over 0 ... num_items - 1, first and last among them (limit 1: the last).
 
     >>> evenly_chosen(40, 4), evenly_chosen(3, 12), evenly_chosen(5, 1)
     ([0, 13, 26, 39], [0, 1, 2], [4])

@@ -156,7 +156,7 @@ def _cluster_of(config: RunConfig, memory: DeviceMemory) -> Cluster:
 def _activation_memory(
     runs: Sequence[DryRun], peaks: Sequence[Peak], layers: int, memory: DeviceMemory
 ) -> ActivationMemory:
-    """Return what layers may keep; layers beyond those of the dry runs save as layers of their kind in the last one."""
+    """Return what layers may keep; a layer beyond those of the dry runs is taken to be as its kind in the last run."""
     last, period = runs[-1], runs[-1].layers - runs[0].layers
     saved = [last.saved[n if n < last.layers else runs[0].layers + (n - last.layers) % period] for n in range(layers)]
     totals = {one.phase: one.total for one in peaks}
@@ -178,7 +178,7 @@ def _with_activations(
     cluster: Cluster,
     structure: ModelStructure,
 ) -> tuple[tuple[Peak, ...], ActivationChoice]:
-    """Return the peaks, with one of the update that has the activations which layers keep; and the choice of those."""
+    """Return the peaks, the update's with the activations that layers keep, and the choice of these activations."""
     assert batch.demand is not None, "routes are replayed"
     assert structure.shape is not None, "a model with experts has sizes"
     plan = batch.plan or StepPlan.static(batch.demand, cluster.topology)
@@ -254,7 +254,7 @@ def _helping(config: RunConfig, before: Estimate, estimate: Callable[[RunConfig]
         changed = with_setting(config, name, value)
         broken, broken_now = (len([*broken_rules(one)]) for one in (changed or config, config))
         if name != "rollout.engine" and broken > broken_now:
-            continue  # it breaks a rule; of an engine too, but only as the server's address is not known here
+            continue  # it breaks a rule; an engine may break one, as the server's address is not known here
         after = before if changed is None else estimate(changed)
         saves = before.peak.total - after.peak.total
         if changed is not None and (saves >= GIB / 10 or after.fits):

@@ -25,7 +25,7 @@ def build_critic(settings: ModelSettings, policy: Policy, folder: Path, device: 
     It is sharded as the policy is, and has its own routers: no plan knows their choices, so it balances live.
 
     folder    for a temporary file of weights
-    raises    ConfigError, the same on all ranks, if the folder cannot be written, or the model is random in training
+    raises    ConfigError, the same on all ranks, if the folder cannot be written, or as `check_modes` does
     """
     path = folder / ".critic-weights"
     write_weights(policy, path)

@@ -83,7 +83,7 @@ def stop_tokens(name: str, tokenizer: Any, *, trust_remote_code: bool = False) -
 
 
 def _named_stops(name: str, trust_remote_code: bool) -> Iterator[Any]:
-    """Yield each eos_token_id that a model's files have, the first one first."""
+    """Yield the eos_token_id of each file of a model, or None where it has none; the first that is named counts."""
     from transformers import GenerationConfig, PreTrainedConfig
     from transformers.utils import has_file
 
@@ -154,7 +154,7 @@ class ModelTokenizer:
     def encode(self, prompt: str | Messages, /, **template: Any) -> list[int]:
         """Return the ids of chat messages in the model's template; a text becomes one message of the user.
 
-        With task.prompt_format "text", or without template, a text stays as it is, behind the tokenizer's start tokens.
+        With task.prompt_format "text", or without template, a text stays as it is, maybe behind start tokens.
 
         template   arguments of the chat template for this prompt alone: `tools`, variables
         raises     ConfigError where it cannot be encoded

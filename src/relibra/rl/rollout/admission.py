@@ -73,7 +73,7 @@ def plan_admission(
 ) -> Admission:
     """Assign every live response to a rank, and begin one new response per free slot.
 
-    The number of responses sampled per step is constant, so no prompt waits. Responses go to the ranks in turn, those
+    Every slot has a response when the step begins. Responses go to the ranks in turn, those
     with most windows first, then by id: counts differ by at most one, and long prefixes that have to be fed again are
     distributed evenly.
 

@@ -66,7 +66,7 @@ class TrainingDisplay:
     def resumed(self, step: int) -> None:
         """Show that a run resumes after `step` finished steps."""
         done = step >= self._totals["RL"]
-        what = "all are done: the policy is written again; a larger run.steps goes on" if done else f"with step {step}"
+        what = "all are done: the policy is written again; raise run.steps to go on" if done else f"with step {step}"
         self._print(f"resuming from the checkpoint after {step} steps, {what}")
         completed = {**self._totals, "RL": step}
         for name, task in self._tasks.items():
@@ -91,7 +91,7 @@ class TrainingDisplay:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Show the kernels that are compiled inside: the first RL step of an installation, which caches them."""
+        """Show the kernels that are compiled in this context; they are cached for later runs."""
         names = list[str]()
         bar = self._bars.add_task("kernels", total=None, note="", visible=False)
 
@@ -216,7 +216,7 @@ def describe_plan(metrics: dict[str, Any]) -> str:
     return (
         f"MoE layers {_duration(metrics['expected_seconds'])}, static "
         f"{_duration(metrics['expected_static_seconds'])} expected; {metrics['pushes']} pushes, "
-        f"{metrics['moved_experts']} experts moved{moving}{slots}; measured with all else in them: {measured}"
+        f"{metrics['moved_experts']} experts moved{moving}{slots}; measured, whole stages: {measured}"
     )
 
 

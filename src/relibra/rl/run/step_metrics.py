@@ -74,8 +74,8 @@ def ahead_metrics(
 
     begun     samples of later steps that have begun
     returns   age_mean, age_max: of the weights that sampled the tokens of the last windows, in steps; mixed_share: of
-              these tokens, routes recorded by later weights; waited_rollout, waited_plan: seconds that the step waited;
-              begun: as given
+              these tokens, those whose routes later weights recorded; waited_rollout, waited_plan: seconds that
+              the step waited; begun: as given
     """
     ages = [step - response.versions_r[response.in_window_r] for response in responses]
     mixed = sum(int(response.mixed_r[response.in_window_r].sum()) for response in responses)
@@ -102,7 +102,7 @@ def mismatch_metrics_of_ranks(compared: Comparison) -> dict[str, Any]:
 
 
 _OF_LOSSES = ("clip_fraction", "masked_fraction", "reference_kl", "reference_kl_limited")
-"""Sums that the losses of presets return, by the names of their means per trained token."""
+"""Names of sums that losses of presets return, and of the fields with their means over tokens."""
 
 
 def update_metrics(update: PolicyUpdate, names: Sequence[str]) -> dict[str, Any]:

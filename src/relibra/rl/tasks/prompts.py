@@ -72,7 +72,7 @@ class Prompts:
         return prompt.row.get(self.settings.answer_column)
 
     def reward(self, prompt: Prompt, response: str, *, stopped: bool) -> float:  # noqa: ARG002
-        """Return the chosen reward of the text, whether it stopped or was cut.
+        """Return the chosen reward of the text, which does not depend on whether it stopped or was cut.
 
         raises    RewardError as `Reward` does
         """
@@ -83,7 +83,7 @@ def open_prompts(settings: TaskSettings, seed: int, evaluation_prompts: int) -> 
     """Open the files of a task, check every row once, and hold out rows for evaluation.
 
     evaluation_prompts    rows to hold out of task.file if there is no task.evaluation_file: the last ones, at most half
-    raises                ConfigError naming file and line if a row cannot be used, or the reward's name
+    raises                ConfigError naming file and line of a row that cannot be used, or as `make_reward` does
     """
     rate = make_reward(settings.reward, settings.answer_column)
     rows, held, other_columns = open_files(settings, evaluation_prompts)
@@ -110,7 +110,7 @@ def rows_state(task: Task) -> dict[str, str]:
 def check_same_rows(task: Task, state: Mapping[str, Any]) -> None:
     """Raise ConfigError where a task has other rows than when a checkpoint with this state was written.
 
-    Samples in progress would get the prompts, answers and rewards of other rows, and the order of rows starts anew.
+    With other rows, samples in progress would get other prompts, answers and rewards, and epochs another order.
     """
     if isinstance(task, Prompts) and state.get(_ROWS, task.rows.digest) != task.rows.digest:  # 0.2.0 wrote none
         raise ConfigError(
@@ -167,7 +167,7 @@ def _prompt(row: Mapping[str, Any], settings: TaskSettings, origin: str) -> Prom
         if messages[-1]["role"] == "assistant" and not (settings.continue_final_message and messages[-1]["content"]):
             raise ConfigError(
                 f"{origin}: column {name!r} ends with the assistant's message {excerpt(messages[-1]['content'])}: set "
-                "task.continue_final_message=true where responses are to continue it, and it is not empty, or remove it"
+                "task.continue_final_message=true if responses are to continue it (it must not be empty), or remove it"
             )
         return Prompt(text=messages, template=template, row=row, origin=origin)
     raise ConfigError(

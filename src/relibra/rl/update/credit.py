@@ -136,7 +136,7 @@ def with_recorded_values(responses: Sequence[Response], earlier: Sequence[Respon
 
     With `rollout.ahead` a window may begin before the values of the window before it are recorded.
 
-    earlier    responses of this rank when they were shorter
+    earlier    responses of this rank that the step before left unfinished, with their recorded values
     """
     ids = np.array([(one.sample_id, one.length) for one in earlier], dtype=np.int64).reshape(-1, 2)
     values = np.concatenate([np.zeros(0, np.float32), *(one.values_r for one in earlier)])
@@ -255,8 +255,8 @@ def auroc_at_cuts(
 ) -> float | None:
     """Return the AUROC of values at cuts as predictors of correct responses: 0.5 is chance; collective.
 
-    A cut ends an earlier window of a response, of any rank, that finished in this step; values are those recorded then.
-    None where all or none of these are correct. Only the first window and the last may be shorter than `window_tokens`.
+    Cuts end all earlier windows of responses, of any rank, that finished in this step; values date from those windows.
+    None if all or no responses with cuts are correct. Only first and last windows may be shorter than `window_tokens`.
     """
     cuts = [
         (response.values_r[cut - 1], is_correct(response, max_response, overlong_buffer))

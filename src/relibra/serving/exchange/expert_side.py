@@ -47,7 +47,7 @@ class ExpertShape:
 
     experts    of each layer, ascending
     max_rows   most rows that a channel may ask memory for, and most choices of a message
-    timeout    seconds that a send may take
+    timeout    seconds that a transfer may stand still; without shared memory, a receive may take any time
     """
 
     worker: int

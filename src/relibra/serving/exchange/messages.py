@@ -132,6 +132,6 @@ class ExchangeCounters:
     group_creations: int = 0
 
     def open_channel(self, buffers: int = 0) -> None:
-        """Count a channel's buffers, and after the first call the channel: a set-up that calls wait for."""
+        """Count a channel's buffers, and the channel itself if it opens after the first call: calls wait for that."""
         self.buffers += buffers
         self.group_creations += self.calls > 0

@@ -14,13 +14,13 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_SECONDS = 20.0
-"""Until the headers of a request have to be there, from the connection or from their first byte on."""
+"""Seconds for the headers of a request to arrive, from the connection's start or from their first byte."""
 READING_SECONDS = 60.0
-"""In which a client has to read what is sent at once, an event or a choice; else it is given up."""
+"""Seconds for a client to read what waits for it, such as an event; then its connection is closed."""
 MOST_CONNECTIONS = 4096
-"""Where the system allows the files; workers and forks need some, too."""
+"""Fewer where the limit of open files is low: 256 are left for workers and forks."""
 READ_BYTES = 16 << 10
-"""Taken from a connection at once: a body of tiny chunks takes long for its bytes."""
+"""Most bytes taken from a connection at once: a body of tiny chunks takes long to parse per byte."""
 
 
 def allow_open_files() -> None:
@@ -60,7 +60,7 @@ class BoundedConnection(H11Protocol):
         super().on_response_complete()
 
     def _await_headers(self) -> None:
-        """Close the connection where no request is complete in time; set anew, as uvicorn drops it at each byte."""
+        """Close the connection unless headers are complete in time; uvicorn drops this timer when bytes come."""
         self._headers_until = self._headers_until or self.loop.time() + HEADER_SECONDS
         self.timeout_keep_alive_task = self.loop.call_at(self._headers_until, self.transport.abort)
 

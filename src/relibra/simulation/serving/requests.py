@@ -1,4 +1,4 @@
-"""Requests that decode: always as many as there are places, or as they arrive.
+"""Requests that arrive, take free places, decode there, and leave when they are complete.
 
 A place belongs to a micro-batch of an attention node. Prefill is done elsewhere: a prompt comes cached.
 """

@@ -18,7 +18,7 @@ from relibra.routing.readers.npz_arrays import parse_npy
 Dialect = Literal["sglang", "vllm"]
 PATHS: dict[Dialect, str] = {"sglang": "/generate", "vllm": "/inference/v1/generate"}
 HEALTH_PATHS: dict[Dialect, str] = {"sglang": "/ready", "vllm": "/health"}
-"""SGLang's `/health` samples a token and takes a second; `/ready` says what it knows."""
+"""SGLang's `/health` samples a token and takes a second; `/ready` answers from what the server knows already."""
 ABORTED = "abort"
 """Why an answer ended that the server was told to cut; it holds what was sampled until then."""
 _NULL = Raw(b"null")
@@ -124,7 +124,7 @@ def request_body(
     wants_scores: bool = False,
     adapter: str | None = None,
 ) -> dict[str, Any]:
-    """Return the JSON of a request for at most `limit` tokens after others, and the experts of all of them.
+    """Return the JSON of a request for at most `limit` tokens after `tokens`; `wants_routes`: SGLang's asks for routes.
 
     wants_scores   log-probs of the given tokens too, at temperature 1
     adapter        name of one that the server computes with; None: with its weights alone

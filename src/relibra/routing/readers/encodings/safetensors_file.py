@@ -19,7 +19,7 @@ MAX_HEADER_BYTES = 16 << 20
 """Values of a header take up to 30 times as much memory."""
 MAX_ARRAYS = 1 << 16
 MAX_EMPTY = 1 << 56
-"""Product of the other axes of an array without entries: numpy refuses more bytes than have addresses."""
+"""Largest product of an array's axes, each 0 counted as 1: numpy refuses far larger ones even for empty arrays."""
 _DTYPES = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "U32": np.uint32,
     "I32": np.int32, "U64": np.uint64, "I64": np.int64,
@@ -57,6 +57,6 @@ def _view(where: str, data: memoryview, entry: _Entry) -> ndarray:
     if not fits or len(shape) > 14 or math.prod(max(length, 1) for length in shape) > MAX_EMPTY:
         empty = " and no entries" if begin == end else ""
         raise TraceError(
-            f"{where} has shape {excerpt(shape)}{empty}: {dtype} do not fit bytes {begin} to {end} of the file"
+            f"{where} has shape {excerpt(shape)}{empty}: {dtype} do not fit bytes {begin} to {end} of the data"
         )
     return np.frombuffer(data[begin:end], dtype).reshape(shape)
