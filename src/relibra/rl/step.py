@@ -135,7 +135,7 @@ class Learner:
     loss        of the policy
     reference   frozen policy of the KL term; None: there is no such term, or not yet
     cluster     machine that steps are planned for
-    canary      on rank 0: compares a server with the policy after each update of its weights; None: there is none
+    canary      on rank 0: compares servers with the policy after each update of its weights; None: there is none
     activations   plans which activations each layer keeps; None: all layers keep the same
     """
 
@@ -424,8 +424,8 @@ def _run_value_model(
 ) -> tuple[Progress, Credit | None, dict[str, float | None]]:
     """Compute values and advantages, and train the value model once enough responses have finished.
 
-    returns   progress with responses and counters of the value model; credit, None without a value model: advantages
-              are then those of groups; metrics
+    returns   progress with responses and counters of the value model; credit (None without a value model: advantages
+              are then those of groups); metrics
     """
     config, settings = learner.config, learner.config.algorithm
     if learner.critic is None:

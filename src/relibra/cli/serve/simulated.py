@@ -60,7 +60,7 @@ def figures(name: str, result: ServingResult) -> dict[str, Any]:
 def simulate_decision(
     decision: Decision, trace: Path | None, copies: int, arrivals: Arrivals | None
 ) -> dict[str, ServingResult]:
-    """Return results by name: the best plan with experts on other nodes, by transport and option; the best colocated.
+    """Return results by name: those of the best plan with experts apart, one per option; that of the best colocated.
 
     trace      routes of the tokens; None: uniform
     copies     spare expert slots of a node; 0: no run with copies of hot experts
@@ -128,7 +128,7 @@ def _routes(model: ServedModel, trace: Path | None) -> RoutePool:
 
 
 def _placed(plan: DeploymentPlan, routes: RoutePool, copies: int) -> np.ndarray:
-    """Return experts of each layer on the expert nodes, hot ones copied by the loads of all tokens.
+    """Return experts of each layer on the expert nodes, hot ones copied; loads are those of all tokens.
 
     An expert is copied while each copy has rows enough to compute for longer than its weights take to read.
     """

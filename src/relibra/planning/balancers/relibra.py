@@ -45,7 +45,7 @@ _WORTH_SLOTS = 0.001
 _NEARLY_CHEAPEST = 0.08
 """Numbers of slots up to this share dearer than the cheapest are priced with packed samples too."""
 _FINALS_UP_TO, _MOST_FINALISTS, _NEAR_BEST = 4_000, 3, 0.015
-"""Largest step, layers x micro-batches, that plans several numbers of slots whole; how many; how near the best."""
+"""Largest step (layers x micro-batches) with all layers planned for several numbers of slots; how many; how near."""
 TOLERANCES = (1, 5, 20)
 """Accepted unevenness that is tried, as multiples of the budget's tolerance."""
 _WORTH_MOVING_AGAIN = 0.05
@@ -58,7 +58,7 @@ _ALL_LAYERS_BUDGET = 20_000
 
 
 def decide(request: PlacementRequest) -> Placement:
-    """Return the cheapest placement found: a probe picks numbers of slots, each gets a schedule, then all layers."""
+    """Return the cheapest placement found: slots are priced on a probe, then with each schedule, then on all layers."""
     probe = probe_of(request)
     tried = [_try_slots(probe, slots) for slots in slot_choices(request)]
     least = min(one.seconds for one in tried)
@@ -142,7 +142,7 @@ class _Tried:
 
 
 def _followed(plans: dict[LayerChoice, LayerPlans], layers: LayerPlans) -> dict[LayerChoice, Bool[ndarray, "M L"]]:
-    """Return where a combination follows each choice; where several made the same plan, the first one."""
+    """Return where the combination `layers` has the plan of each choice; of several equal plans, of the first."""
     left_ML, found = np.ones(layers.seconds_ML.shape, dtype=bool), {}
     for choice, plan in plans.items():
         same_ML = (plan.replica_MLRB == layers.replica_MLRB).all(axis=(2, 3))
@@ -181,11 +181,11 @@ def _plan_all(
 
 
 def _finalists(request: PlacementRequest, seconds: dict[_Tried, float]) -> list[_Tried]:
-    """Return the choices that are planned for all layers: a few that are nearly the cheapest, one of a large step."""
+    """Return the choices that are planned for all layers: nearly the cheapest ones; in a large step one."""
     if len(request.demand.layer_ids) * len(request.demand.tokens_MLRE) > _FINALS_UP_TO:
         return [_cheapest(seconds)]
-    least = sorted(seconds.values())
-    return [one for one in seconds if seconds[one] <= min((1 + _NEAR_BEST) * least[0], least[:_MOST_FINALISTS][-1])]
+    rising = sorted(seconds.values())
+    return [one for one in seconds if seconds[one] <= min((1 + _NEAR_BEST) * rising[0], rising[:_MOST_FINALISTS][-1])]
 
 
 def _mix(
@@ -238,7 +238,7 @@ def _seconds_of_schedule(
 
 
 def probe_of(request: PlacementRequest) -> PlacementRequest:
-    """Return the request for a few layers, evenly spaced, and the first micro-batches up to the end of a group.
+    """Return the request for a few layers, evenly spaced, and first micro-batches, up to a border of `group_M` if near.
 
     `steps_served` is multiplied by all micro-batches / kept ones, so that the kept ones pay their share of the moves. A
     small step is its own probe.
@@ -272,7 +272,7 @@ def _considered(
 ) -> tuple[Considered, ...]:
     """Return what was tried for the step, in seconds of the whole step: estimates from the probe.
 
-    Scaled by the best choice's seconds of all micro-batches in the given order / its seconds on the probe.
+    Scaled by the best choice's seconds of all micro-batches, with the schedule kept / its seconds on the probe.
     """
     scale = seconds["kept"] / best.seconds if best.seconds else 1.0
     rows = [

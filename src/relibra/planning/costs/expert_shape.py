@@ -16,7 +16,7 @@ class ExpertShape:
     """Size of one expert: `matrices` matrices of hidden x width values (3: gate, up and down; 2: up and down).
 
     adapter_rank   of the low-rank adapters that are trained in its place; 0: it is trained itself
-    raises    ConfigError for sizes out of 1 to 2^30
+    raises    ConfigError for sizes out of 1 to 2^30; a rank may be 0
     """
 
     hidden: int

@@ -110,7 +110,7 @@ class Node:
         return model.dense_layers * dense + (self.product(rows, model.hidden, columns) if columns else 0.0)
 
     def network(self, num_bytes: Amount, pair_bytes: Amount) -> Amount:
-        """Return the seconds in which a NIC sends or receives bytes that go to or come from many.
+        """Return the seconds in which a NIC sends bytes to many nodes, or receives them from many.
 
         pair_bytes    of one message, on which the share of the bandwidth depends
         """

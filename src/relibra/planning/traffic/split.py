@@ -143,7 +143,7 @@ def split_expert(supply_R, rank_I, left_I, ranks_per_node, remainder_I, open_X, 
 
     In each range of ranks every source divides what it may give there among the instances in proportion to their
     remaining quotas. Leftovers of rounding down go to the largest remainders (ties: lower instance). A share never
-    exceeds what is left: give c / room is below c unless give = room. One function: calls cost more than the work.
+    exceeds what is left, c: give x c / room < c unless give = room. One function: calls cost more than the work.
 
     remainder_I, open_X   working memory
     column_I              column of an instance in `out_RX`

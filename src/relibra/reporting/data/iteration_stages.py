@@ -18,7 +18,7 @@ STAGES = (
     *("rollout", "tail", "reward", "trace", "plan", "relocate", "recompute", "reference", "values", "update values"),
     *("update", "sync", "waits"),
 )
-"""In the order of a step; tail: of the rollout, in places whose response has ended."""
+"""In the order of a step; tail: the share of the rollout in which places are idle, as their response has ended."""
 
 
 def levers_of(recording: Recording) -> Levers:
@@ -38,15 +38,15 @@ def levers_of(recording: Recording) -> Levers:
 
 
 def predict_run(recording: Recording, step: ComparedStep) -> PredictedIteration | None:
-    """Return the iteration of a run's last recorded step under the plan of its page; None for a step without load."""
+    """Return the iteration of a run's last recorded step under the plan of its page; None: no run, or no load."""
     demand, mini_batches = step.after.demand, recording.setting("update", "mini_batches")
     if not recording.is_run or not demand.load_MLE.any():
         return None
     M, number = len(demand.tokens_MLRE), mini_batches if isinstance(mini_batches, int) else 1
-    in_runs = replace(demand, group_M=(np.arange(M) * max(1, min(number, M)) // M).astype(np.int32))
+    in_mini_batches = replace(demand, group_M=(np.arange(M) * max(1, min(number, M)) // M).astype(np.int32))
     trace = open_trace(recording.traces[-1][1], recording.num_experts)
     reward = measured_stages(recording.metrics).get("reward", 0.0)
-    passes = simulate_passes(step.after.plan, in_runs, step.cluster, step.model, distinct=step.after.rows)
+    passes = simulate_passes(step.after.plan, in_mini_batches, step.cluster, step.model, distinct=step.after.rows)
     iteration = Iteration.of_lengths(trace.rows_per_sample, trace.prompt_lengths, step.cluster, step.model, reward)
     return iteration.predict(passes, levers_of(recording))
 

@@ -83,7 +83,7 @@ def read_metrics(path: Path) -> Metrics:
 
 
 def iterate_rows(path: Path) -> Iterator[Mapping[str, Any] | None]:
-    """Yield the JSON object of each line that has a step, and None for each other line but an unfinished last one."""
+    """Yield the JSON object of each line that has a step; None for others, except blank and unfinished last ones."""
     if not path.is_file():
         return
     with path.open("rb") as file:

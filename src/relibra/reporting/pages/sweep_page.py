@@ -16,7 +16,7 @@ from relibra.reporting.html.route_figures import PALETTE, plotly_figures
 AXES = ("ranks", "micro_batch_tokens", "slots", "ranks_per_node", "pipeline_stages")
 """The axis is the first of these that varies; if none does, balancers are its categories."""
 LOG_RANGE = 8
-"""From this ratio of the largest number to the smallest on, an axis is logarithmic: ticks keep apart."""
+"""An axis is logarithmic if its largest number is at least this many times its smallest: ticks keep apart."""
 VALUE, VALUE_NAME = "tokens_per_second_per_rank", "tokens per second and rank"
 STATIC_VALUE = "static_tokens_per_second_per_rank"
 """The same of the static layout, on a row's machine and micro-batches."""

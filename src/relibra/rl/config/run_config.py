@@ -74,7 +74,7 @@ def _fill_in(given: Mapping[str, Any], sources: Sources) -> _Filling:
         raise
     fill, config = filling.fill, filling.config
 
-    # The model: all of the built-in one; the lengths of another fit its context.
+    # The model: defaults of the built-in one, or lengths that fit the context of another.
     path, rollout = config.model.path, config.rollout
     if path:
         rollout = fill("rollout", _lengths(path, rollout, filling.given), f"the context of {path}")
@@ -143,7 +143,7 @@ def value_of(config: RunConfig, name: str) -> Any:
 
 
 def _lengths(path: str, rollout: RolloutSettings, given: set[str]) -> dict[str, int]:
-    """Return lengths of prompt and response that fit the context of a model; a window given divides the response."""
+    """Return lengths of prompt and response that fit the context of a model; a given window divides the latter."""
     context, usual = read_model_sizes(path).get("max_position_embeddings"), RolloutSettings()
     prompt, response = usual.max_prompt, usual.max_response
     if type(context) is int and 2 <= context < 1 << 30:

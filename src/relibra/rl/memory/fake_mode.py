@@ -56,7 +56,7 @@ class FakeDeviceMode(TorchDispatchMode):
     """Counts storages, waits and copies of what runs inside.
 
     vocabulary   size of the last axis of logits
-    guess        returns what a tensor holds that is asked for as a list; None: ones
+    guess        returns the values of a tensor whose list is asked for (`tolist`); None: ones
     device       storages of the device
     host         storages of the host, page-locked ones rounded up
     waits        how often the host waits, in the order in which it first does
@@ -86,13 +86,13 @@ class FakeDeviceMode(TorchDispatchMode):
             ledger.begin(phase)
 
     def begin_layers(self) -> None:
-        """Count storages from here on to the layers of an update, and nothing else."""
+        """Count further storages to the phase `LAYERS`; waits and copies stay in the present one."""
         for ledger in (self.device, self.host):
             ledger.begin(LAYERS)
 
     def watch_layers(self, layers: Sequence[nn.Module]) -> None:
         """Count apart the waits between the first and the last of these layers, and the peaks inside these two."""
-        # A backward pass frees inputs and makes gradients, so which one is fuller changes with the number of layers.
+        # A backward pass frees inputs and makes gradients, so which of the two has the peak changes with the number.
         layers[0].register_forward_pre_hook(lambda *_: setattr(self, "_in_layers", True))
         layers[-1].register_forward_hook(lambda *_: setattr(self, "_in_layers", False))
         places = {0: "the first layer", len(layers) - 1: "the last layer"}

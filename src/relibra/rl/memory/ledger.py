@@ -71,7 +71,7 @@ class Ledger:
             self._set(known, rounded(storage.nbytes()))
 
     def own(self, part: str, tensors: Iterable[Tensor | None]) -> None:
-        """Count the storages of tensors, all their lives, to a part."""
+        """Count the storages of tensors to a part, from their beginning to their end."""
         for tensor in tensors:
             if tensor is None:
                 continue
@@ -80,7 +80,7 @@ class Ledger:
                 self._parts[known[0]] = part
 
     def peaks(self) -> Peaks:
-        """Return bytes by phase, line (also line in a place) and part, at the largest sum after it made a storage."""
+        """Return bytes by phase, line (or line in a place) and part: the largest sum after the line made a storage."""
         found: Peaks = {}
         total, now = 0, Counter[str]()
         phases = [*self._phases, (len(self._events), "")]

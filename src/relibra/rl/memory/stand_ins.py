@@ -61,7 +61,7 @@ class StandIns:
     def guess(self, tensor: Tensor) -> Any:
         """Return the values of a tensor of rows sent to and received from each rank; None: its shape is another.
 
-        Where routes are replayed, by the routes of the first layer, which are those of all; else equal over ranks.
+        Where routes are replayed, by those of the first layer, which all layers have; else equal over ranks.
         """
         ranks = self._num_ranks
         if tuple(tensor.shape) != (2, ranks):
@@ -141,7 +141,7 @@ class StandIns:
 
         replace_in(host_adamw, host_memory=locked)
         replace_in(host_weights, host_memory=locked, _bytes_of=lambda storage: self.mode.bytes_of(storage))
-        # No change of logits takes as much memory as any; copies have no stream of their own.
+        # Logits are the head's output, without factor or cap; copies have no stream of their own.
         replace_in(token_scores, _change_between=lambda _raw, _logits: token_scores.LogitChange())
         replace_in(host_memory.CopyStream, __init__=lambda stream, _device: setattr(stream, "_stream", None))
 

@@ -27,7 +27,7 @@ def use_block_products() -> None:
 def grouped_mm(
     input: Float[Tensor, "Y X"], weight: Float[Tensor, "P X Z"], offs: Int[Tensor, " P"]
 ) -> Float[Tensor, "Y Z"]:
-    """Return the product of the rows Y of each expert, X values in and Z out; `offs` has the end of the rows of each.
+    """Return each row Y times its expert's matrix, X values in and Z out; `offs` has the end of each expert's rows.
 
     Takes the arguments of the function of transformers that it replaces.
     """
@@ -54,7 +54,7 @@ class _BlockProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_YZ: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """Return the gradients; what blocks are filled up with adds 0."""
+        """Return the gradients; the zeros that fill up blocks add nothing to them."""
         input_YX, weight_PXZ = ctx.saved_tensors
         grad_input_YX = torch.zeros_like(input_YX) if ctx.needs_input_grad[0] else None
         grad_weight_PZX = torch.zeros_like(weight_PXZ.mT) if ctx.needs_input_grad[1] else None

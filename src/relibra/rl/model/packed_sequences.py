@@ -269,7 +269,7 @@ _sequence_read = masking_utils.find_packed_sequence_indices
 
 
 def can_attend_packed(model: nn.Module) -> bool:
-    """Return whether layers compute the same with `use_packed_attention`, and for a sequence beside others; collective.
+    """Return whether `use_packed_attention` keeps what layers compute, also of a sequence behind another; collective.
 
     In evaluation mode. A family that does not pass positions on to its attention would attend across sequences.
     """
@@ -301,7 +301,7 @@ def can_attend_packed(model: nn.Module) -> bool:
 def _layer_passes(
     model: PreTrainedModel, given: Sequence[tuple[Tensor, Tensor]] = ()
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Yield hidden states `[1, T, D]` before and after each decoder layer in a pass; the logits without such layers.
+    """Yield hidden states `[1, T, H]` before and after each decoder layer in a pass; of a model without them, logits.
 
     given   of another pass, whose inputs are fed to the layers: rounding would grow from layer to layer, to any size
     """
@@ -382,7 +382,7 @@ def probe_tokens(model: nn.Module, numbers: Sequence[int]) -> Tensor:
 
 
 def same_logits(model: nn.Module, left_TV: Tensor, right_TV: Tensor) -> bool:
-    """Return whether two logits of a model differ by no more than rounding in passes of several shapes; collective."""
+    """Return whether the logits of two passes of a model differ by no more than rounding; collective."""
     return change_of(left_TV, right_TV) <= NOISE[compute_dtype(model)]
 
 

@@ -124,7 +124,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def keep_activations(model: nn.Module, option_L: Sequence[str]) -> None:
-    """Set what each decoder layer saves, where all of them recompute: one of `activation_choice.OPTIONS`.
+    """Set what each decoder layer of a model with checkpointing saves: one of `activation_choice.OPTIONS`.
 
     The flag is of the layer's `forward`, so the hooks of FSDP stay outside of what is recomputed.
     """

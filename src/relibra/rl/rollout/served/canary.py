@@ -44,11 +44,11 @@ _TEMPERS: dict[Dialect, str] = {
 class CanaryScores:
     """Log-probs of a server, and of the trainer with the weights just published.
 
-    served_T     of given tokens at temperature 1, computed without the server's cache (probe W)
+    served_T     of given tokens at temperature 1, computed without the server's cache
     trained_T    the same by the trainer
     earlier_T    the same under weights that the server had before, by their version
     first_T      of the server itself before the run published anything; None: at later updates
-    sampled_S    of tokens that the server sampled after sequences in its cache, at `temperature` (probe C)
+    sampled_S    of tokens that the server sampled after sequences in its cache, at `temperature`
     tempered_S   of these by the trainer at that temperature
     raw_S        of these by the trainer at temperature 1
     equal_routes share of (token, layer) with the same experts on both sides; None: not compared
@@ -123,7 +123,7 @@ def share_made(served_T: ndarray, before_T: ndarray, after_T: ndarray) -> ShareM
 def find_fault(scores: CanaryScores) -> str | None:
     """Return what is wrong with a server after an update of its weights, in words; None: nothing.
 
-    A cause is named where the log-probs that it would make fit, and fit clearly better than the right ones.
+    Earlier weights, or temperature 1, are named where their log-probs fit, and clearly better than the right ones.
     """
     for version, earlier_T in scores.earlier_T.items():
         unmade = share_made(scores.served_T, earlier_T, scores.trained_T).is_unmade

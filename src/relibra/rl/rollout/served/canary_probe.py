@@ -51,11 +51,11 @@ class CanaryReport:
 
 @dataclass
 class WatchedServer:
-    """A server, and what it computed before.
+    """A server, and log-probs that it is compared with.
 
     exact       server and trainer both compute in float32
-    earlier_T   log-probs of the sequences under weights that the server had before, by their version
-    first_T     of the server before the first update
+    earlier_T   the trainer's log-probs of the sequences under weights that the server had before, by their version
+    first_T     the server's own before the first update
     """
 
     client: ServerClient
@@ -89,7 +89,7 @@ class Canary:
     sequences: list[list[int]] = field(default_factory=list)
 
     def before_update(self) -> None:
-        """Choose the sequences, or put them into the servers' caches, which an update must drop; raises EngineError."""
+        """Choose sequences once, and put them into servers' caches, which an update must drop; raises EngineError."""
         asyncio.run(self._prepare())
 
     def after_update(self, score: Scorer, version: int) -> CanaryReport:
@@ -128,7 +128,7 @@ class Canary:
     def check_unmoved(self, before: Sequence[ndarray | ServerLost]) -> None:
         """Check that the same weights, sent again, moved no bit of the servers' log-probs.
 
-        before    of `exact_scores`; a server whose own two differ may move by as much
+        before    by `exact_scores`; where a server's two scores differ, it may move by as much
         raises    EngineError
         """
         for server, one_2T, other_2T in zip(self.servers, before, self.exact_scores(), strict=True):

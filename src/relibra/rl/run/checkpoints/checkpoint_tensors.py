@@ -89,7 +89,7 @@ def in_logical_order(models: Mapping[str, tuple[nn.Module, Optimizer | None]]) -
 def at_saved_homes(
     models: Mapping[str, tuple[nn.Module, Optimizer | None]], homes: Mapping[str, Homes]
 ) -> Iterator[None]:
-    """Move all experts to logical order inside, and to these homes afterwards; None: they stay so. Collective."""
+    """Move all experts to logical order inside, then to these homes; None: they stay in logical order. Collective."""
     balanced = {name: both for name, both in models.items() if is_balanced(both[0])}
     for model, optimizer in balanced.values():
         relocate(model, np.sort(np.array(_homes(model)), axis=1), optimizer)

@@ -63,7 +63,7 @@ def read_pickle(where: str, file: Any, payload_bytes: int) -> Any:
     tuple walks through all that it holds.
 
     file            open for reading bytes
-    payload_bytes   of the file that the pickle is, or is a part of
+    payload_bytes   size of the file that is the pickle, or holds it
     raises          TraceError for damaged bytes, for out-of-band buffers, and for values that take more memory than
                     `FREE_BYTES` and twice the payload
     """
