@@ -24,7 +24,7 @@ def simulate(request: SimulateRequest) -> None:
     Overlap ratio: seconds that a token-slot computes / seconds that it travels; below 1 traffic cannot be hidden behind
     experts. Limits: parts of the step, the largest first; a straggler is time in which only the busiest ranks compute.
     Where kept_static is true, no change saves more seconds than it costs; a larger --micro-batch-tokens may. Ways to
-    send: the plan's rows sent otherwise; bytes, messages and factors of the forward dispatch, seconds of both passes.
+    send: the plan's rows sent in each way; bytes, messages and factors of the forward dispatch, seconds of both passes.
 
     Example: relibra simulate runs/demo --ranks 8 --cluster h100x8 --model qwen3-30b-a3b
     """

@@ -62,7 +62,7 @@ def plan_step(
     previous      current homes, for example the plan of the last step; None: the static layout
     history_MLE   loads of earlier micro-batches, for balancers that see "history"; None: they plan from even loads
     residents     current homes, and replicas chosen from an earlier step (`choose_residents`): only token-slots are
-                  split, unless they exceed the slots or memory of the budget or the balancer is not "relibra"
+                  split, unless the replicas exceed slots or memory of the budget, or the balancer is not "relibra"
     never_worse   False, to compare balancers: return the balancer's plan even if homes without replicas are cheaper, as
                   always for a balancer that evens token-slots out (`Balancer.for_tokens`)
     raises        PlanError when sizes of demand, cluster and budget disagree
@@ -117,9 +117,9 @@ def _plan_or_bare_homes(plan: StepPlan, request: PlacementRequest) -> StepPlan:
     """Return the plan, or the homes before the step or the static layout without replicas, where these are cheaper."""
     demand, budget, previous = request.demand, request.budget, request.previous
     static = static_homes(request.cluster.topology, demand.layer_ids, demand.num_experts)
-    at_start = np.array_equal(static.physical_to_logical_map, previous.physical_to_logical_map)
-    bare_homes = {"static" if at_start else "homes kept": previous}
-    if budget.move_homes and not at_start:
+    previous_is_static = np.array_equal(static.physical_to_logical_map, previous.physical_to_logical_map)
+    bare_homes = {"static" if previous_is_static else "homes kept": previous}
+    if budget.move_homes and not previous_is_static:
         bare_homes["static"] = static
     best, least = plan, _seconds(plan.predicted, request)
     for name, homes in bare_homes.items():

@@ -29,7 +29,7 @@ def measure_batches(folder: Path, *, context: int, dtype: str = "auto") -> Measu
 
     There is one micro-batch, so nothing overlaps; each figure is the median, over turns, of a turn's mean step.
 
-    context    tokens of a request, with its prompt, in the middle of its answer; above half of TOKENS
+    context    tokens of a request, prompt included, when half of its answer is there; more than TOKENS / 2
     raises     as `RunningWorkers` does; EngineError where a worker ends, or larger batches take no longer
     """
     structure, rng = read_structure(folder, dtype), np.random.default_rng(SEED)
@@ -37,7 +37,7 @@ def measure_batches(folder: Path, *, context: int, dtype: str = "auto") -> Measu
     batches = sorted({-(-rows * E // K) for rows in ROWS_PER_EXPERT})
     vocabulary, most = read_config(folder).get_text_config().vocab_size, batches[-1]
     prompt, max_tokens = context - TOKENS // 2, max(512, 4 * most)
-    # Prompts are fed in pieces while earlier requests decode: with a token more per piece, the last one finds them all.
+    # Prompts are fed in pieces while earlier requests decode: a token more per piece, so that all share TOKENS steps.
     tokens = {requests: TOKENS + -(-requests * prompt // max_tokens) for requests in batches}
     layout = WorkerLayout(
         micro_batches=1, max_batch=most, max_length=prompt + tokens[most], max_tokens=max_tokens,
@@ -61,7 +61,7 @@ def answer(workers: RunningWorkers, prompts: Several[Several[int]], tokens: int)
     """Let the only attention worker answer prompts at once, greedily; raises EngineError where a worker ends."""
     control, left = workers.attention_workers[0].control, len(prompts) + 1
     try:
-        for number, prompt in enumerate(([0], *prompts)):  # request 0: what cannot join it waits, and begins together
+        for number, prompt in enumerate(([0], *prompts)):  # request 0 holds back what cannot join: that begins together
             sampling = SamplingParameters(limit=tokens + len(prompts[0]) - len(prompt), temperature=0.0)
             control.send({"generate": Sequence(number=number, prompt=tuple(prompt), sampling=sampling)})
         control.send({"cancel": 0})
@@ -75,7 +75,7 @@ def answer(workers: RunningWorkers, prompts: Several[Several[int]], tokens: int)
 
 
 def step_seconds(workers: RunningWorkers, layers: int, num_bytes: int) -> Float64[ndarray, "3 S"]:
-    """Return seconds of attention, experts and one message per layer, in each step of `num_bytes` before another such.
+    """Return seconds of attention, experts and one message per layer; of steps of `num_bytes` that such a step follows.
 
     A message takes half of the wait for experts beyond their own seconds, attention all the rest of the step.
     """

@@ -142,7 +142,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Return all weights; norms, biases and heads for several tokens are left out (under 1 %)."""
+        """Return all weights; where they follow from sizes, without norms, biases and multi-token prediction heads."""
         return self.routed_parameters + self.shared_parameters
 
     @property
@@ -166,7 +166,7 @@ class ModelShape:
         A causal token at position p attends to p + 1 keys, at most its window; each pair costs two flops per element
         of the key and two per element of the value, in each head.
 
-        attended_S   squared tokens (`Demand.attended_S`), for samples that are no sequence
+        attended_S   squared tokens (`Demand.attended_S`), for samples that see tokens of others; None: rows squared
         """
         latent = self.latent
         width = 2 * self.head_dim if latent is None else latent.nope_dim + latent.rope_dim + latent.value_dim

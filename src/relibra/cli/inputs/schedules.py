@@ -1,4 +1,4 @@
-"""Schedules of a step: the samples of a trace in micro-batches, made here, as a run does, or as a trainer did."""
+"""Schedules of a step: its samples in micro-batches, in one mini-batch, as a run fills them, or as a trainer did."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fault_facts`: what to do when a rank is lost, and what cover costs, for `relibra simulate --faults`."""
+"""`fault_facts`: what to do when a rank is lost, and what cover costs: load whose expert has an instance left then."""
 
 from __future__ import annotations
 

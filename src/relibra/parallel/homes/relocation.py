@@ -3,7 +3,7 @@
 The rows of an expert in a parameter, in its gradient and in each optimizer state of its shape travel together, as
 bytes; counts follow from the old and the new map. They are written in place, so FSDP and the optimizer keep the same
 tensors, and only after a collective has confirmed that all rows of the layer have arrived on all ranks: a transfer that
-fails leaves the layer as it was, and the layers before it moved.
+fails leaves its layer as it was; layers before that one have moved.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def relocate(
 
 
 class _Moves(NamedTuple):
-    """Rows of one layer that this rank sends and receives, both by rank of the group, then by new position.
+    """Rows of one layer that this rank sends and receives, both sorted by rank of the group, then by new position.
 
     leave_X, arrive_Y            local rows
     num_sent_R, num_received_R   how many of them go to, or come from, each rank of the group
@@ -216,7 +216,7 @@ def _check_agreement(
     """Compare maps and kinds of tensors across ranks before anything moves; raise on all ranks or on none.
 
     refusal     why this rank cannot start
-    agreement   of the expert-parallel ranks; without data-parallel replicas the hosts compare in its group
+    agreement   of the expert-parallel ranks; if `group` has no other ranks, they compare on hosts, in its group
     """
     maps = hashlib.sha256(repr((list(layers), wanted_LE.shape, wanted_LE.tolist())).encode())
     maps.update(repr([layer.physical_to_logical_E.tolist() for layer in layers.values()]).encode())

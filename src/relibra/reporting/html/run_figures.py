@@ -77,7 +77,7 @@ CURVES: tuple[tuple[str, str, Axis, Curve], ...] = (
 def section_figures(runs: Sequence[tuple[str, Metrics]]) -> dict[str, Any]:
     """Return the figure of each section that has numbers: curves over RL steps, those of one unit in a panel.
 
-    runs    (name, metrics). Of several runs a panel has its first two curves: a colour per run, dashes per curve
+    runs    (name, metrics). Of several runs a panel has its first two curves: a colour per run, dashes by run and curve
     """
     figures = {}
     for section in TITLES:

@@ -23,9 +23,9 @@ def egae(
 
     Extended GAE of T-PPO, arXiv 2506.15050. For a finished response it is GAE (arXiv 1506.02438, eq. 16), to the bit.
     The sum of residuals ends with the window. After the last token of an unfinished response, the value is taken to be
-    the one before that token, so that at gamma 1 the token has advantage 0.
+    the one before that token, so that at gamma 1 the token's advantage is its reward.
 
-    values_BN    before each token of the window
+    values_BN    value before each token: a row per window, a column per token
     rewards_BN   for each token of the window
     length_B     tokens of each window; columns beyond are ignored, and 0 in the result
     """
@@ -38,7 +38,7 @@ def egae(
 
 
 def length_adaptive_lambda(length_B: Real[Tensor, " B"], *, alpha: float, floor: float) -> Float[Tensor, " B"]:
-    """Return lambdas whose traces span a share of each response: 1 - 1 / (alpha x length), at least `floor`.
+    """Return 1 - 1 / (alpha x length), at least `floor`: lambdas whose sums reach over a share alpha of each response.
 
     VAPO, arXiv 2504.05118; the floor is T-PPO's, arXiv 2506.15050.
 

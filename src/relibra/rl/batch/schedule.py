@@ -32,7 +32,7 @@ class SharedPrompts(NamedTuple):
 def prompts_of(
     group_id_S: Int[ndarray, " S"], version_S: Int[ndarray, " S"], prompt_S: Int[ndarray, " S"]
 ) -> SharedPrompts:
-    """Return the prompts that responses may share: those of a group whose routes one version of the weights recorded.
+    """Return the prompts that responses may share: within a group, those with routes of one version of the weights.
 
     prompt_S   tokens of each prompt
     """
@@ -89,11 +89,11 @@ def make_schedule(
     - The others go to the (micro-batch, rank) with fewest tokens, longest first.
     - Ranks with most attention (sum of squared lengths) share a micro-batch.
     - Responses that share a prompt are cut into pieces, each with the prompt once. Large pieces save tokens, small ones
-      fit together: the size with which ranks wait least is taken.
+      fit together: taken is the size with the fewest tokens of fullest ranks, summed over micro-batches.
 
     tokens_S             of each response
-    unit_S               unit that stays together in a mini-batch, a group or the response itself: its position in
-                         the order that mini-batches are filled in (`draw_unit_order`)
+    unit_S               position of the response's unit in the order in which units fill mini-batches
+                         (`draw_unit_order`); a unit, a group or one response, stays together in a mini-batch
     mini_batches         at most; fewer where there are fewer units
     micro_batch_tokens   limit of one rank in one micro-batch
     prompts              that responses share; None: each feeds its own
@@ -153,15 +153,15 @@ def _fill_pieces(
         squares_P = np.bincount(piece_X, tokens_X.astype(np.float64) ** 2 - (tokens_X - fed_X).astype(np.float64) ** 2)
         bin_P = _fill(tokens_P, limit, num_ranks, squares_P)
         tokens_MR = np.bincount(bin_P, tokens_P, (int(bin_P.max()) // num_ranks + 1) * num_ranks).reshape(-1, num_ranks)
-        waited = int(tokens_MR.max(axis=1).sum())
-        if best is None or waited < best[0]:
-            best = waited, bin_P[piece_X], lead_X
+        fullest = int(tokens_MR.max(axis=1).sum())
+        if best is None or fullest < best[0]:
+            best = fullest, bin_P[piece_X], lead_X
     assert best is not None, "sizes are tried"
     return best[1:]
 
 
 def _cut_into_pieces(tokens_X: Int[ndarray, " X"], prompts: SharedPrompts, limit: int) -> Int64[ndarray, " X"]:
-    """Return the first response of the piece of each: as few pieces as a limit of tokens allows, of similar size."""
+    """Return for each response the first of its piece: as few pieces as a limit of tokens allows, of similar size."""
     lead_X = np.empty(len(tokens_X), dtype=np.int64)
     order = np.argsort(prompts.group_S, kind="stable")
     for members in np.split(order, np.flatnonzero(np.diff(prompts.group_S[order])) + 1):

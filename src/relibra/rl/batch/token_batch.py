@@ -22,8 +22,8 @@ from relibra.rl.rollout.response import Response
 class TokenBatch:
     """`B` responses laid end to end, without padding: `T` tokens that are fed, `X` response tokens.
 
-    The model separates responses by positions that begin again at 0. Responses of one prompt may follow it once, each
-    of them from the position after it (`find_segments`). Stages fill the fields that are None at first and return a new
+    The model separates responses by positions that begin again at 0. Responses of one prompt may follow one copy,
+    each from the position after it (`find_segments`). Stages fill the fields that are None at first and return a new
     batch (`dataclasses.replace`).
 
     samples_B             index of each response among those of the rank. B = 0 is a filler micro-batch: it keeps

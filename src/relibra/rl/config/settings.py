@@ -62,7 +62,7 @@ class TaskSettings(Section):
     template_variables: dict[str, bool | int | float | str | list[Any] | dict[str, Any]] = Field(default_factory=dict)
     """Variables of the chat template, such as {enable_thinking = false}; `chat_template_kwargs` of a row win."""
     continue_final_message: bool = False
-    """prompts: messages that end with one of the assistant are a beginning that responses continue; false: refused."""
+    """prompts: responses continue an assistant's message at the end of a prompt; false: such a prompt is refused."""
     reward: str = "maths"
     """prompts: "exact", "maths", or your own `module:function`, called as function(response, row)."""
 
@@ -159,9 +159,9 @@ class AlgorithmSettings(Section):
     replay: Literal["off", "R2", "R3"] = "R3"
     """Experts in training: the router's; of the recompute pass (R2); of the rollout (R3, arXiv 2510.11370)."""
     old_log_probs: Literal["recompute", "skip_first", "sampler"] = "skip_first"
-    """Log-probs before the update, to which the ratio compares. "recompute": all by a forward pass; else the first
-    mini-batch takes the update's own (ratio 1), and later ones, "skip_first": those of the pass; "sampler": the
-    sampler's, if the first mini-batch passes the check (update.on_mismatch)."""
+    """Log-probs before the update, to which the ratio compares. "recompute": of a forward pass. Else those of the first
+    mini-batch are the update's own (ratio 1); those of later ones are of a forward pass ("skip_first"), or the
+    sampler's, if the first mini-batch passes the check of update.on_mismatch ("sampler")."""
     correction: Literal["off", "tis", "sequence_tis", "icepop", "mis"] = "off"
     """Token weights that correct the mismatch of sampler and trainer, from their ratio. It is truncated at 2 per token
     (tis) or response (sequence_tis); icepop: the ratio inside 0.5..5, else 0; mis: 1 inside 0.5..2, else 0."""
@@ -184,8 +184,8 @@ class UpdateSettings(Section):
     epochs: int = Field(1, ge=1, le=1 << 10)
     """Passes over the responses of a step."""
     micro_batch_tokens: int = Field(2048, ge=0, le=1 << 30)
-    """Most tokens of a rank's micro-batch; a longer response is one by itself. 0: one to eight of the longest
-    responses, as many as fit and are fastest by the estimate at the start."""
+    """Most tokens of a rank's micro-batch; a longer response is one by itself. 0: as many as one, two, four or
+    eight of the longest responses have, whichever fits and is fastest by the estimate at the start."""
     activations: Literal["recompute", "host", "keep", "plan"] = "recompute"
     """Of the forward pass, for the backward pass: "recompute" saves only the input of each layer, "host" keeps these
     inputs in host memory, "keep" saves all: more memory, less time. "plan" saves what the device memory holds, layer by
@@ -243,8 +243,8 @@ class PlanSettings(Section):
     """Machine that plans are priced for: a preset (`relibra plan --help`), a file of `relibra calibrate` (.toml),
     "measure" (a short calibration, kept per machine), or "auto": the preset of this GPU, and "laptop" on a CPU."""
     dispatch: Dispatch | None = None
-    """How tokens reach other nodes: "flat", each rank that computes for them; "hierarchical", once, forwarded there.
-    None: as `cluster` has it, flat for presets. Flat in any case with canonical sums."""
+    """How tokens reach other nodes: "flat", once per rank that computes them; "hierarchical", once per node,
+    forwarded there. None: as `cluster` has it, flat for presets. Flat in any case with canonical sums."""
     slots: int | None = Field(None, ge=0, le=MOST_SLOTS)
     """Most slots per rank for replicas, copies of busy experts; none: as many as pay. Peers and "live" take 2."""
     memory_gib: float | None = Field(None, ge=0, le=1 << 20)
@@ -260,8 +260,8 @@ class PlanSettings(Section):
     steps_served: int = Field(Budget.steps_served, ge=1, le=LONGEST)
     """Steps over which the time of moving an expert to a new home is spread: how long routes stay alike."""
     lasting: bool = False
-    """Keep homes and resident replicas chosen from the step before, while it trains, and plan only the split of
-    token-slots; plan the whole step if no earlier plan has resident slots, or if that would be 5 % faster."""
+    """Keep homes and resident replicas, which are chosen from the step before while that one trains; plan only the
+    split of token-slots, or the whole step if no earlier plan has resident slots, or if that would be 5 % faster."""
     gradient_wire: GradientWire = "model"
     """Type in which the gradient of a replica travels home: "model", that of the weights, or "float32"; sums are in
     float32."""

@@ -130,7 +130,7 @@ def build_policy(
 ) -> Policy:
     """Initialize the built-in model from the seed of a run, or load the one at `model.path`; collective.
 
-    With adapters merged weights are float32: bfloat16 loses small changes. Where the model does not allow
+    With adapters, merged weights are float32: bfloat16 loses small changes. Where the model does not allow
     `update.shared_prompts`, a warning says so.
 
     vocab_size      tokens of the tokenizer
@@ -170,7 +170,7 @@ def build_policy(
                 trained = load()
         except ConfigError:
             raise
-        except (ValueError, RuntimeError) as error:  # transformers has no plan, or converts slices; on all ranks
+        except (ValueError, RuntimeError) as error:  # transformers has no plan, or cannot convert shards; on all ranks
             if isinstance(error, RuntimeError) and (num_ranks == 1 or "conversion of the weights" not in str(error)):
                 raise
             raise ConfigError(
@@ -210,8 +210,8 @@ def build_policy(
             policy = replace(policy, shares_prompts=can_share_prompts(trained))
         if not policy.shares_prompts and dist.get_rank() == 0:
             _log.warning(
-                "update.shared_prompts is off: %s computes otherwise for a response behind a prompt that others share "
-                "than behind its own, so each response feeds its own",
+                "update.shared_prompts is off: each response feeds its own prompt, since behind a prompt that others "
+                "share %s computes something else",
                 _name(settings),
             )
     if explicit_masks and policy.copy is not None:

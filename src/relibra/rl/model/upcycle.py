@@ -21,8 +21,8 @@ from relibra.replay.routers import DECODER_LAYER, find_routers
 MOST_COPIES = 3
 """Of an expert, itself included."""
 NOISE = 1e-3
-"""Largest change of the router bias of a copy or, without biases, of its router row / the mean weight; larger where its
-type cannot tell that apart. Twins with equal rows and gates never part."""
+"""Largest noise on the router bias of a copy or, without biases, on its router row / the mean absolute weight;
+more where the type would round it away. Twins with equal rows and gates never part."""
 ROUNDING = 1e-5
 """Largest relative change of the logits of a model that keeps its function."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -65,7 +65,7 @@ def grow(model: Any, copies_LE: Sequence[Sequence[int]], *, top_k: int | None = 
 
     copies_LE  how often each expert of each expert layer occurs; the sums are equal
     top_k      choices per token; None: as before, and router rows of copies get noise
-    raises     EngineError for a family whose sizes do not follow
+    raises     EngineError for a family whose configuration or tensors do not show the number of experts
     """
     sites = find_routers(model)
     E, experts, chosen = sites[0].num_experts, sum(copies_LE[0]), top_k or sites[0].top_k

@@ -113,7 +113,7 @@ def _check_address(address: str) -> None:
 def run_on_ray(config: RunConfig, run: Path) -> EndedRanks:
     """Run the ranks on nodes of the cluster; `connected_ray` is active. What they print comes through Ray.
 
-    raises    ConfigError if a node cannot take part; EngineError if there is no room for PLACE_SECONDS
+    raises    ConfigError if a node cannot take part; EngineError if no room is found in PLACE_SECONDS
     """
     import ray
     from ray.util import remove_placement_group
@@ -263,7 +263,7 @@ def _last_line(error: Exception) -> str:
 def reserve_nodes(config: RunConfig, run: Path) -> list[PlacedNode]:
     """Reserve what the ranks need in a placement group, and return its nodes; waits for room.
 
-    raises   EngineError if there is no room for PLACE_SECONDS; KeyboardInterrupt where the run is asked to stop
+    raises   EngineError if no room is found in PLACE_SECONDS; KeyboardInterrupt where the run is asked to stop
     """
     from ray.util import placement_group, placement_group_table, remove_placement_group
 
@@ -302,7 +302,7 @@ def reserve_nodes(config: RunConfig, run: Path) -> list[PlacedNode]:
 def possible_layouts(num_ranks: int, room_N: Sequence[int]) -> list[int]:
     """Return the numbers of ranks on each node for which there is room, largest first.
 
-    Nodes are equal because a plan's `Cluster` has as many ranks on each. Ranks of a node are consecutive.
+    Each node gets the same number, as on a plan's `Cluster`. Ranks of a node are consecutive.
 
     room_N   ranks that fit on each node
 

@@ -29,7 +29,7 @@ def equal_numbers(gold: Any, read: Any, float_rounding: int = 6, numeric_precisi
         if a == b:
             return True
         if a.free_symbols or b.free_symbols:
-            return bool((gold.has(Float) or read.has(Float)) and simplify(a - b) == 0)  # else the library does
+            return bool((gold.has(Float) or read.has(Float)) and simplify(a - b) == 0)  # no decimals: the library does
         if _rounds_to(a, read) or _rounds_to(b, gold):
             return True
         if (a.is_Rational and b.is_Rational) or not (a.is_finite and b.is_finite):

@@ -57,7 +57,7 @@ def answer_failure(error: Exception) -> Response:
 
 
 def validation_message(error: ValidationError, data: bytes) -> str:
-    """Return one error of a body; of a union the deepest one, as the kind that was meant."""
+    """Return one error of a body; of a union the deepest one, whose kind was probably meant."""
     if not data.strip():
         return "the body is empty: send a JSON object"
     details = error.errors(include_url=False, include_input=False)

@@ -31,7 +31,7 @@ Sampled = Future[tuple[list[Window], RolloutCost]]
 
 
 def request_seed(seed: int, response: Response) -> int:
-    """Return the seed of a request: the same at whichever server, and whenever a response is continued from there."""
+    """Return the seed of a request: it follows from `seed`, the sample and the place to go on from."""
     share = uniform_numbers(seed, np.array([response.sample_id]), np.array([response.length]))[0]
     return int(share * (1 << 31))
 
@@ -116,7 +116,7 @@ class Sampler:
         retry_seconds: float,
         rescores: bool = False,
     ) -> None:
-        """Begin held, without work; the rest as of `ServerEngine`."""
+        """Begin held, without work; the arguments are those of `ServerEngine`."""
         self._servers, self._seed, self._max_batch, self._retry_seconds = servers, seed, max_batch, retry_seconds
         self._rescores, self._keeps = rescores, servers[0].keeps
         self._loop, self._wake, self._lock = asyncio.new_event_loop(), asyncio.Event(), threading.Lock()
