@@ -143,7 +143,7 @@ def rebalance_experts_sglang(
 def _place(
     load_TLE: Float64[ndarray, "T L E"], num_slots: int, num_groups: int, num_nodes: int, num_ranks: int
 ) -> Int64[ndarray, "L P"]:
-    """Place the experts of every layer, node by node where nodes divide groups."""
+    """Place the experts of every layer, node by node where nodes divide groups; T counts steps."""
     E = load_TLE.shape[2]
     for name, number in (("groups", num_groups), ("nodes", num_nodes), ("ranks", num_ranks), ("experts", E)):
         if number < 1:

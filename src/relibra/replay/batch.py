@@ -24,7 +24,7 @@ class BatchRoutes:
                       the engine, and every row of a fallback sample
     layer_ids         absolute decoder layer of each entry of the layer axis
     num_experts       experts per layer
-    sample_T, row_T   sample of the trace, and row in it, of a batch row; -1 for padding
+    sample_T, row_T   of each batch row: its sample in the trace, and its row in that sample; -1 for padding
     sample_ids        ids of the samples, for messages
     weight_versions   policy version that routed each sample
     fallback_samples  positions of samples without any replayed row, because rows other than the last are missing:
@@ -78,7 +78,7 @@ class BatchRoutes:
         input_ids_T   checked as in `padded`; a leading batch axis of 1 is fine
         lengths       tokens of each sample in the pack (differences of `cu_seqlens`); default: its rows in the trace.
                       Give them when the trace leaves out last tokens, as engines do
-        raises        TraceError as `padded`, or when without `lengths` missing last tokens look like padding
+        raises        TraceError as `padded`, or, without `lengths`, where padding may be last tokens of samples
         """
         lengths_S = trace.rows_per_sample if lengths is None else np.asarray(lengths, dtype=np.int64)
         if len(lengths_S) != trace.num_samples:

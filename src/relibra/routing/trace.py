@@ -318,7 +318,7 @@ def _is_legal_at_a_glance(experts_TLK: ndarray, valid_T: ndarray, num_experts: i
 @compiled
 @no_type_check
 def _differ_in_words(words_TL: ndarray, valid_T: ndarray) -> bool:
-    """Return whether the eight bytes of each word of valid rows differ: none equals its place in a rotated word."""
+    """Return whether the eight bytes of each word of valid rows differ: a word equals its rotations in no byte."""
     low = np.uint64(0x7F7F7F7F7F7F7F7F)
     for t in range(len(words_TL)):
         same = np.uint64(0)

@@ -57,7 +57,7 @@ def serve(control: Channel) -> None:
 
 
 class ExpertProcess:
-    """Expert workers of one process: the latest, and after a change of experts the one before, until it is left.
+    """Expert workers of one process: the latest and, after a change of experts, the one before it.
 
     The latest has an address of its own. Attention workers change over between two of their steps, and the one before
     ends when the last of them has left.

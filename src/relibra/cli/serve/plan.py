@@ -55,15 +55,15 @@ class Objective(StrEnum):
 class ServePlanRequest:
     """A model, GPUs to choose from, and the service that is asked for.
 
-    model MODEL  mixtral-8x22b, dbrx, scaled-moe, a name of --model elsewhere, or a config.json.
-    gpus NAME,...  GPUs to choose from: h20, l40s, l20, a800, h800, or of a file. Default: h20,l40s and all of a file;
-        with --measured worker processes of this machine.
+    model MODEL  mixtral-8x22b, dbrx, scaled-moe, a name that other commands take as --model, or a config.json.
+    gpus NAME,...  GPUs to choose from: h20, l40s, l20, a800, h800, or of --accelerators. Default: h20,l40s
+        and all of --accelerators; with --measured worker processes of this machine.
     accelerators FILE  TOML with a table per GPU of yours: price, memory, speeds (docs/serving.md).
     tpot TIME  Most time per output token, such as 150ms or 0.15s.
     context TOKENS  Mean tokens of a request while it decodes, prompt included.
     skew RATIO  Rows of the busiest expert node (GPUs that share its experts) / rows of the mean one.
     objective  What tokens per second are divided by.
-    max_gpus N  Most GPUs of one instance; 0: any number, of workers of this machine its cores.
+    max_gpus N  Most GPUs of one instance; 0: any number; for workers of this machine, its cores.
     simulate  Also simulate decode steps of the best plans.
     trace TRACE  With --simulate: recorded routes of this model; default: uniform ones.
     copies N  With --simulate: spare expert slots of a node, for copies.
@@ -121,7 +121,7 @@ class ServePlanRequest:
 def plan(request: ServePlanRequest) -> None:
     """Search which GPUs compute attention and which experts, and compare with not separating them; all is modelled.
 
-    Gain is tokens per second / objective with separation / the same without; seconds of attention, experts and hop (one
+    Gain is (tokens per second / objective) with separation / that without; seconds of attention, experts and hop (one
     way between them) are those of one micro-batch in one layer. Limit is what keeps the batch from growing. Of
     simulated runs, shares of time are those of the mean node and of the busiest NIC, bytes those a GPU sends in a step.
 

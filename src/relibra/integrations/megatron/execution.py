@@ -53,8 +53,8 @@ def gather_demand(
     A sample of the demand stands for all rows of one rank in one micro-batch: parts of samples, and padding.
 
     ids_MTLK   per micro-batch, the experts of each row of this rank (`PackedRows.routes`); as many as on other ranks
-    raises     EngineError where ranks have other numbers of micro-batches, or routes other layers than `layer_ids`;
-               TraceError for ids out of range
+    raises     EngineError where ranks have other numbers of micro-batches, or routes another number of
+               layers than `layer_ids`; TraceError for ids out of range
     """
     num_ranks, M = dist.get_world_size(group), len(ids_MTLK)
     device = torch.device("cpu" if dist.get_backend(group) == "gloo" else "cuda")
@@ -102,7 +102,7 @@ def execute_plan(
 
     plan                of the model's layers, experts and expert-parallel ranks; its homes are where the experts are
     demand              what the plan was made for
-    first_micro_batch   first one of this rank's expert-data-parallel group in the plan (`ScheduledDemand.of_groups`)
+    first_micro_batch   the plan's number of the first micro-batch of this rank's group (`ScheduledDemand.of_groups`)
     raises              EngineError when plan and model do not fit, or ranks have different plans
 
         with execute_plan([model], plan, demand) as step:

@@ -106,7 +106,7 @@ def _match_experts(copies_RE, home_E, homes_R) -> None:
 @compiled
 @no_type_check
 def _fill_ranks(copies_RE, home_E, homes_R, needed_R) -> None:
-    """Raise ranks to the homes they need, along paths from ranks with more homes than needed."""
+    """Raise ranks to the homes they need, along paths from experts without home or ranks with homes to spare."""
     R, E = copies_RE.shape
     taken_R, origin_R, queue_R = np.empty(R, np.int64), np.empty(R, np.int64), np.empty(R, np.int64)
     for start in range(R):
@@ -142,7 +142,7 @@ def _fill_ranks(copies_RE, home_E, homes_R, needed_R) -> None:
 @compiled
 @no_type_check
 def _trade_copies(copies_RE, home_E, homes_R, needed_R, share_E) -> None:
-    """Make room for experts without home: r, x's new home, gives rank s a copy of f for one of x of similar load."""
+    """Make room for experts without home: rank r swaps a copy of f for s's copy of x (similar load), as x's home."""
     R, E = copies_RE.shape
     mover_R, origin_R, queue_R = np.empty(R, np.int64), np.empty(R, np.int64), np.empty(R, np.int64)
     for e in range(E):

@@ -2,7 +2,7 @@
 
 Sees the exact loads of one (micro-batch, layer), after gating. Homes never move. Ranks above a ceiling `tau` hand their
 excess to ranks of the same node that have a free slot. Three ceilings are tried first, from 1 % above the mean: a copy
-takes at least what its source still has to shed / possible targets. Else a search finds a low ceiling with copies of at
+takes at least its source's remaining excess / number of targets. Else a search finds a low ceiling with copies of at
 least `u_min` token-slots. Equal to the released kernel up to the rounding of its single-precision ceilings.
 
 UltraEP ships `u_min` 1,024 (ULTRA_EP_QUOTA_MIN_TOKENS_PER_REPLICA) and 2 slots. Where a rank gets a few thousand
@@ -77,7 +77,7 @@ def solve(
 @compiled
 @no_type_check
 def sort_sources(load_E, home_E, load_R) -> tuple[ndarray, ndarray, ndarray]:
-    """Return experts by home and falling load, where each home's begin, and ranks by falling load; ties: lower id."""
+    """Return experts by home and falling load, each home's first place, and ranks by falling load; ties: lower id."""
     E, R = len(load_E), len(load_R)
     starts, order_E, source_R = np.zeros(R + 1, np.int64), np.empty(E, np.int64), np.empty(R, np.int64)
     for e in range(E):
@@ -108,7 +108,7 @@ def shed_excess(load_E, load_R, order_E, starts, source_R, tau, floor, room_R, f
 
     It may fail at a ceiling and succeed at a lower one. Copies are written to `replica_RB` and `quota_RB`.
 
-    floor   fewest token-slots of a copy; 0: what its source still has to shed / possible targets, rounded up
+    floor   fewest token-slots of a copy; 0: its source's remaining excess / number of targets, rounded up
     """
     R, B = replica_RB.shape
     excess, slack = 0, 0

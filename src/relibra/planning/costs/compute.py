@@ -30,7 +30,7 @@ def dense_seconds(cluster: Cluster, rows: Rows, parameters: int, score_flops: nd
 def sample_attention_seconds(demand: ScheduledDemand, cluster: Cluster, expert: ExpertShape) -> Float64[ndarray, " S"]:
     """Return the forward attention of one layer for each sample: projections and scores.
 
-    A sample of n tokens has n (n + 1) / 2 pairs, each two flops per value of a key and of a value. Expert shapes know
+    A sample of n tokens has n (n + 1) / 2 pairs, each of two flops per element of key and value. Expert shapes know
     nothing of heads: 4 hidden^2 weights are assumed, and heads of `hidden` values together. 0 where the choices per
     token are not known.
     """

@@ -42,7 +42,7 @@ class ExchangeStage:
     """Rows that travel at the same time, one pass; all ranks wait for its end.
 
     links                 that its rows use; flat dispatch is one stage on "all links"
-    seconds_ML, back_ML   seconds along the traffic (hidden states; gradients of results) and against it
+    seconds_ML, back_ML   seconds along the traffic (to experts: hidden states, gradients of results) and against it
     out_MLR, in_MLR       rows that leave and enter a rank along the traffic
     messages_ML, fences_ML   of all ranks, along the traffic
     """

@@ -3,7 +3,7 @@
 Load of a rank above a ceiling `tau` moves to ranks below it. Two greedy methods:
 
 *threshold*   after UltraEP's planner (arXiv 2606.04101): the fullest rank first, its largest expert first, to the
-              target with most room, in pieces of at least the size with which the slots suffice. Few copies.
+              target with most room, in pieces of at least the remaining excess / number of targets. Few copies.
 *chain*       a rank may give away more than its excess if that fills a target exactly, and is then filled from other
               ranks, as in the alias method for sampling (Walker 1977). Each copy fills one rank to the ceiling, so one
               slot per rank is nearly always enough to reach the mean.

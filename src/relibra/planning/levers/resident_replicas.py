@@ -4,7 +4,7 @@ All micro-batches are known, so a few replicas per layer serve most of them. In 
 
 1. Token-slots are split over homes and replicas down to a ceiling (`planning.levers.instance_flow`). Usually that is
    enough, and nothing is sent.
-2. Else the closed ranks (`Instances.closed_R`) lack a replica, outside of them, of one of their experts. The best
+2. Else one of the experts on the closed ranks (`Instances.closed_R`) needs a replica on another rank. The best
    addition takes most token-slots now and in later micro-batches, and evicts least; then token-slots are split again.
 3. If that does not reach the ceiling either, chains choose anew, with a bonus for experts that are there already.
 
@@ -76,7 +76,7 @@ def keep_replicas(
     source_MXE     token-slots that each of X domains sends to each expert: a replica takes those of its own domain
                    first. Domains are nodes, or the ranks of a single node. None: token-slots start at the homes
     traffic_slots  how many slots, the first of each rank, hold experts for traffic; needs `source_MXE`
-    held_RB        experts that stay in the slots in all micro-batches (-1: none), those for traffic too: only
+    held_RB        experts that stay in the slots in all micro-batches, in slots for traffic too (-1: none): only
                    token-slots are split
     returns        expert in each slot (-1: empty; one without token-slots stays for later micro-batches), its
                    token-slots
@@ -112,7 +112,7 @@ def _ceilings(
 ) -> Int64[ndarray, " M"]:
     """Return the load of the busiest rank that is low enough: a little above the mean, or the mean of the fullest node.
 
-    A node's load: token-slots of its homes, and its own token-slots of experts in `given_RB`, which leave other nodes.
+    A node's load: token-slots of its homes; its own of experts in its `given_RB` count here, not on their home's node.
     """
     R, G = len(given_RB), layer.ranks_per_node
     ceiling_M = load_ME.sum(axis=1) / R * (1 + tolerance)

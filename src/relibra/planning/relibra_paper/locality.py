@@ -106,7 +106,7 @@ def place_samples(
 @compiled
 @no_type_check
 def _exchange(gain_XN, length_X, attention_X, rank_X, cost_2R, count_R, most_2, longest, ranks_per_node) -> None:
-    """Exchange ranks of pairs, in order of length, wherever token-slots stay on more nodes and limits hold.
+    """Exchange ranks of pairs, in order of length, wherever more token-slots then stay on their node and limits hold.
 
     attention_X   squared lengths, or less where a prompt is shared
     most_2        most tokens and most attention of a rank with more than one sample

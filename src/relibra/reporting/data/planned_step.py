@@ -33,7 +33,7 @@ def plan_last_step(
     On one rank nothing is planned, and the sentence is empty.
 
     ranks     None: the run's own
-    cluster   is resized to the ranks, with as many on a node as fill nodes; None: H100 nodes of 8
+    cluster   is resized to the ranks: one node, or nodes of gcd(ranks, its ranks per node); None: H100 nodes of 8
     model     None: `default_model`
     raises    TraceError for a damaged trace
     """

@@ -241,7 +241,7 @@ def _in_thread(choose: Callable[[], Residents | None]) -> Future[Residents | Non
 def exchange_residents(lasting: Future[Residents | None] | None) -> list | None:
     """Return the experts `[L][R][B]` in lasting slots, chosen on rank 0, on all ranks; None: none. Collective.
 
-    Where they cannot be chosen, a warning says why: the step that was made counts, and the next one is planned whole.
+    Where they cannot be chosen, a warning says why: this step stands, and the next one is planned without them.
     """
     chosen = None
     if lasting is not None:

@@ -21,7 +21,7 @@ from relibra.rl.rollout.response import Response, Window, new_response
 from relibra.routing.demand import Demand, ScheduledDemand, count_token_slots
 
 MINI_BATCH_M = (0, 1, 1)
-"""Mini-batch of each micro-batch: the first makes the moments; the second adds up gradients beside them."""
+"""Mini-batch of each micro-batch: mini-batch 0 makes the moments, mini-batch 1 adds up gradients beside them."""
 MICRO_BATCHES, MINI_BATCHES = len(MINI_BATCH_M), 2
 _SKEW = 0.8
 """Standard deviation of the log of how often experts are chosen."""

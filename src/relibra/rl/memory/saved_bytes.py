@@ -20,7 +20,7 @@ from relibra.rl.model.local_shards import local_shard
 def counting_saved(
     layers: Sequence[nn.Module], experts: Mapping[int, nn.Module], others: Iterable[Tensor]
 ) -> Iterator[list[list[int]]]:
-    """Yield the bytes that each layer saves in a forward pass inside: outside and inside of its experts module.
+    """Yield, per layer, bytes that a forward pass in the `with` block saves: [outside, inside] of its experts module.
 
     Storages count once, inputs and parameters of layers not at all. What is saved is dropped: no backward pass can run.
 

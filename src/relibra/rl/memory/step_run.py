@@ -100,7 +100,7 @@ class StepRun:
             code = config.model.trust_remote_code
             meta = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), trust_remote_code=code)
         self._class = type(meta)
-        self._packed = meta._supports_sdpa or meta._supports_flash_attn  # which a loaded model is tried for
+        self._packed = meta._supports_sdpa or meta._supports_flash_attn  # a real run tests this on the loaded model
         trained = self._load(self._class, model_config, lora=config.lora)
         merged_type = torch.float32 if config.lora.rank else getattr(torch, config.model.dtype)
         self.policy: Any = SimpleNamespace(
@@ -219,7 +219,7 @@ class StepRun:
         self.token_slots = int(token_slots_L.max(initial=0))
 
     def _after_layers(self, _layer: nn.Module, _given: Any, output: Any) -> None:
-        """Count the loss apart, between forward and backward pass of the last layer: all layers keep theirs then."""
+        """Count the loss apart: between the last layer's forward and backward pass all layers hold what they keep."""
         hidden = output if isinstance(output, torch.Tensor) else output[0]
         if hidden.requires_grad:
             self.meter.begin("update")
@@ -285,9 +285,9 @@ class StepRun:
 
     @contextmanager
     def _executing(self, batch: TrainingBatch, phase: str) -> Iterator[Any]:
-        """Yield the context of micro-batches that says after each one whose storages are whose."""
+        """Yield a function: number of a micro-batch -> its context, which counts storages to owners at the end."""
         self.meter.begin(phase)
-        planned = batch.plan is not None  # else every expert is at home: counts of live balancing are on the device
+        planned = batch.plan is not None  # else experts stay at home: live balancing would read routes from the device
         at_home = nullcontext(BatchExecution(model=self.policy.trained, batch=batch))
         with executing(self.policy, batch, self.config.plan, self.cluster) if planned else at_home as context:
 

@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 BLOCK = 512
-"""Most tokens of a block, into which a sequence longer than its window is cut on a CPU, whose kernel has no windows."""
+"""Most tokens of a block. CPU kernels have no windows: sequences longer than one, or with a shared prompt, are cut."""
 _aten = torch.ops.aten
 
 
 class Segment(NamedTuple):
-    """Rows of a packed row that follow each other: a sequence, or a response behind a shared prompt.
+    """Consecutive rows of packed sequences: one sequence, or a response behind a shared prompt.
 
     length   rows
-    source   number of the segment whose first rows are the prompt; its own number: it begins a sequence
-    prompt   number of these rows; 0: it begins a sequence
+    source   number of the segment whose first rows are this one's prompt; its own number: it begins a sequence
+    prompt   rows of that prompt; 0: it begins a sequence
     """
 
     length: int
@@ -39,7 +39,7 @@ class SegmentRows(NamedTuple):
     """Where segments are, on the device.
 
     offsets        int32 `[segments + 1]`: where each begins, and T
-    key_offsets    the same of the keys that each sees, its prompt and its own
+    key_offsets    where the keys of each begin (its prompt's, then its own), and how many there are
     key_rows       int64, row of each such key; None: every segment sees its own rows alone
     """
 

@@ -33,7 +33,7 @@ _DOTS = re.compile(r"\\dot\s*\{?(\d)\}?(\d{0,97})\\dot\s*\{?(\d)\}?")
 _LARGE = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _LARGE_NAME = re.compile(rf"(?<=\d)\s*(?:(\\text\s*\{{\s*)|\\ )?({'|'.join(_LARGE)})\b(?(1)[^{{}}]*\}})")
 HALF_OF_DAY = re.compile(r"\W*[\d:]+\W*(?:(?:text|mathrm)\W*)?([ap])\.?\s*m\W*", re.IGNORECASE)
-"""A time, as a match of all of a text."""
+"""A text that is a time and nothing else (`fullmatch`); the group is the a of am or the p of pm."""
 
 
 def last_box(text: str) -> str | None:

@@ -34,7 +34,7 @@ class PlannedActivations:
     def of_run(
         cls, run: Path, model: nn.Module, cluster: Cluster, shape: ModelShape | None, slot_gib: float | None
     ) -> PlannedActivations | None:
-        """Return the choice, from the figures of the run's estimate; None, with a warning: it has none. Collective.
+        """Return the choice, by the run's estimate; None and a warning: no figures of it, or no `shape`. Collective.
 
         slot_gib    most GiB of slots of layers
         """

@@ -175,7 +175,7 @@ class SlotExchange:
         size = (self.shape.rows, self.shape.hidden, self.shape.dtype)
         self._close_file()
         if self._shared:
-            self._file = shared_file(*size)  # open as long as the buffers: for channels that are opened later
+            self._file = shared_file(*size)  # stays open: channels that are opened later send it
         self._rows_XH, self._results_XH = make_buffers(*size, self._file if self._shared else None)
         self.counters.buffers += 2
 

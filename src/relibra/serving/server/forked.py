@@ -23,9 +23,9 @@ from relibra.serving.server.admission import SOON
 SMALL_BYTES = 16 << 10
 """Bodies up to this size are worked on at once, which takes milliseconds."""
 LARGE_BYTES = 1 << 20
-"""Bodies above this size, shorter ones and answers each wait only for others of their own kind."""
+"""Bodies above this size, shorter bodies, and answers are three kinds; each waits only for its own kind."""
 SECONDS_BETWEEN_FORKS = 0.05
-"""In which short requests of others pass: a fork holds them for 30 ms, and they take several turns of the loop."""
+"""A pause in which short requests of others pass: a fork holds them for 30 ms; they take several turns of the loop."""
 MOST_SECONDS = 60.0
 MOST_MEMORY = 384 << 20
 """Bytes that work may take beyond what the server has."""
@@ -80,14 +80,14 @@ def _work(work: Callable[[], Iterable[Any]], end: socket.socket) -> NoReturn:
         signal.alarm(int(MOST_SECONDS) + 1)  # the server may have been killed
         os.nice(10)
         gc.disable()  # it would touch, and so copy, what the server has
-        os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # libraries that lack memory say so
+        os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # libraries print there when they lack memory
         for file in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, end.fileno()}:
             with suppress(OSError):  # the file by which the folder was listed is closed already
                 os.close(file)
         most = MOST_MEMORY + int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         with suppress(ValueError):  # the limit is less already
-            resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # 0 would not keep it from a program that takes cores
+            resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # not 0: a program that takes cores would still run
         channel = Channel(end)
         try:
             for one in work():

@@ -25,7 +25,7 @@ class EvenRoutes:
     top_k: int
 
     def draw(self, rows_MX: Int[ndarray, "M X"], rng: Generator) -> Float64[ndarray, "L M X E"]:  # noqa: ARG002
-        """Return rows x top_k / experts everywhere."""
+        """Return rows x top_k / experts everywhere; X counts attention nodes."""
         even_MX = rows_MX * (self.top_k / self.experts)
         shape = (self.layers, *rows_MX.shape, self.experts)
         return np.broadcast_to(even_MX[None, :, :, None], shape).astype(np.float64)

@@ -37,7 +37,7 @@ from relibra.simulation.step.stage_costs import StageCosts, stage_costs
 from relibra.simulation.step.step_result import SimulatedStep
 
 LIVE_NOTE = (
-    "the balancer is live: after the router of each layer counts are exchanged, the plan is solved, and weights leave"
+    "the balancer is live: in each layer, after the router, counts are exchanged, the plan is solved, weights leave"
 )
 ALL_TERMS = (*TERMS, "pipeline", "gradients", "optimizer", "relocation")
 
@@ -164,7 +164,7 @@ def costs_of(
 ) -> list[StageCosts]:
     """Return the costs of one group; raises ConfigError or PlanError when plan, model and cluster do not fit.
 
-    parts   MoE layers whose costs count as one; None: those of each stage
+    parts   slices of MoE layers, each costed as one; None: those of `how.round_cut`, else of the stages
     """
     layout = how.layout(plan.num_ranks, 1)
     layout.check(cluster, model)
