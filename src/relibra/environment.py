@@ -63,7 +63,7 @@ def host_memory(group: Path = Path("/sys/fs/cgroup"), *, free: bool) -> float | 
 def uncollected_imports() -> Iterator[None]:
     """Import inside without the garbage collector, and leave all objects made so far out of later collections.
 
-    torch and transformers make 700,000 objects that stay: collecting them takes two fifths of a start and its end.
+    torch and transformers make 700,000 objects that stay: collecting them takes two fifths of start and exit time.
     """
     gc.disable()
     try:

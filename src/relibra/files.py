@@ -70,7 +70,7 @@ def read_toml(path: Path, error: type[RelibraError], what: str) -> dict[str, Any
 
 
 def toml_value(value: Any) -> str:
-    """Return a value as TOML, which has no null; it reads back as the same value, lone surrogates as `write_text` does.
+    """Return a value as TOML, which has no null; it reads back the same, lone surrogates escaped as in `write_text`.
 
     >>> toml_value({"a": [1, 2.5, True], "b": "ü"})
     '{"a" = [1, 2.5, true], "b" = "ü"}'

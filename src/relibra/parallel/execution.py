@@ -171,7 +171,7 @@ class PlanExecution:
             self._executed.slots.begin_forward(self._current.number, training=torch.is_grad_enabled())
 
     def _waiting_gradients(self, place: Place, position: int) -> GradientReturn | None:
-        """Return what sends waiting sums home from a layer that does not follow the plan; None: none can wait."""
+        """Return what sends home gradient sums that wait in slots of a layer that runs at home; None: none can wait."""
         executed, slots = self._executed, self._executed.slots
         if executed.chunk is not None or place.micro_batch < 0 or not torch.is_grad_enabled():
             return None

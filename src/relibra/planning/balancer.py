@@ -25,7 +25,7 @@ class PlacementRequest:
 
     memory_gib    most memory of a rank for resident slots
     demand        balancers that see "history" or "step totals" plan from `total_LE`, never from the demand
-    total_LE      token-slots per layer and expert that it may plan homes, and replicas of the whole step, from
+    total_LE      token-slots per layer and expert from which it may plan homes, and replicas that stay for a whole step
     previous      homes before the step
     warm          `previous` was planned for an earlier step; False: it is the static layout
     history_MLE   loads of earlier micro-batches, for balancers that see "history"
@@ -101,7 +101,7 @@ class Balancer:
 
     sees        loads that it plans from
     based_on    its paper or code; "after ...": our design from its description
-    own_slots   its plan has as many slots as its system reserves, whatever the budget's number; none where that is 0
+    own_slots   its plan has as many slots as its system reserves, whatever the budget's number, but none for 0
     for_tokens  it evens token-slots out at any cost in seconds: `plan_step` never replaces its plans by cheaper ones
     """
 

@@ -24,7 +24,7 @@ from relibra.rl.run.ranks import begin_stage, is_peer_loss
 class Stopwatch:
     """Seconds per stage of a step, and the skew in the stages that balanced live.
 
-    rows     token-slots that passes sent to experts: "known" ones had an address before the step, of "all"
+    rows     token-slots of passes with a plan or live balancing: "all"; "known", whose addresses a plan gave
     waited   seconds of this rank in live balancing, by what was waited for
     """
 

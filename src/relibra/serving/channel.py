@@ -104,7 +104,7 @@ class Channel:
             return recv_handle(self._connection)
 
     def shut_down(self) -> None:
-        """End the connection, from any thread; both ends then receive its end."""
+        """End the connection, from any thread; both ends then find it closed when they receive."""
         with contextlib.suppress(OSError), self._socket() as end:
             end.shutdown(socket.SHUT_RDWR)
 
@@ -218,7 +218,7 @@ def progress_of(sequence: Sequence) -> Progress:
 
 
 def progress_frames(sequences: Iterable[Sequence]) -> list[list[Progress]]:
-    """Return the progress of sequences in frames; each with routes has its own: together they may pass MOST_BYTES."""
+    """Return the progress of sequences by frame; one with routes is alone in its frame, as two may pass MOST_BYTES."""
     everyone = [progress_of(sequence) for sequence in sequences]
     short = [one for one in everyone if one.routes is None]
     return [*([short] if short else []), *([one] for one in everyone if one.routes is not None)]

@@ -150,8 +150,8 @@ class SimulationRequest(WorkloadRequest):
     pipeline_stages N  Pipeline stages, each on ranks of its own.
     stage_cut  even: stages of even numbers of expert layers; best: those that end first, counting dense layers and the
         output matrix.
-    pipeline  1f1b: ranks keep a stage; round: --pipeline-stages groups of ranks are a pool, to which parts of the
-        layers go in turn, forward and backward apart, with weights from host memory.
+    pipeline  1f1b: ranks keep a stage; round: parts of the layers, forward and backward apart, go in turn to
+        --pipeline-stages groups of ranks, with weights from host memory.
     recompute  Compute activations again in the backward pass instead of keeping them.
     """
 
@@ -169,10 +169,10 @@ class SimulateRequest(SimulationRequest):
     timeline PATH  Also write the first micro-batch as a trace for ui.perfetto.dev.
     iteration  Also print where the seconds of an iteration go, beside those that the run measured, and what each lever
         changes: passes of old log-probs, activations kept, rollouts ahead, prompts once.
-    faults  Also print what to do when a rank is lost, over the time to the next loss, and what cover costs. Steps that
-        a run measured on --ranks count as long as there.
+    faults  Also print what to do when a rank is lost, by the time until the next loss, and what cover costs. Steps take
+        as long as the run measured, if it had --ranks ranks.
     restart_seconds S  From a loss to the first step of processes that start again.
-    checkpoint_every N  Steps between checkpoints, half of which are made again; default: those of the run, else 10.
+    checkpoint_every N  Steps between checkpoints; a restart repeats half as many. Default: those of the run, else 10.
     groups Q  Groups of ranks that train alike, as data parallelism: the peers of a lost rank may take its work.
     """
 

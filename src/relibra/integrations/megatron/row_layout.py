@@ -105,7 +105,7 @@ class RowLayout:
         return PackedRows(sample_XT=sample_XT, position_XT=position_XT)
 
     def _pack(self, length_S: Sequence[int]) -> tuple[ndarray, ndarray]:
-        """Return sample and position of each row of the pack; of padding -1, and -1 - its place in the sample."""
+        """Return sample and position of each row of the pack; for padding -1, and -1 - (place in the sample)."""
         tokens_S = np.asarray(length_S, dtype=np.int64)
         padded_S = -(-tokens_S // self.sample_multiple) * self.sample_multiple
         sample_n = np.repeat(np.arange(len(tokens_S)), padded_S)

@@ -12,7 +12,7 @@ from relibra.planning.traffic.rank_tables import Push
 
 
 class SlotBuffer:
-    """Weights of experts whose homes are on other ranks, and what the same slots of every rank hold.
+    """Weights of experts whose homes are on other ranks, and notes of which experts the slots of every rank hold.
 
     Autograd saves the slots themselves, so the right weights have to be in them when a backward pass reads them. No
     slot is a parameter.
@@ -44,14 +44,14 @@ class SlotBuffer:
         self._user: object = None
 
     def lacks(self, pushes: Sequence[Push]) -> bool:
-        """Return whether a layer with these replicas may need a push; in slots of all layers always."""
+        """Return whether a layer with these replicas may need a push; in slots of all layers any replica may."""
         return bool(self._missing(pushes)) if self.of_layer else bool(pushes)
 
     def claim(self, pushes: Sequence[Push], user: object) -> tuple[list[Push], set[int]]:
         """Return the pushes of weights that are missing, and note that they are on their way.
 
         pushes   of all replicas that a (layer, micro-batch) computes with
-        user     identifies the pass; it takes slots of all layers from the one before
+        user     identifies the pass; for another pass than the last, slots of all layers count as empty
         returns  the pushes, and the numbers of those among them that lack frozen weights too
         """
         if not self.of_layer and self._user is not user:

@@ -19,7 +19,7 @@ def order_rows(experts_TLK, row_T, tokens_LE, send_LRP, first_LRP, choice_LX, to
     """Write which token-slots and which tokens go out, in which order, and which token each token-slot needs.
 
     row_T       row of the batch that each token is, ascending
-    choice_LX   receives the token-slots of each layer
+    choice_LX   receives the token-slots of each layer, in the order of sending, as row of the batch x K + choice
     token_Z     receives the tokens of each layer, one layer after another; room for all token-slots
     rows_LR     receives the number of these tokens for each destination
     message_X   receives for each destination, after 3 + L other numbers, layer by layer, the row of each token-slot
@@ -53,7 +53,7 @@ def order_rows(experts_TLK, row_T, tokens_LE, send_LRP, first_LRP, choice_LX, to
 @compiled
 @no_type_check
 def _list_runs(tokens_E, send_RP, first_RP, run_Y3, run_E1) -> None:
-    """Write the runs of token-slots of one expert that go to one local slot, by expert and position.
+    """Write the runs, each the token-slots of one expert that go to one local slot, by expert and position.
 
     run_Y3   receives where each begins in the order of sending, where it ends, and its destination
     run_E1   receives the first run of each expert
@@ -83,7 +83,7 @@ def _order_layer(experts_TK, row_T, runs, sizes, choice_X, token_X, message_X) -
     Indices are unsigned, so that numba does not test whether they are negative, and the loop has no branch that routes
     decide: that halves its time.
 
-    sizes     of each destination: first token-slot; place of a token-slot in the message - its number; receives rows
+    sizes     per destination: first token-slot; shift from a token-slot to its place in the message; rows (written)
     token_X   receives the tokens for each destination, from its first token-slot on
     """
     (run_Y3, run_E1), (first_R, shift_R, rows_R) = runs, sizes
@@ -91,7 +91,7 @@ def _order_layer(experts_TK, row_T, runs, sizes, choice_X, token_X, message_X) -
     E, one = np.uint64(len(run_E1) - 1), np.uint32(1)
     run_E4 = np.zeros((E, 4), np.uint32)  # next token-slot of an expert: its place, end of run, destination; next run
     run_E4[:, 3] = run_E1[:-1]
-    sent_R4 = np.zeros((len(first_R), 4), np.uint32)  # last token + 1, rows, first token-slot, place in the message
+    sent_R4 = np.zeros((len(first_R), 4), np.uint32)  # last token + 1, rows, first_R, shift_R
     sent_R4[:, 2], sent_R4[:, 3] = first_R, shift_R
     for i in range(T):
         t = np.uint32(row_T[i])
@@ -205,7 +205,7 @@ def place_forwarded(rows_NL, send_NLG, message_X, forward_Y) -> None:
 
     rows_NL     rows that came from each node
     send_NLG    rows from each node that go to each rank of the own node
-    message_X   by source node, layer, own rank: the rows that go there, numbered among the layer's from the node
+    message_X   by source node, layer, own rank: the rows that go there, numbered within that node's rows of the layer
     forward_Y   receives the rows, numbered among all of the layer: by layer, own rank, source node, token
     """
     N, L, G = send_NLG.shape

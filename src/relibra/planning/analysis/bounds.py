@@ -64,8 +64,8 @@ def any_homes_bound(
 ) -> Int64[ndarray, "M L"]:
     """Return the bound of plans with any homes, equally many experts per rank, for each micro-batch alone.
 
-    It is the largest of three loads of a domain (a rank without slots, else a node or the cluster), per rank: the mean;
-    the heaviest expert with the lightest beside it; two of the D + 1 heaviest, which must share one of D domains.
+    It is the largest of three loads of a domain (with slots a node or the cluster, else a rank), per rank: the mean;
+    the heaviest expert beside the lightest; two of the D + 1 heaviest (two must share one of D domains) beside those.
     """
     E = load_MLE.shape[2]
     size = 1 if slots == 0 else (ranks_per_node if scope == "node" else num_ranks)

@@ -1,4 +1,4 @@
-"""Lasting residents: homes and replicas chosen from an earlier step; of the coming step only token-slots are split.
+"""Lasting residents: homes and replicas of an earlier step; the coming step only splits its token-slots over them.
 
 Popularity changes slowly, so replicas that suited the last step suit the next one too. Nothing has to be searched
 between the end of a rollout and the first micro-batch, and slots are filled again only because an optimizer step

@@ -1,7 +1,7 @@
 """FlashLB (github.com/vllm-project/vllm-ascend, 182b75e): static replicas placed by mean, spread and correlation.
 
 Looks at loads over time. Here the times are micro-batches, summed into at most 64 groups; copies share tokens evenly.
-An expert counts as mean + z x standard deviation of its load, a rank as those of the sum of its experts' loads: so
+An expert counts as mean + z x standard deviation of its load, a rank as the same of its experts' summed load: so
 experts busy at the same time are parted. Different from the original:
   - every step is planned;
   - an expert gets at most R copies (the original fails where it wants more);
@@ -82,7 +82,7 @@ def _score(x_TE: Float64[ndarray, "T E"], count_E: Int64[ndarray, " E"], placeme
 
 
 def _hand_out(weight_E: ndarray, count_E: ndarray, experts: ndarray, slots: int, most: int) -> Int64[ndarray, " E"]:
-    """Return copies per expert: each slot goes to most weight per copy of `experts`; at most `most` copies each."""
+    """Return copies per expert: a slot goes to the one of `experts` with most weight per copy, at most `most` each."""
     count_E = count_E.copy()
     _hand_out_slots(weight_E, count_E, experts, slots, most)
     return count_E
@@ -132,7 +132,7 @@ def _place(mean_E, cov_EE, count_E, num_ranks, slots) -> ndarray:
                 if best < 0 or (best_held and not held) or (held == best_held and value < best_value):
                     best, best_value, best_var, best_held = r, value, var, held
             if best < 0:
-                break  # a copy too many
+                break  # no rank has room for this copy
             placement_RP[best, homes_R[best] + guests_R[best]] = e
             mean_R[best] += mean_E[e] / count_E[e]
             var_R[best] = best_var

@@ -46,7 +46,7 @@ class Decision:
         return bool(self.pairs) and (self.gain is None or self.gain > 1)
 
     def figure(self, plan: DeploymentPlan | ColocatedPlan) -> float:
-        """Return tokens per second and unit of the objective, without filling and draining on either side."""
+        """Return tokens per second and unit of the objective while micro-batches run on, for both kinds of plans."""
         return float(plan.steady_tokens_per_second / getattr(plan, self.objective))
 
 

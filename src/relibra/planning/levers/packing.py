@@ -68,8 +68,8 @@ def pack_groups(request: PlacementRequest, demand: ScheduledDemand, home_LE: Int
 def _attention_prices(request: PlacementRequest, demand: ScheduledDemand) -> Float64[ndarray, " S"]:
     """Return attention seconds of each sample over all layers / seconds of one token-slot on a node.
 
-    Replicas even out the ranks of a node, so that a token-slot takes 3 x the expert's flops and 4 rows from other
-    nodes, divided by the ranks per node.
+    Replicas even out the ranks of a node, so a token-slot costs the node 3 x the expert's flops and 4 rows times the
+    share that comes from other nodes, both divided by the ranks per node.
     """
     cluster, expert = request.cluster, request.expert
     remote = (cluster.num_nodes - 1) / cluster.num_nodes

@@ -30,7 +30,7 @@ _MOVES_OF_ALL = 0.01
 
 
 def _token_prices(request: PlacementRequest, demand: ScheduledDemand, num_domains: int, every: int) -> SwapPrices:
-    """Return small prices of moves, against moves that change next to nothing; 0 where no step was planned before.
+    """Return small prices that prevent moves with next to no effect; 0 where no step was planned before.
 
     num_domains, every   as for `swap_prices`
     """

@@ -78,7 +78,7 @@ class RankTables:
                     pushed unless its slot holds the weights already
     ranks_per_node  rank r is on node r // ranks_per_node
     stay_in_node    no rank sends a token-slot to another node; the same on every rank
-    stay_on_rail    every token-slot goes to a rank of the source's number (rank % ranks_per_node), on whichever node;
+    stay_on_rail    every token-slot goes to a rank with the same rank % ranks_per_node as its source, on any node;
                     the same on every rank
     """
 
@@ -331,7 +331,7 @@ def chunked_split(supply_R, quota_I, chunk, chunks_I, split_RI) -> None:
     """Write the split of one expert with each instance's share rounded to whole chunks, for canonical sums.
 
     supply_R, quota_I   token-slots of each source rank and of each instance, the home first
-    chunks_I, split_RI  receive the chunks of each instance; token-slots, 0 before
+    chunks_I, split_RI  receive the chunks of each instance, and its token-slots by source rank (all 0 before the call)
 
     The token-slots of an expert in a micro-batch are numbered by (source rank, position). Chunk `c` holds numbers
     `c C` to `(c + 1) C - 1` under every plan; the last one may be short. A plan only decides which instance computes

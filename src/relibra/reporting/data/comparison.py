@@ -35,7 +35,7 @@ from relibra.routing.demand import ScheduledDemand
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
-    """Figures of one balancer's plan of a step; None if it made no plan.
+    """Figures of one balancer's plan of a step; None if it made no valid plan.
 
     balancer, sees             name; loads that it plans from
     skew, bound, gap           token objective: sum over micro-batches and layers of the busiest rank / sum of means;
@@ -110,8 +110,7 @@ def iterate_comparison(
 ) -> Iterator[tuple[ComparisonRow, StepPlan | None]]:
     """Yield the row and the plan of each balancer; one that cannot plan this step gives a row with the reason.
 
-    Plans are as the balancers made them: only those of relibra are replaced, as in training, where the static layout
-    would be faster.
+    Plans are as the balancers made them, but where the static layout is faster it replaces relibra's, as in training.
 
     balancers     names of `BALANCERS`, or functions of the user as `module:function`
     history_MLE   what balancers that see "history" may plan from; None: they plan from even loads
@@ -239,7 +238,7 @@ _PUSHED = "weights sent to replicas before forward and again before backward"
 _OPEN = "modelled seconds of copies that nothing hides"
 _ACROSS = "token-slots computed on another node than their token"
 _SLOTS = "memory of a rank's spare slots with gradients"
-_BETWEEN = "sent between nodes: at least these rows, gate weights, weights, gradients, and all moves"
+_BETWEEN = "sent between nodes: rows (a lower bound), gate weights, weights, gradients, and all moves"
 _SCOPE = "where copies may be: on the node of their home, or in the cluster; bounds compare only within one"
 _SECONDS = "modelled time of attention and experts, from a lower bound of the rows that travel; not measured"
 

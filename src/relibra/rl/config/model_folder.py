@@ -29,7 +29,7 @@ def names_hub(path: str) -> bool:
 def check_model_path(path: str) -> None:
     """Raise ConfigError unless there is a folder with a model and its tokenizer, a downloaded model, or a hub name.
 
-    Files are looked at by name only.
+    Weights, tokenizer and config.json are looked at by name only.
     """
     name, folder = path.removeprefix(HUB), Path(path).expanduser()
     if names_hub(path):

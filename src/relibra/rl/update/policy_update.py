@@ -34,7 +34,7 @@ class PolicyUpdate:
 
     sums         over the trained tokens of this rank, by name (`PolicyLoss`); "at_ratio_1": tokens that no clip can
                  change, because the old log-probs were the update's own
-    compared     trainer with sampler, in the mini-batch whose log-probs were the old ones
+    compared     trainer with sampler, in all micro-batches whose old log-probs this update computed
     grad_norms   of each optimizer step, the same on all ranks
     count        optimizer steps of the policy after it
     skipped      mini-batches whose gradient was not finite; they are in no sum
@@ -69,8 +69,8 @@ def update_policy(
     micro-batch (`gradient_reduction.py`), so each rank's sum is multiplied by the number of ranks. A mini-batch that
     trains no token on any rank is left out; one whose gradient is not finite is skipped (`step_or_skip`).
 
-    Old log-probs that no pass has computed: the first mini-batch takes its own of the first epoch, detached. The others
-    take the sampler's, or compute them before the first step if `before_first_step` refuses. Later epochs reuse them.
+    Where no pass has computed old log-probs, the first mini-batch takes those of its first forward pass, detached. The
+    others take the sampler's; if `before_first_step` returns False, a pass computes theirs. Later epochs reuse them.
 
     count    optimizer steps made before
     """
@@ -119,7 +119,7 @@ def update_policy(
 
 
 def _with_old_log_probs(batch: TrainingBatch, log_probs: Sequence[Tensor | None]) -> TrainingBatch:
-    """Return the batch with old log-probs of micro-batches that have none yet."""
+    """Return the batch with these old log-probs in the micro-batches that have none yet."""
     kept = [one.old_log_probs_X for one in batch.micro_batches]
     return batch.filled(old_log_probs_X=[new if old is None else old for old, new in zip(kept, log_probs, strict=True)])
 

@@ -199,7 +199,7 @@ class CompletionBody(TextBody):
         """Return what is new of a choice, for the answer or for an event."""
         kept = 0 if self.max_tokens == 0 else len(choice.new)
         echoed = choice.prompt if self.echo and choice.first else ()
-        if self.echo and choice.echo is None:  # or a forked process wrote the first event, and its echo ended with it
+        if self.echo and choice.echo is None:  # not decoded yet, or in a forked process that has ended
             choice.echo = codec.decode(choice.prompt, self.skip_special_tokens)
         text = ((choice.echo or "") if echoed else "") + ("" if self.max_tokens == 0 else choice.new_text)
         body = self.fields_of(choice) | {"text": text}

@@ -133,7 +133,7 @@ class _Server(uvicorn.Server):
 
     def _end_connections(self) -> None:
         for connection in list(self.server_state.connections):
-            connection.transport.abort()  # what works for it ends, too
+            connection.transport.abort()  # the work on its requests ends, too
 
 
 def serve(

@@ -30,7 +30,7 @@ class NodeCompute:
     def attention(
         self, rows: Shaped[ndarray, "*X"], tokens: Shaped[ndarray, "*X"]
     ) -> tuple[Float64[ndarray, "*X"], Float64[ndarray, "*X"]]:
-        """Return seconds of a layer for requests that attend to tokens together, and of a step outside of layers."""
+        """Return seconds of a layer for `rows` requests with `tokens` tokens in all, and of a step outside layers."""
         context, node = tokens / np.maximum(1, rows), self.attention_node
         return np.where(rows > 0, node.attention(rows, context), 0.0), np.where(rows > 0, node.rest(rows, context), 0.0)
 
@@ -137,9 +137,9 @@ class Site:
     def _link_seconds(
         self, bytes_LMXY: Float64[ndarray, "L M X Y"], sender: Node, receiver: Node, transport: Transport
     ) -> tuple[Float64[ndarray, "L M X Y"], Float64[ndarray, "L M X Y"]]:
-        """Return the time of both NICs; a message costs its bytes and those at which half the bandwidth is reached.
+        """Return the time of both NICs; a message takes as long as its bytes and `half_rate_bytes` more.
 
-        The latter are per GPU of an attention node, in both directions, as in the search.
+        The latter are counted per GPU of an attention node, in both directions, as in the search.
         """
         pair = bytes_LMXY * self.by_network_XY
         used = sender.used
@@ -158,7 +158,7 @@ class Site:
         transport: Transport,
         rng: Generator,
     ) -> Float64[ndarray, "L M X Y"]:
-        """Return latency and tails of messages, and the time of those inside a server."""
+        """Return the sum of latency, tail and, inside a server, transfer time of each message."""
         node = self.compute.attention_node
         factor = transport.factor * node.used.hop_factor
         inside = np.where(self.near_XY, bytes_LMXY / (node.gpu.peer_bytes_per_second * node.ways), 0.0)

@@ -186,7 +186,7 @@ class ServerLost(EngineError):
 class Attempts:
     """Attempts at one thing, and when there have been enough.
 
-    retry_seconds   during which attempts are made, beyond the usual few; not where the time ran out
+    retry_seconds   attempts go on for so long, also after ATTEMPTS; TIMED_OUT_ATTEMPTS end them all the same
     """
 
     retry_seconds: float = 0.0
