@@ -45,7 +45,7 @@ class LoraLinear(nn.Linear):
 class LoraExperts(nn.Module):
     """Stacked experts, each with adapters of its own; `lora_scale` is s, 0: without them.
 
-    It goes before the class of a family, whose forward it replaces by the grouped product.
+    It is the first base, before the experts class of a model family, whose forward it replaces by the grouped product.
     """
 
     num_experts: int

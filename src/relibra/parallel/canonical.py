@@ -3,7 +3,7 @@
 Three things would make bits depend on the plan; each gets an order that no plan changes:
 
 - a row of a matrix product depends on how many rows are multiplied together, so each expert multiplies chunks of
-  `CHUNK` rows, its last one the rest: always the same rows (`chunked_split`) in a call of the same shapes;
+  `CHUNK` rows, the last one the rest: a chunk holds the same rows under every plan (`chunked_split`);
 - a weight gradient depends on the order of its sum, so each chunk gives one partial gradient and the home adds them in
   the order of chunks, whichever rank computed them;
 - the sum over a token's choices is made where the token came from, in the order of choices (`rows/dispatch.py`).
@@ -101,7 +101,7 @@ class CanonicalExperts:
             own = {name: weight.detach() for name, weight in self.weights_of(slot, homes).items()}
             leaves = [own[name].requires_grad_() for name in trained]
             for rows in chunks:
-                # A copy, aligned alike under every plan; its edge holds no tensor, where that of a leaf holds the leaf.
+                # A copy, aligned alike under every plan, and no leaf: the edge of a leaf would hold its tensor.
                 rows_XH = torch.cat([rows_YH[rows], rows_YH[:0].clone().requires_grad_()])
                 with parameters_replaced(self.layer.experts, own):
                     one = one_expert(len(rows_XH), rows_XH.device)
@@ -116,9 +116,9 @@ class CanonicalExperts:
 class _Canonical(torch.autograd.Function):
     """Run the experts at home, then the replicas; backward runs the replicas first and sends their gradients home.
 
-    What the backward pass of chunks needs is saved as that of the layer, so that checkpointing drops it and makes it
-    again; `kept` has it until the forward pass of the layer ends, and in the backward pass. Graphs of chunks hold no
-    tensor of their own.
+    Graphs of chunks hold no tensor: what they save goes to `kept`, and at the end of the forward pass of the layer from
+    there to `ctx.save_for_backward`, so that checkpointing drops it and makes it again. `kept` is filled again only
+    while the backward pass runs.
     """
 
     @staticmethod

@@ -292,7 +292,7 @@ def _check_versions(routes: BatchRoutes, weight_version: int) -> None:
 
 
 def _refuse_empty_capture(routes: BatchRoutes, layer_id: int, position: int) -> None:
-    """Raise TraceError for a layer that an engine left at zero; with more choices zeros are duplicates."""
+    """Raise TraceError for a layer that an engine left at zero; with top-2 or more `RoutingTrace.validate` does."""
     rows = routes.valid_T.nonzero().flatten()
     if len(rows) >= _SUSPICIOUS_ROWS and not routes.experts_TLK[rows, position].any():
         raise TraceError(

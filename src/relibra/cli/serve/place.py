@@ -38,7 +38,7 @@ def place(
     trace TRACE  Routes of served answers (relibra serve MODEL --record FOLDER), or any trace of the model.
     experts N  Expert workers.
     spare_experts N  Experts of a layer that a worker holds beyond its share, for copies.
-    cap RATIO  Load of the busiest worker / mean, up to which rows are saved.
+    cap RATIO  Most load of a worker / mean that placing experts together may cause.
     output FILE  Write the last placement of the table, JSON, for relibra serve MODEL --placement FILE.
 
     Example: relibra serve place runs/demo --experts 4 --spare-experts 1 --cap 1.05 --output placement.json

@@ -63,7 +63,7 @@ class ServeRequest:
     api_key_from  Where keys of clients are: env:NAME, or file:PATH with one per line.
     max_waiting  Most answers in the queue; more get status 429.
     deadline  Seconds that a request may take, waiting included.
-    updates FOLDER  Let clients load other weights below it, as vLLM's do.
+    updates FOLDER  Let clients load other weights from folders below it, by vLLM's requests.
     timeline  Write what each worker did, and when, for Perfetto in the end.
     until_eof  Stop when the standard input ends.
     """

@@ -63,7 +63,7 @@ def join_tokens(
     live_V: Int64[ndarray, " V"],
     live_R: Int64[ndarray, " R"],
 ) -> tuple[Int64[ndarray, " Y"], Int64[ndarray, " X"], Int64[ndarray, " A"]]:
-    """Return `arrived_Y`, rows that go out, and arrived live rows, where live rows lie behind each rank's planned ones.
+    """Return `arrived_Y` renumbered, rows that go out, arrived live rows: those of a rank lie behind its planned ones.
 
     arrived_Y, receive_R   arrived row of each planned row that is computed here, and how many come from each rank
     token_Z, send_R        planned rows that go out, and how many to each rank

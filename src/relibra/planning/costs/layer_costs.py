@@ -77,8 +77,8 @@ class LayerCosts:
         """Return the waits for pushes, which run one after another beside everything before the replicas.
 
         Resident slots are free from the start of the pass, shared slots when results of the layer that used them are
-        back, and a live balancer pushes after its decision. Of two clocks `t` runs always, and `v` stops while rows
-        cross between nodes, as pushes between nodes pause then. Of a push: `free` may start, `here` has arrived.
+        back, and a live balancer pushes after its decision. There are two clocks: `t` always runs; `v` stops while rows
+        cross between nodes, as pushes between nodes pause then. A push may start at `free` and has arrived at `here`.
         """
         rows_ML = self.exchange.dispatch_ML + self.exchange.gates_ML
         inside_ML, inside_back_ML = self.exchange.inside_ML

@@ -96,7 +96,7 @@ class DeploymentPlan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Return tokens per second: of a drained step, as in the paper's Algorithm 1; steady ones of measured nodes."""
+        """Return tokens per second: with measured nodes steady ones, else of a drained step, as in Algorithm 1."""
         return self.steady_tokens_per_second if self.efficiency.measured else self.batch / self.drained_seconds
 
     @property

@@ -82,7 +82,7 @@ def mismatch_metrics(mismatch: MismatchSums) -> dict[str, float | None]:
     probability_difference   mean of abs(difference of probabilities)
     weight_mean, weight_std  of w
     ess                      (sum w)^2 / (count x sum w^2): effective share of tokens under importance sampling
-    chi2                     mean of w^2, minus 1; below 0 where the mean of w is
+    chi2                     mean of w^2, minus 1; below 0 only where the mean of w is below 1
     masked_share             tokens that the correction gave weight 0
     """
     count, k3, above, probability, weight, squared_weight, masked, size = mismatch.sums[:_NUM_TOTALS].tolist()

@@ -211,7 +211,7 @@ def kl_estimate(
     large where the reference is much likelier. That of k1 itself is 0 in expectation, so k1 has the gradient of k2.
 
     One token that the reference has and the policy has lost would outweigh all others: d counts up to 20 in size, k3 up
-    to 10, as in verl. Limited tokens have no gradient; with k3+, only those where d is limited.
+    to 10, as in verl. Limited tokens have no gradient; with k3+ those where k3 alone is limited keep theirs.
     """
     difference_X = logp_X - logp_reference_X
     limited_X = difference_X.detach().abs() > _LARGEST_LOG_RATIO

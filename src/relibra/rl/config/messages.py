@@ -89,7 +89,7 @@ def _refusal(mistake: Mapping[str, Any], sources: Sources) -> ConfigError:
         absent = ABSENT.get(name) or ABSENT.get(key[-1])
         next_step = f"not there yet: {absent}" if absent else _question(_likely_settings(key, known))
         return ConfigError(f"{name} is not a setting", where=where, allowed=allowed, next_step=next_step)
-    if mistake["type"] == "value_error":  # a check of ours, which says what it got: it may be a key, not to be shown
+    if mistake["type"] == "value_error":  # a check of ours, whose message says what it got: the value may be an API key
         where = "the command line" if "override " in where else where
         return ConfigError(name, where=where, allowed=message.removeprefix("Value error, "))
     meant = _nearest(got, re.findall(r"'([^']*)'", message)) if mistake["type"] == "literal_error" else ""

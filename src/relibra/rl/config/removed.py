@@ -46,7 +46,7 @@ REMOVED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 def without_removed(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
-    """Return sections without removed settings whose values still hold, and the name and value of each other one."""
+    """Return sections without removed settings, and name and value of each of those whose value holds no more."""
     settings = {section: dict(part) if isinstance(part, Mapping) else part for section, part in given.items()}
     parts = {section: part for section, part in settings.items() if isinstance(part, dict)}
     kept, refused = _kept_values(parts), list[tuple[str, Any]]()
@@ -64,7 +64,7 @@ def without_removed(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tupl
 
 
 def _kept_values(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
-    """Return the values that still hold of settings whose defaults followed from other settings."""
+    """Return, for removed settings whose defaults followed from other settings, the values that still hold."""
     algorithm, model = settings.get("algorithm", {}), settings.get("model", {})
     preset, kept = algorithm.get("preset"), dict[str, tuple[Any, ...]]()
     if algorithm.get("loss", preset) == "gspo":

@@ -33,7 +33,7 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
         why = "needs model.path: the weights of the built-in model are random, and adapters leave them as they are"
         yield "lora.rank", why, "train it with run.steps=0 first and set model.path=RUN/policy"
     if config.lora.rank and (rollout.sleep or rollout.transfer in ("nccl", "ipc")):
-        why = "sends adapters to a server on GPUs, and those alone, as a folder that it loads beside its weights"
+        why = "sends only the adapters to a server on GPUs, as a folder that it loads beside its weights"
         yield "lora.rank", why, "set rollout.transfer=folder and rollout.sleep=false"
 
     # The task.
@@ -55,7 +55,7 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
     # Old log-probs of the sampler.
     if algorithm.old_log_probs == "sampler" and algorithm.loss not in ("ppo", "grpo", "dapo"):
         why = (
-            "is for ratios of single tokens, the losses ppo, grpo and dapo: in others a mismatch is more than a factor"
+            "is for the losses ppo, grpo and dapo, in whose ratios of single tokens a mismatch is just a factor"
         )
         yield "algorithm.old_log_probs", f"{why}, and algorithm.loss is {algorithm.loss!r}", "set skip_first"
     if algorithm.old_log_probs == "sampler" and algorithm.replay == "R2":
@@ -158,7 +158,7 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
         why = "samples while a step trains, and rollout.sleep and update.offload 'all' are for one after the other"
         yield "rollout.ahead", why, "set rollout.sleep=false and update.offload=moments; or rollout.ahead=0"
 
-    # There are servers where they sample, and the folder of new weights is not that of the model.
+    # Servers: what each engine and transfer needs; and new weights are not written into the folder of the model.
     engine, weights = rollout.engine, rollout.server_weights
     if engine == "serve" and rollout.url:
         instead = "leave it out, or set rollout.engine=vllm for a server of relibra that runs already"
@@ -181,7 +181,7 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
         instead = "set a folder of its own, in which new weights are written"
         yield "rollout.server_weights", "is the folder of model.path", instead
 
-    # Importing most balancers loads numba; importing the user's runs their code, which `find_balancer` does later.
+    # Not looked up here: the usual three, as the look-up loads numba; a user's function, as its import runs their code.
     if config.plan.balancer not in ("relibra", "static", "live") and ":" not in config.plan.balancer:
         from relibra.planning.registry import find_balancer
 

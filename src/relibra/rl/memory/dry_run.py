@@ -34,7 +34,7 @@ def cut_layers(model_config: Any, layers: int) -> Any:
 def layers_to_run(model_config: Any, structure: ModelStructure) -> tuple[int, int]:
     """Return how many layers the two dry runs have; equal numbers: one run of the whole model suffices.
 
-    The first has the dense layers at the beginning, and each kind of layer once; the second each kind once more.
+    The first has the leading dense layers, then a period of the kinds of layers (two or more); the second two periods.
     """
     text = model_config.get_text_config()
     whole, kinds = text.num_hidden_layers, getattr(text, "layer_types", None) or []
@@ -60,7 +60,7 @@ def dry_run(config: RunConfig, model_config: Any, cluster: Cluster, stand_ins: S
         run = StepRun(config, model_config, structure, cluster, stand_ins.device, mode, has_copy=has_copy)
         run.steps(batch)
         device_peaks, host_peaks = mode.device.peaks(), mode.host.peaks()
-    device_peaks.pop("", None)  # of a pass that no run has
+    device_peaks.pop("", None)  # phase of the pass by which `StepRun` counts what layers save: no run makes it
     saved, token_slots = list(run.saved), run.token_slots
     stand_ins.routes = {}
     del run

@@ -128,7 +128,7 @@ def check_memory(config: RunConfig, local_ranks: int | None = None) -> Estimate 
 
 
 def with_estimate(config: RunConfig, found: Estimate | None, *, warns: bool = True) -> RunConfig:
-    """Return the configuration with the settings that an estimate chooses, and at most its room for resident slots.
+    """Return the configuration with the settings that an estimate chooses; `plan.memory_gib` is at most what it leaves.
 
     found   None: there is no estimate; what a plan would choose gets its default, with a warning
     """

@@ -34,7 +34,7 @@ def make_engine(
 ) -> RolloutEngine:
     """Return this rank's engine: an embedded one, or a client of the servers that all ranks share.
 
-    shortest          fewest tokens for which a response begins within a step
+    shortest          a response begins late in a step only if there is time for this many tokens
     replays_rollout   training replays the routes of the rollout (R3), so a server has to report them
     """
     if rollout.engine == "embedded":
@@ -158,10 +158,10 @@ def sync_weights(
     if not keeps:
         _pause_answers(engine)
     if canary is not None and not slept:
-        canary.before_update()  # after the cut: before, requests would wait in queues
+        canary.before_update()  # after a cut: before, it would wait in queues; and before a pause that keeps answers
     if keeps:
         _pause_answers(engine)
-    wait_for_ranks()  # here and below without a deadline: what rank 0 asks servers may take long
+    wait_for_ranks()  # it has no deadline, here and below: rank 0 may wait long for answers of servers
     if slept:
         wake(engine, "weights")
     _load_into_servers(engine, policy, weight_version, written)
@@ -222,7 +222,7 @@ def _write_weights(engine: ServerEngine, policy: Policy, weight_version: int) ->
 def _load_into_servers(engine: ServerEngine, policy: Policy, weight_version: int, written: Path | None) -> None:
     """Let the servers load the trained weights, from the folder `written`, or sent to them (None); collective."""
     if written is None:
-        # Of gloo's ranks, all but the first only take part in gathering.
+        # With gloo, rank 0 sends from host memory; the other ranks only take part in gathering.
         to_host = engine.servers[0].transfer == "gloo" and dist.get_rank() == 0
         device, named = torch.device("cpu") if to_host else None, full_parameters(policy.trained)
         sent = ((name, full.to(device or full.device, policy.meta.get_parameter(name).dtype)) for name, full in named)

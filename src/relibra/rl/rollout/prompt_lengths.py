@@ -1,4 +1,4 @@
-"""Prompts that are longer than `rollout.max_prompt`: left out of the file."""
+"""Prompts longer than `rollout.max_prompt`: left out of what a file trains on and of evaluations, else refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def fit_prompts(task: Task, tokenizer: Tokenizer, settings: RolloutSettings) -> 
 
     Each rank encodes its share of the file. The most is rollout.max_prompt where some are left out, 0 without a file.
 
-    raises    ConfigError, on all ranks, where no prompt is left; naming file and line of one without tokens
+    raises    ConfigError, on all ranks, where no prompt is left; and for one without tokens, with its file and line
     """
     if not isinstance(task, Prompts):
         return task, 0

@@ -86,7 +86,7 @@ def launch(
     if on_ray:
         check_ray()
     if launched is not None:
-        config = with_estimate(config, None, warns=launched.rank == 0)  # before the check, which only refuses here
+        config = with_estimate(config, None, warns=launched.rank == 0)  # defaults: the check below chooses nothing
         if launched.rank == 0:
             _print_settings(config)
             if not launched.restarts:
@@ -111,7 +111,7 @@ def _prepare(config: RunConfig, *, force: bool) -> tuple[RunConfig, Estimate | N
     """Measure or check the cluster for plans; return the settings that fit the memory, and the estimate of it."""
     if config.follows_plans:
         _prepare_cluster(config)
-    found = None if config.parallel.launcher == "ray" or force else check_memory(config)  # its nodes have other GPUs
+    found = None if config.parallel.launcher == "ray" or force else check_memory(config)  # Ray's nodes have other GPUs
     return with_estimate(config, found), found
 
 

@@ -52,13 +52,13 @@ def main(place: Mapping[str, Any]) -> None:
     assert launched is not None, "the agent tells a rank who it is"
     assert told is not None, "the agent tells a rank where to write"
     with suppress(OSError):  # one of them is closed
-        os.dup2(2, 1)  # for good: what a reward prints at exit is no outcome either
+        os.dup2(2, 1)  # to the end of the process: what a reward prints at exit is no outcome either
     done = told.with_name("done")
     done.write_text(RUNNING)
     run = Path(place["run"])
     config = RunConfig.model_validate_json(place["config"])
     _, complete = run_rank(config, launched, lambda _: (run, False), prints=False)
-    with done.open("r+") as file:  # in its place: a full disk has room for it
+    with done.open("r+") as file:  # overwrites as many bytes, for which a full disk has room
         file.write("complete" if complete else "stopped ")
     leave()
 

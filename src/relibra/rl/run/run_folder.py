@@ -7,7 +7,7 @@ metrics.jsonl          one line per finished RL step
 samples.jsonl          some responses of each step, with their rewards
 checkpoints/           from which a stopped run resumes
 reference/             the policy before the first step, if algorithm.kl_coefficient is above 0
-tensorboard/           the same numbers for TensorBoard
+tensorboard/           the numbers of metrics.jsonl, for TensorBoard
 traces/step-00000/     routes of the latest rollouts and of every 50th step (`trace.keep`)
 policy/                the trained policy, a plain `transformers` folder
 server/                log of the run's own rollout server, and weights on their way there (rollout.engine=serve)
@@ -109,7 +109,7 @@ def _folder_of_launch(config: RunConfig, launch: str) -> Path | None:
 def running_file(run: Path) -> Path:
     """Return the file that is there while a run goes on: its ranks stop after the present step when it is removed.
 
-    Unlike a signal it reaches ranks that begin to start, those on other machines, and none waits for a full disk.
+    Unlike a signal, its removal reaches ranks that only start and those on other machines, also where disks are full.
     """
     return run / ".running"
 

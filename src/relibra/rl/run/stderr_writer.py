@@ -14,7 +14,7 @@ from typing import Any
 MAX_TEXTS = 10_000
 """Texts that wait for a reader; later ones are lost."""
 FLUSH_SECONDS = 2.0
-"""Longest wait for a reader; then nothing waits until what was written has been read."""
+"""Longest wait for a reader; after it no flush waits, until all that was written before has been read."""
 
 
 class StderrWriter:

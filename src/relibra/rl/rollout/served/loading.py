@@ -38,7 +38,7 @@ def adapter_name(folder: Path | None) -> str | None:
 async def load_weights(
     call: Call, dialect: Dialect, url: str, folder: Path, version: int, before: Path | None = None
 ) -> None:
-    """Let a server load a folder, drop its caches and the adapter in `before`, and know the version.
+    """Let a server load a model and drop its caches, or an adapter and drop that in `before`; and know the version.
 
     raises   EngineError that names `url`
     """

@@ -188,7 +188,7 @@ def _missing_of_sglang(config: dict[str, Any], longest: int, wants_routes: bool)
         )
     if config.get("preferred_sampling_params"):
         yield "leave out --preferred-sampling-params (it changes the distribution that tokens are sampled from)"
-    began_as = str(config.get("launch_command") or "")  # older releases show the version of the last update instead
+    began_as = str(config.get("launch_command") or "")  # not in older releases, whose version is the last update's
     if "--weight-version" in began_as and str(config.get("weight_version")).isdigit():
         yield "leave out --weight-version, or give it no number (a server that is started again is known by it)"
     if wants_routes and config.get("enable_hierarchical_cache") is True:

@@ -40,7 +40,7 @@ class TrainedScorer:
     """Scores sequences with a model that is sharded over the ranks; each rank scores some of them.
 
     client   of any server: they share temperature, and whether routes are compared
-    begins   called when servers have been asked, and may go on
+    begins   called before ranks score, when servers have answered the canary and may get other requests
     """
 
     model: nn.Module
