@@ -239,7 +239,7 @@ def register() -> None:
 def balanced_layers(model: nn.Module) -> dict[int, BalancedEP]:
     """Return the layers that can follow a plan, by ascending decoder layer.
 
-    raises   EngineError when the model has none or two decoders, or its experts have foreign adapters or are offloaded
+    raises   EngineError without such layers, with two decoders, or if experts have foreign adapters or are offloaded
     """
     layers: dict[int, BalancedEP] = {}
     for name, module in model.named_modules():

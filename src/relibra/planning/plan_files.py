@@ -130,8 +130,8 @@ def _from_version_2(where: str, body: dict[str, Any], arrays: dict[str, ndarray]
     slots = arrays["replica_MLRB"].shape[-1]
     resident_slots, static_rows = body["resident_slots"], body.get("static_rows", False)
     if resident_slots not in (0, slots) or static_rows is not False:
-        what = "static rows" if static_rows else f"{resident_slots} resident slots of {slots}"
-        raise PlanError(f"{where} has {what}, and all slots of a plan now have one lifetime: plan the step again")
+        what = "static rows" if static_rows else f"{resident_slots} resident slots of {slots} (two lifetimes)"
+        raise PlanError(f"{where} has {what}, which plans no longer have: plan the step again")
     gone = ("resident_slots", "static_rows", "objective", "cut_short")
     facts = {name: value for name, value in body.items() if name not in gone}
     return {**facts, "resident": resident_slots > 0, "gradient_wire": "float32" if resident_slots else "model"}

@@ -37,7 +37,7 @@ BALANCERS: dict[str, Balancer] = {
         decide=relibra_paper.decide_tokens,
         sees="micro-batches",
         for_tokens=True,
-        based_on="relibra_paper for even token-slots, as its paper",
+        based_on="relibra_paper for even token-slots, the paper's objective",
     ),
     "relibra_paper_anywhere": Balancer(
         decide=relibra_paper.decide_tokens_across_nodes,
@@ -52,7 +52,7 @@ BALANCERS: dict[str, Balancer] = {
         decide=ultraep.decide_as_shipped, sees="live", based_on="UltraEP with copies of at least 1,024 token-slots"
     ),
     "moonep": Balancer(
-        decide=moonep.decide, sees="live", own_slots=True, based_on="MoonEP, MoonshotAI/MoonEP, the group one domain"
+        decide=moonep.decide, sees="live", own_slots=True, based_on="MoonEP, MoonshotAI/MoonEP, one domain: the group"
     ),
     "moonep_node": Balancer(
         decide=moonep.decide_in_nodes, sees="live", own_slots=True, based_on="MoonEP, each node a domain"

@@ -219,7 +219,7 @@ def _build_task_and_policy(
     task, longest_prompt = fit_prompts(task, tokenizer, config.rollout)
     if config.model.path:
         tokens = encode_prompt(0, task, tokenizer, config.rollout)
-        whole = tokenizer.decode([*tokens, tokenizer.stop_ids[0]])  # decoding leaves out a stop token at the end
+        whole = tokenizer.decode([*tokens, tokenizer.stop_ids[0]])  # decoding drops a last stop token: this one
         others = task.other_columns if isinstance(task, Prompts) else ()
         display.first_prompt(task.prompt(0).origin, len(tokens), whole, others)
     longest = longest_prompt + config.rollout.max_response

@@ -1,6 +1,6 @@
 """Search for the deployment of most tokens per price, watt or GPU (MegaScale-Infer, arXiv 2504.02263, Algorithm 1).
 
-It uses `iteration_seconds`, not Eq. 5, so that one or two micro-batches and slow links are priced too, and any number
+It uses `pipeline_time`, not Eq. 5, so that one or two micro-batches and slow links are priced too, and any number
 of experts on a node. A larger micro-batch never gives fewer tokens per second here, because every time is a maximum of
 lines `a + b rows` with `a >= 0` (measured ones nearly), so the largest one that memory and latency allow is taken.
 """

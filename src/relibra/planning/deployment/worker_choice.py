@@ -97,7 +97,7 @@ def count_traffic(
     cap: float = LOAD_CAP,
     batch: int = BATCH_TOKENS,
 ) -> WorkerTraffic:
-    """Return rows and loads of tokens that choose copies batch by batch, as drawn by `rng`; None: in their order."""
+    """Return rows and loads of tokens that choose copies batch by batch, shuffled by `rng`; None: in their order."""
     order_T = np.arange(len(expert_TLK)) if rng is None else rng.permutation(len(expert_TLK))
 
     def count(layer: int) -> Float64[ndarray, " 3"]:

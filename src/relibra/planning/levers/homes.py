@@ -215,7 +215,7 @@ def _swap(load_ME, source_MNE, before_E, node_E, network, move) -> None:
 
 
 def heaviest_first(load_E: Shaped[ndarray, " E"], num_bins: int) -> Int64[ndarray, " E"]:
-    """Return the bin of each expert, of equal count: heaviest first, to the lightest bin with room (ties: lower id).
+    """Return the bin of each expert (equal counts): heaviest first, to the lightest bin with room (ties: lower id).
 
     >>> heaviest_first(np.array([5, 4, 3, 2]), 2).tolist()
     [0, 1, 1, 0]

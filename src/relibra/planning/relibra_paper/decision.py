@@ -30,7 +30,7 @@ from relibra.routing.demand import ScheduledDemand
 _WORTH_MOVING = 0.01
 """Share of a layer's cost that new homes must save to replace those of a planned step: loads vary."""
 _TOLERANCES = (1.0, 10.0)
-"""Tolerances that are priced for seconds, as multiples of the budget's, beside no replicas."""
+"""Multiples of the budget's tolerance that are priced for seconds; a plan without replicas is priced too."""
 
 
 def decide(request: PlacementRequest) -> Placement:

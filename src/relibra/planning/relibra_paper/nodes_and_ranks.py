@@ -32,8 +32,8 @@ def place_homes(
     previous_home_E   homes before the step: one of the starts, and the origin of moves
     temperature       first temperature of the annealing: `annealing.COLD` or `WARM`
     proposals         swaps tried
-    returns           `previous_home_E` unless the cost falls by more than moves cost, or, on unchanged nodes, the load
-                      of the busiest ranks does
+    returns           new homes if they lower the cost (on unchanged nodes: the load of the busiest ranks) by more than
+                      the moves cost, else `previous_home_E`
     """
     num_nodes = source_MNE.shape[1]
     previous_node_E = previous_home_E // ranks_per_node

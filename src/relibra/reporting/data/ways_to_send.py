@@ -29,10 +29,10 @@ Way = Literal["per choice", "once per rank", "once per node", "gather all"]
 class SentRows(NamedTuple):
     """A step's rows, sent in one way.
 
-    used               the plan sends its rows in this way; never True where it does once per node and pairs are unknown
+    used               the plan sends its rows in this way; True for none if that is once per node and pairs are unknown
     ..._bytes, ..._factor   as in `ByteLedger`, of all layers together
-    messages, fences   of all ranks; with puts per expert, a put for each expert of a rank that gets rows, also where
-                       rows go to the rank once
+    messages, fences   of all ranks; with puts per expert, a message to another node for each expert that gets rows,
+                       even where a token is sent to its rank once
     seconds            with counts known before the step
     seconds_counting   with counts exchanged in each layer's forward pass
     """
@@ -59,11 +59,11 @@ def ways_to_send(
     top_k: int,
     distinct: DistinctRows | None = None,
 ) -> list[SentRows]:
-    """Return the ways to send the rows of a plan; those that send a token once only where shared choices are known.
+    """Return the ways to send the rows of a plan; ways that send a token once are there if shared choices are known.
 
     demand     with the schedule of the plan
     top_k      choices of a token
-    distinct   counted rows; None: with `demand.pairs_LEE` a lower bound of what is sent once
+    distinct   rows counted token by token; None: `demand.pairs_LEE`, if known, bounds rows sent once from below
     returns    [] on one rank
     raises     as `exchange_costs`
     """

@@ -22,7 +22,7 @@ from relibra.timeline import Event, Timeline
 MAX_CELLS = 800_000
 """Cells of all heatmaps of loads together: three bytes each on the page."""
 MAX_VIEWS = 200
-"""Views of a heatmap: each is a trace of the figure, and a slider restyles all."""
+"""Views of a heatmap: each is two traces of the figure, and a slider restyles all."""
 MAX_EVENTS = 8_000
 """Events of one timeline: some 60 bytes each on the page, and an element each in a browser."""
 LANES = {
@@ -44,11 +44,11 @@ STYLES = {
 def load_figures(step: ComparedStep) -> dict[str, Any]:
     """Return heatmaps of the load of ranks and of experts in % of their mean, both plans side by side.
 
-    An expert with replicas has the load of its busiest instance. Colours end at the 99th percentile of the busiest
-    rows, at least at 200 %.
+    An expert with replicas has the load of its busiest instance. Colours end at the 99th percentile of the largest
+    load of each micro-batch and layer, at least at 200 %.
 
-    returns   "layers": (title, figure) with a view per layer over micro-batches; "micro_batches": with a view per
-              micro-batch over layers; "layer_ids" and "numbers" of these views; "first" of both: the most improved ones
+    returns   "layers", "micro_batches": (title, figure) of ranks and of experts, a view per layer and per micro-batch;
+              "layer_ids", "numbers": what these views show; "first": positions of the most improved of both
     """
     layer_ids, (before, after) = step.before.plan.layer_ids.tolist(), step.plans
     sizes = step.before.plan.num_ranks + step.before.plan.num_experts
@@ -170,7 +170,7 @@ def _timelines_figure(names: Sequence[str], drawn: Sequence[Sequence[Event]]) ->
             colour, pattern = STYLES.get(stage, ("#999999", "-" if stage.startswith("wait") else ""))
             figure.add_bar(
                 orientation="h",
-                base=[float(f"{event.start:.6g}") for event in own],  # a list in any case: each digit is a byte
+                base=[float(f"{event.start:.6g}") for event in own],  # text even from an array: each digit is a byte
                 x=np.array([event.seconds for event in own], dtype=np.float32),
                 y=np.array([ranks.index(event.rank) + (lane - 1) * 0.3 for event in own], dtype=np.float32),
                 width=0.27,
@@ -203,7 +203,7 @@ def _timelines_figure(names: Sequence[str], drawn: Sequence[Sequence[Event]]) ->
 
 
 def _time_ranges(drawn: Sequence[Sequence[Event]], layer: int | None) -> dict[str, list[float]]:
-    """Return the range of each time axis, all of one length: the forward pass through a layer, which combine ends.
+    """Return the range of each time axis, all equally long: from a layer's first event to the end of its first combine.
 
     layer   None: all layers
     """

@@ -31,7 +31,7 @@ MOE_TERMS = ("compute", "exchange", "gates", "copies", "relocation")
 MAX_FAILED_RANKS = 16
 
 MIN_RELOCATION_SHARE = 0.01
-"""A relocation below this share of a duration is not shown by itself."""
+"""A duration is shown without relocation too where relocation takes more than this share of it."""
 
 FACTORS = (
     ("efficiency_L", "efficiency: useful / capacity"),
@@ -85,7 +85,7 @@ def step_values(step: ComparedStep, timelines: Sequence[tuple[str, Timeline]] = 
     """Return the values of step.html.
 
     timelines   (name, timeline) of the step, measured or simulated elsewhere
-    remedy      advice shown where rows are bounds: how to count them token by token; "" for none
+    remedy      advice shown where counts of rows are bounds: how to count token by token; "" for none
     """
     simulated = simulate_plans(step) if step.after.demand.load_MLE.any() else None
     micro_batch, layer = step.most_improved()
@@ -142,7 +142,7 @@ def key_figures(step: ComparedStep, simulated: Simulated | None) -> list[list[st
 
 
 def duration_rows(name: str, seconds: Sequence[float], relocation: Sequence[float]) -> list[list[str]]:
-    """Return the row of a duration, and one without relocation where that is long: experts move once for many steps."""
+    """Return the row of a duration and, if relocation is long, one without it: experts move once for many steps."""
     durations = {name: seconds}
     if any(moved > MIN_RELOCATION_SHARE * total for total, moved in zip(seconds, relocation, strict=True)):
         durations[f"{name}, without relocation"] = (seconds[0] - relocation[0], seconds[1] - relocation[1])
@@ -153,7 +153,7 @@ def duration_rows(name: str, seconds: Sequence[float], relocation: Sequence[floa
 
 
 def _cover(step: ComparedStep) -> dict[str, Any] | None:
-    """Return the covered share of the load for the failure of each single rank; None: one rank, or no load."""
+    """Return the share of load whose experts survive if one rank fails, rank by rank; None: one rank, or no load."""
     before, after = step.plans
     plan = after.plan
     if plan.num_ranks < 2 or not after.demand.load_MLE.any():
@@ -247,7 +247,7 @@ def _factors_of_layer(ledgers: Sequence[tuple[str, ByteLedger]], i: int) -> tupl
 
 
 def _limits(step: ComparedStep, simulated: Simulated) -> dict[str, Any]:
-    """Return the overlap ratio, what limits the step, and its seconds part by part, the longest first."""
+    """Return overlap ratios, durations, memory, and the seconds of the step part by part, the longest first."""
     after = step.after
     sustained = sustained_overlap_ratios(step.cluster, step.model.expert)
     seconds = [result.seconds for result in simulated]

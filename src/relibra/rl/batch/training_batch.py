@@ -89,7 +89,7 @@ def build_batch(
 
     With replay of the rollout's routes (R3), the step is planned from them.
 
-    responses   of this rank; where routes are replayed, with validated ones. The list is empty afterwards, so that
+    responses   of this rank, with validated routes if these are replayed. The list is empty afterwards, so that
                 routes that were sent leave memory
     previous    current homes, with replicas that last, if any; None: the static layout
     """

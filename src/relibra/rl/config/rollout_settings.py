@@ -64,15 +64,15 @@ class RolloutSettings(Section):
     """Servers: steps whose responses begin while a step trains; a token is trained at most so many steps after the
     weights that sampled it."""
     on_update: Literal["cut", "keep"] = "cut"
-    """What an update of the weights does with responses under way, which go on with the new ones: "cut" ends them, and
-    feeds them again. "keep" lets the server hold them (sglang, vllm, with `ahead`): their tokens count as mixed.
+    """What an update of the weights does with responses under way, which go on with the new ones: "cut" stops them and
+    feeds them whole again. "keep" lets the server hold them (sglang, vllm, with `ahead`): their tokens count as mixed.
     "keep" with `window` and "embedded": their keys, values and routes stay in memory, those of older weights, while the
     step trains; `mixed_tokens` counts what is sampled over them. A checkpoint drops them, so that a resumed run is the
     same."""
     mixed_routes: Literal["replay", "mask", "rescore"] = "replay"
-    """Tokens before a cut have routes of the weights after it, kept ones may: "replay" trains on them, "mask" leaves
-    them out, "rescore" trains on them with log-probs of those weights too, which the server computes with what follows
-    a cut."""
+    """Tokens before a cut have routes of the weights after it; those of on_update "keep" may, too. "replay" trains on
+    them, "mask" leaves them out, "rescore" trains on them with log-probs of those weights too, which the server
+    computes with what follows a cut."""
     start_seconds: float = Field(600.0, ge=0, le=1e6)
     """Servers: seconds to wait for one that does not answer, before the run begins and during it; one that is started
     again meanwhile first loads the weights that were published last."""

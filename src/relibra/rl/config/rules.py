@@ -54,9 +54,7 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
 
     # Old log-probs of the sampler.
     if algorithm.old_log_probs == "sampler" and algorithm.loss not in ("ppo", "grpo", "dapo"):
-        why = (
-            "is for the losses ppo, grpo and dapo, in whose ratios of single tokens a mismatch is just a factor"
-        )
+        why = "is for the losses ppo, grpo and dapo, in whose ratios of single tokens a mismatch is just a factor"
         yield "algorithm.old_log_probs", f"{why}, and algorithm.loss is {algorithm.loss!r}", "set skip_first"
     if algorithm.old_log_probs == "sampler" and algorithm.replay == "R2":
         why = "leaves out the recompute pass, from which algorithm.replay 'R2' takes routes"

@@ -37,7 +37,7 @@ class ActivationMemory:
     room_bytes: float | None
 
     def beside_replica_slots(self, slot_gib: float | None) -> ActivationMemory:
-        """Return the same, its room less replica slots of at most so many GiB; None: no room is kept for them."""
+        """Return the same with `slot_gib` less room, kept for replica slots; None: no room is kept for them."""
         return self if self.room_bytes is None else replace(self, room_bytes=self.room_bytes - GIB * (slot_gib or 0.0))
 
     def choose(self, plan: StepPlan, demand: ScheduledDemand, cluster: Cluster, model: ModelShape) -> ActivationChoice:
@@ -66,7 +66,7 @@ class ActivationMemory:
         return fits(self.kept_LMR(option_L, plan, demand, model), free_LMR)
 
     def _free(self, token_slots_MLR: ndarray) -> ndarray:
-        """Return what is left beside recomputing all layers, `[L + 1, M, R]`.
+        """Return the bytes left if all layers are recomputed, `[L + 1, M, R]`: as each runs backward, then in the loss.
 
         The dry run has as many tokens as any rank gets. Token-slots beyond those of the dry run take what a layer saves
         of them, and as much again for gradients.

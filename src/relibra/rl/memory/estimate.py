@@ -28,7 +28,7 @@ PARTS = (
 """In the order in which they are shown. buffers: of FSDP's gathers and reductions; slots: of replicas."""
 
 Peaks = dict[str, dict[str, dict[str, int]]]
-"""By phase and line of code that makes storages: bytes of each part, at the largest sum right after it made one."""
+"""By phase and line of code that makes storages: bytes of each part right after that line, where they sum to most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +76,13 @@ class Estimate:
     peaks           of the device, by phase, in the order of a step
     host_bytes      of all ranks of a node together
     device_bytes    memory of the device; None: not known
-    device_name     what says so
+    device_name     what has this memory: `plan.cluster`, else the first GPU here; "" if there is none
     offload_bytes, offload_seconds   between host and device in an optimizer step, both ways together; at the rate of
                     `plan.cluster`
     host_available  of the machine, for the ranks of a node; None: not known
-    activations, choice   where layers keep them by plan: the figures of `ActivationMemory`, and what they keep here
-    added_seconds   of a step: copies of offloading, less what `update.activations` "plan" saves; and the passes where
-                    the size of micro-batches is chosen (label `model`)
+    activations, choice   with `update.activations` "plan": the figures of `ActivationMemory`; what layers keep here
+    added_seconds   of a step: copies of offloading, less what `update.activations` "plan" saves; if the
+                    size of micro-batches is chosen, also the passes of the update (label `model`)
     chosen          settings that this estimate is of, where a plan chooses them
     other           the next best of them; other_seconds: its `added_seconds`, None: it does not fit
     """

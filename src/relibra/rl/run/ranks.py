@@ -112,7 +112,7 @@ def open_group() -> dist.ProcessGroup:
 
 @contextmanager
 def collectives_in(group: dist.ProcessGroup) -> Iterator[None]:
-    """Let the collectives of this thread run in a group of their own inside, beside those of training."""
+    """Inside, let the collectives of this thread run in a group of their own, beside those of training."""
     _THREAD.group = group
     try:
         yield

@@ -25,7 +25,7 @@ class Exit(IntEnum):
     LOST_PEER = 4
     """Another rank ended."""
     HANGING_PEER = 5
-    """Another rank hangs, or gives no sign of life, which the error names."""
+    """Another rank, which the error names, hangs or gives no sign of life."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class LostRankError(EngineError):
 
 
 class NoRoomError(EngineError):
-    """The cluster has no room for as many ranks: fewer might have it."""
+    """The cluster has no room for all ranks of the run; fewer ranks may fit."""
 
 
 def check_ended(ended: EndedRanks, run: Path, *, asked: bool) -> bool:

@@ -12,7 +12,7 @@ from relibra.errors import ConfigError
 
 TRAINING_STREAM = 2
 EVALUATION_STREAM = 3
-"""First numbers of the random streams of prompts: a generator is seeded with [seed, stream, number]."""
+"""Random streams of prompts. Seeds: [seed, stream, number or epoch] in training, [stream, number] in evaluation."""
 
 
 Messages = list[dict[str, str]]

@@ -122,7 +122,7 @@ def micro_batches_to_recompute(schedule: Schedule, settings: AlgorithmSettings, 
     """Return the micro-batches whose old log-probs a pass before the update computes, in their order.
 
     "recompute": all. "skip_first": none of the first mini-batch, whose old log-probs are the update's own; all with R2,
-    for their routes. "sampler": none, as the update decides after its first mini-batch.
+    for their routes. "sampler": none; after its first mini-batch the update decides whether it needs a pass.
 
     trains   whether this step trains the policy; if not, only this pass compares it with the sampler
     """

@@ -78,14 +78,14 @@ def read_token_choices(path: Path | str, num_experts: int | None = None) -> Rout
         trace.validate()
     except TraceError as error:
         raise TraceError(
-            f"{path}: {error} (not recorded are rows of -1, those beyond seqlen where ids are padded, and those that "
-            "an array 'valid' says)"
+            f"{path}: {error} (as not recorded count rows of -1, rows beyond seqlen where ids are padded, and rows "
+            "that an array 'valid' leaves out)"
         ) from error
     return trace
 
 
 def _sets(path: Path, arrays: Mapping[str, ndarray]) -> dict[str, _Rows]:
-    """Return the rows of each set of samples, in the order of the archive; the name of an only set is empty."""
+    """Return the rows of each set of samples, in the order of the archive; the name of the set 'ids' is empty."""
     names = [""] if "ids" in arrays else [name.removesuffix("_ids") for name in arrays if name.endswith("_ids")]
     if not names:
         raise TraceError(

@@ -71,7 +71,7 @@ def _samples(where: str, found: _MicroBatch) -> Iterator[RoutedSample]:
         )
     padding = sum(1 for _ in takewhile(lambda name: not name, reversed(names)))
     if not lengths or padding >= lengths[-1]:
-        raise TraceError(f"{where} has {padding:,} tokens of padding, and its last sample is no longer")
+        raise TraceError(f"{where} has {padding:,} tokens of padding: its last sample must be longer")
     lengths[-1] -= padding
     for sample, (first, tokens) in enumerate(zip(accumulate(lengths, initial=0), lengths, strict=False)):
         yield RoutedSample(
