@@ -89,7 +89,7 @@ def sweep(request: SweepRequest) -> None:
     """Simulate a step for every combination of settings, each beside the static layout of the same machine.
 
     Best is the point with most tokens per second and rank; the limits are those of its step. Shares are of a step's
-    seconds: exchanging rows, experts on the busiest ranks only, copies that are not hidden, and its part of the moves.
+    seconds: exchanging rows, only the busiest ranks computing experts, copies not hidden, and its part of the moves.
     Combinations that are not possible are listed below the table.
 
     Example: relibra sweep runs/demo --ranks 2,4,8 --balancer relibra,eplb
@@ -165,7 +165,7 @@ def _numbers(option: str, text: str | None, least: int, most: int) -> list[int |
 
 
 def _refuse_schedule_of_fewer_ranks(workload: Workload) -> None:
-    """Raise a ConfigError where the highest ranks of a given schedule have no samples at all.
+    """Raise a ConfigError where a given schedule has no samples for the highest ranks of the machine.
 
     A sweep compares machines: one whose ranks are partly idle would only seem slower.
     """

@@ -101,7 +101,7 @@ class LiveBalancing:
 
     @property
     def token_slots(self) -> int:
-        """Return the token-slots of all ranks, layers and passes so far, whose ranks were unknown before the pass."""
+        """Return token-slots of all ranks, layers and passes so far; which rank computes each was unknown before."""
         return round(self._loads_3[2] * self._live.slots.state.num_ranks)
 
     def waited(self) -> dict[str, float]:
@@ -137,7 +137,7 @@ class LiveBalancing:
     def _begin(self, position: int) -> Place:
         """Return the place of this pass over a layer, which no other pass has; count forward passes.
 
-        A layer that is not behind the last one begins the next forward pass.
+        A layer that does not come after the one that ran before begins the next forward pass.
         """
         state = self._live.slots.state
         if position <= self._last_position:

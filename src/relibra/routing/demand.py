@@ -33,7 +33,7 @@ class Demand:
     top_k        K, choices per token; None: not known
     attended_S   attention of each sample in squared tokens, for samples that also see tokens of others (a prompt that
                  several responses share); None: the square of its own tokens
-    piece_S      per sample, the position of the first that it stays with, as they share a prompt; None: all are free
+    piece_S      per sample, position of the first of those that share its prompt and stay together; None: all are free
     """
 
     counts_SLE: Int32[ndarray, "S L E"]

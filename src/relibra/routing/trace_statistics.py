@@ -135,7 +135,7 @@ class TraceStatistics:
         """Return the figures as plain numbers for JSON.
 
         step_expert_skew   max / mean *expert* load of the whole trace, mean over layers
-        max_vio            largest violation of an *expert* over the whole trace, max over layers
+        max_vio            largest *expert* load / mean - 1 over the whole trace, max over layers
         load_cv            coefficient of variation of *expert* load of the whole trace, median layer
         """
         row = ("ranks", "skew_mean", "skew_median", "skew_p95", "skew_max", "skew_weighted", "idle_share")
@@ -353,7 +353,7 @@ class _MicroBatchSums:
         """Return the figures over micro-batches that `TraceStatistics` has, by their names there."""
         M = max(1, self.micro_batches)
         mean_LE = self.off_LE / M
-        variance_LE = self.off_square_LE / M - mean_LE**2  # of differences to the mean shares: small ones stay exact
+        variance_LE = self.off_square_LE / M - mean_LE**2  # of differences, not of shares: a small variance stays exact
         return {
             "micro_batches": self.micro_batches,
             "layouts": tuple(

@@ -27,14 +27,14 @@ class WorkerLayout:
     attention       attention workers: data parallel, each with all weights except those of experts
     experts         expert workers: each holds some experts of every layer
     micro_batches   of each attention worker: the attention of one runs while experts run another
-    spare_experts   experts that each expert worker holds beyond its share, so that others have copies
-    cap             tokens choose copies that save rows on workers below this load / mean load
+    spare_experts   copies of other workers' experts that each expert worker holds in a layer, at most
+    cap             tokens choose a copy that saves rows only on a worker whose load / mean load is below this
     transport       how rows travel between attention and experts
     max_tokens      most tokens of one forward pass of one micro-batch: sizes every buffer
     max_batch       most requests that one attention worker decodes at once, over its micro-batches
     max_length      most tokens of one request, prompt and answer
-    kv_tokens       tokens of the KV caches of one attention worker; a micro-batch takes its requests under way x the
-                    tokens that the longest of them may reach
+    kv_tokens       tokens of the KV caches of one attention worker; a micro-batch uses (its requests under way) x
+                    (tokens that the longest of them may reach)
     timeout         seconds that one side waits for the other before it gives up
     """
 

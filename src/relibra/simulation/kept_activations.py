@@ -1,6 +1,6 @@
 """What each layer keeps of the forward pass for the backward pass, the fastest choice that fits.
 
-Token-slots of every rank, layer and micro-batch are known from recorded routes before a step, and so are its bytes.
+Recorded routes tell the token-slots of every rank, layer and micro-batch before a step, and so the bytes to keep.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _fill(
 
 
 def _steps(weight_X: ndarray, seconds_X: ndarray, allowed: list[int]) -> Iterator[tuple[float, int]]:
-    """Yield (density, option) of a layer by rising seconds; density: more seconds / more bytes than before, falling."""
+    """Yield (density, option) by rising seconds and falling density: seconds / bytes that it adds to the one before."""
     now = 0
     while better := [o for o in allowed if seconds_X[o] > seconds_X[now]]:
         density = {o: (seconds_X[o] - seconds_X[now]) / max(1e-9, weight_X[o] - weight_X[now]) for o in better}

@@ -164,7 +164,7 @@ def _kind_of_states(layer: PlannedMoELayer, optimizer: Any) -> str:
 def _other_states(where: str) -> EngineError:
     return EngineError(
         f"{where}: optimizer states of experts are cut at other places in each slot, or absent in some, so experts "
-        "cannot change places: move homes with one expert-data-parallel rank, or keep them"
+        "cannot change places: use one expert-data-parallel rank, or do not move homes"
     )
 
 

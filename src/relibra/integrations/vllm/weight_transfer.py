@@ -45,7 +45,7 @@ class WeightReceiver(WeightTransferEngine):  # type: ignore[misc]
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: BucketLayout) -> None:
-        """Receive all tensors of a bucket, then load them: a model that refuses one leaves none on its way."""
+        """Receive all tensors of a bucket before loading any: where the model refuses one, none is still on its way."""
         group, self.group = self.group, None  # an error closes it, which the trainer notices at once
         if group is None:
             raise RuntimeError("no trainer is joined, or an update before this one failed")

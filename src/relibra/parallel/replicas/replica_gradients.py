@@ -12,7 +12,7 @@ One layer, in the order of the forward pass; the backward pass runs the right co
     RefillSlots              view the outputs       push lacking weights again, wait for them
 
 Autograd runs ready functions latest first, so gradients of replicas travel during the backward pass of the homes.
-Gradients go home from slots of all layers in each micro-batch; from slots of a layer as one sum, where the stay ends
+From shared slots, gradients go home in each micro-batch; from slots of one layer as one sum, where the stay ends
 (`residency.py`), also if the replica has no tokens then or the micro-batch runs at home (`ReturnWaitingGradients`).
 """
 
@@ -80,7 +80,7 @@ class GradientReturn:
             if not rows:
                 continue
             of_home = of_homes[name]
-            assert of_home is not None, "experts at home run on every rank, without tokens on a dummy row"
+            assert of_home is not None, "experts at home run on every rank, on a dummy row if there are no tokens"
             for slot, total in sum_at_homes(of_home, rows, slot_of).items():  # rounded once
                 of_home[slot] = total
 
@@ -101,7 +101,7 @@ class LayerReplicas:
     """The replicas of one (layer, micro-batch) in one forward pass and its backward pass.
 
     position   of the layer
-    tables     of the layer, with pushes of any ranks
+    tables     of the layer; their pushes are those of all ranks
     buffer     slots that the layer computes with
     returns    gradients on their way home
     """
@@ -180,7 +180,7 @@ class ReturnReplicaGradients(torch.autograd.Function):
 
 
 class RefillSlots(torch.autograd.Function):
-    """Outputs of a layer as they are; backward pushes weights that left the slots again, those of idle ones too."""
+    """Outputs of a layer as they are; backward pushes weights that left the slots again; collective."""
 
     @staticmethod
     def forward(ctx: Any, replicas: LayerReplicas, num_outputs: int, *outputs_and_slots: Tensor) -> tuple[Tensor, ...]:

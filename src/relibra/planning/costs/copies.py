@@ -154,7 +154,7 @@ def slot_bytes(plan: Placement, expert: ExpertShape, *, num_layers: int | None =
 
 
 def relocation_seconds(before: Homes, after: Homes, cluster: Cluster, expert: ExpertShape) -> float:
-    """Return the seconds of moving expert state to new homes: the busiest rank's bytes over each kind of link.
+    """Return the seconds of moving expert state to new homes: the busiest rank's bytes over the slowest kind of link.
 
     One message per layer.
     """

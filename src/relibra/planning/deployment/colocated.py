@@ -133,7 +133,7 @@ def search_colocated(
     model: ServedModel, level: ServiceLevel, gpus: Sequence[Accelerator], objective: Objective, efficiency: Efficiency,
     kinds: tuple[Kind, ...] = ("tensor", "expert"), most_gpus: int = 0,
 ) -> ColocatedPlan | None:  # fmt: skip
-    """Return the colocated plan of most tokens per unit on one of several accelerators; None: none fits."""
+    """Return the plan of most tokens per second per unit of `objective`, on any one accelerator; None: none fits."""
     shapes = _shapes(model, level, gpus, efficiency, kinds)
     filled = [fill_colocated(shape) for shape in shapes if not most_gpus or shape.gpus <= most_gpus]
     found = [plan for plan in filled if plan is not None]

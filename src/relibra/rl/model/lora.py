@@ -101,7 +101,7 @@ def _per_expert(weight: str, kind: str, tensor_EXX: Tensor) -> Iterator[tuple[st
 
 
 def _of_all_experts(weight: str, kind: str, tensor_EXX: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield peft's matrix: A is `[E r, in]`, B `[out, r E]` with experts innermost; peft nests the two weights."""
+    """Yield peft's matrix: A is `[E r, in]`, B `[out, r E]` with experts innermost; `base_layer` has gate_up_proj's."""
     path = "" if weight == "down_proj" else ".base_layer"
     yield path, tensor_EXX.flatten(0, 1) if kind == "A" else tensor_EXX.permute(1, 2, 0).flatten(1)
 

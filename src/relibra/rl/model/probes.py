@@ -98,7 +98,7 @@ def check_lengths(model: nn.Module, longest: int, name: str, *, decodes: bool = 
     noise = max(noise, 2 * change_of(_beside(model, LENGTH), last_logits(model, (1, _SHORT), (2, _SHORT))))
 
     def fits(length: int) -> bool:
-        return change_of(_beside(model, LENGTH), _beside(model, length)) <= noise  # the short one resets rope
+        return change_of(_beside(model, LENGTH), _beside(model, length)) <= noise  # the short first pass resets rope
 
     if longest > LENGTH and not fits(longest):
         most, too_long = LENGTH, longest

@@ -40,7 +40,7 @@ class EmbeddedEngine:
     keeps         responses that are unfinished at the end of a window stay in the cache; each has a slot
     kept          engine whose running sequences they are; None: nothing is kept
 
-    With `keeps` those of the next call that are there go on without being fed again: the keys and values of their
+    With `keeps` responses of a call that are in the cache go on without being fed again: the keys and values of their
     earlier windows, and the routes, are those of the weights that fed them. Others are fed from their start: new ones,
     those of a checkpoint or of another rank, and all of a model whose caches cannot be joined. A window as long as the
     longest response, such as an evaluation's, keeps nothing and leaves alone what is kept.
@@ -80,7 +80,7 @@ class EmbeddedEngine:
         """
         keeps = self.keeps and window < max_response
         assert not (keeps or spare is not None) or len(responses) <= self.max_batch, "each response needs a slot"
-        longest = max_response if keeps else window  # a kept sequence goes on after the window, which the loop ends
+        longest = max_response if keeps else window  # kept ones outlive the window: the loop stops at its last step
         engine = self._kept_of(responses) if keeps else None
         known = {sequence.number: sequence for sequence in engine.running} if engine else {}
         sequences = [
@@ -101,7 +101,7 @@ class EmbeddedEngine:
             passes_before = engine.decode_steps + engine.prefill_passes
             # idle: slots x decode steps without a sequence since the last prefill
             begun = steps = busy = idle = prefilled = 0
-            if known:  # a step decodes their first token of the window; prompts of the others give theirs
+            if known:  # these get their first token of the window from a step, the others from their prompts
                 _check_finite(engine.step())
                 fresh = [sequence for sequence in sequences if not sequence.fed]
                 prefilled = _feed_prompts(engine, fresh)

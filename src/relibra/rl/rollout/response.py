@@ -60,7 +60,7 @@ class Response:
     prompt_length    tokens of the prompt
     log_probs_r      of each response token under the policy that sampled it, or scored it anew (`Window.rescored_v`)
     versions_r       of the weights that sampled each response token
-    values_r         of the value model before each token when that was sampled; nan where not recorded
+    values_r         before each token, by the value model of the step of its window; nan where not recorded
     experts_mLK      logical ids; row t = routing while processing token t, under the weights of the last token (what
                      came before was fed again), or those that fed it, where keys and values are kept; no row for the
                      last token. None: no experts, or not kept
@@ -95,7 +95,7 @@ class Response:
 
     @property
     def mixed_r(self) -> Bool[ndarray, " r"]:
-        """Mask of the response tokens whose routes were recorded by later weights than those that sampled them."""
+        """Mask of response tokens of earlier weights than the last token's; later weights may have routed them."""
         return self.versions_r != self.versions_r[-1:]
 
     def extended(self, window: Window, *, weight_version: int, max_response: int) -> Response:
@@ -108,7 +108,7 @@ class Response:
         length = self.length + added
         assert added > 0, f"sample {self.sample_id}: an empty window"
         assert length <= max_response, f"sample {self.sample_id}: {length} response tokens of at most {max_response}"
-        cut: Literal["length"] | None = "length" if length == max_response else None
+        full: Literal["length"] | None = "length" if length == max_response else None
         versions_w = np.full(added, weight_version, np.int32) if window.versions_w is None else window.versions_w
         return replace(
             self,
@@ -119,7 +119,7 @@ class Response:
             experts_mLK=window.experts_mLK,
             windows=self.windows + 1,
             window_length=added,
-            finish_reason="stop" if window.stopped else cut,
+            finish_reason="stop" if window.stopped else full,
         )
 
 
@@ -161,7 +161,7 @@ class RolloutCost:
 class RolloutEngine(Protocol):
     """Interface of rollout engines, embedded or served.
 
-    The engine holds the weights of one version; a weight sync replaces them and drops the caches.
+    The engine holds one version of the weights; a sync replaces it, and drops caches unless `rollout.on_update="keep"`.
     """
 
     def generate(

@@ -47,7 +47,7 @@ class StepLogs:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the logs; what a full disk left in their buffers is of no finished step."""
+        """Close the logs; lines that a full disk left in their buffers may be lost: their step has not finished."""
         for file in (self._metrics, self._samples):
             with suppress(OSError):
                 file.close()
@@ -56,7 +56,7 @@ class StepLogs:
     def append(self, metrics: dict[str, Any], responses: Sequence[Response], task: Task, tokenizer: Tokenizer) -> None:
         """Write the metrics of a step, synced to disk, and some of rank 0's responses.
 
-        raises    EngineError where the disk refuses: the lines of this step may be cut; or where the folder is gone
+        raises    EngineError where the folder is gone, or the disk refuses: then the lines of this step may be cut
         """
         check_not_removed(self._run)
         step = metrics["step"]
@@ -98,7 +98,7 @@ class StepLogs:
 
 
 class _EventFile:
-    """A file of events for TensorBoard, with the numbers of metrics.jsonl; a disk that refuses it ends it, not the run.
+    """A file of events for TensorBoard, with the numbers of metrics.jsonl; if the disk refuses it, only this file ends.
 
     torch's SummaryWriter writes in a thread of its own, whose errors are tracebacks on stderr.
     """
@@ -185,7 +185,7 @@ def _finite(value: Any) -> Any:
 def _keep_lines_before(path: Path, step: int) -> None:
     """Remove the lines of a log from `step` on, and those without a step: a full disk cuts lines anywhere.
 
-    Lines end at a newline and nowhere else: responses may hold any other character, and half of one where a line ends.
+    Only a newline ends a line: responses may hold all other characters, and a cut line may end inside a character.
     Damaged lines before the last one that stays are reported.
     """
     damaged, told = 0, 0

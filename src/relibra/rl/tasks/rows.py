@@ -120,7 +120,7 @@ class Parquet:
         with _readable(path):
             table = parquet.read_table(path)
             for place, field in enumerate(table.schema):
-                if str(field.type) == "float":  # of 32 bits; Python's float of 0.1 is then 0.1, as it was meant
+                if str(field.type) == "float":  # of 32 bits: by way of text a 0.1 of the file is Python's 0.1
                     doubles = table.column(place).cast("string").cast("double")
                     table = table.set_column(place, field.name, doubles)
             return cls(path, digest, table)

@@ -111,7 +111,7 @@ def count_positions(config: Any) -> int | None:
     text = config.get_text_config()
     usual: Any = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
     rope = getattr(text, "rope_parameters", None) or {}
-    kinds = [rope, *(one for one in rope.values() if isinstance(one, dict))]  # one for all layers, or of each kind
+    kinds = [rope, *(one for one in rope.values() if isinstance(one, dict))]  # for all layers, or one per kind of layer
     lengths = ((kind.get("original_max_position_embeddings") or usual, kind.get("factor") or 1) for kind in kinds)
     return usual and max(usual, *(int(length * factor) for length, factor in lengths))
 

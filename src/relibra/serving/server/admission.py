@@ -33,7 +33,7 @@ class Admission:
 
         most_waiting   choices in the queue
         most_open      choices in all: in the queue, at the workers, and of clients that read slowly
-        at_worker      choices that are sent to one worker at once: those it decodes, and some to take slots that end
+        at_worker      most choices at one worker: those that it decodes, and some that begin when others end
         deadline       seconds that a request may take
         """
         self.clients, self._metrics = clients, metrics

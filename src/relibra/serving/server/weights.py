@@ -24,7 +24,7 @@ class ReloadArguments(BaseModel):
     weights_path: str = Field(min_length=1, max_length=4096)
 
 
-class WorkerCall(BaseModel):  # type: ignore[no-redef]  # the plugin adds **kwargs beside this field
+class WorkerCall(BaseModel):  # type: ignore[no-redef]  # pydantic's mypy plugin adds **kwargs beside this field
     """Body of `/collective_rpc`: only `reload_weights` is offered."""
 
     method: str = Field(max_length=256)

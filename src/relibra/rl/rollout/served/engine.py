@@ -58,7 +58,7 @@ class ServerEngine:
             return sampler.begin(responses, limits).result()
 
     def new_sampler(self) -> Sampler:
-        """Return a sampler from the same servers, which the caller closes; it is held."""
+        """Return a sampler from the same servers, which the caller closes; it asks nothing before `release`."""
         return Sampler(
             self.servers,
             seed=self.seed,

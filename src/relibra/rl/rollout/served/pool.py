@@ -40,7 +40,7 @@ class PooledServer:
     failures     losses since it last answered
     losses       how often it was lost in all
     seen         when it last answered with the weights of the run
-    why          it cannot be asked; empty: it was not tried yet
+    why          it could not be asked the last time; empty: it always could, or was not tried yet
     is_given_up  it has not answered for `retry_seconds`; it is still tried
     """
 
@@ -65,7 +65,7 @@ class ServerPool:
     """
 
     def __init__(self, servers: Sequence[PooledServer], *, retry_seconds: float) -> None:
-        """Take servers that are tried first.
+        """Take servers; each is tried before it gets a request.
 
         retry_seconds   during which a server that does not answer is waited for, and a request repeated
         """
