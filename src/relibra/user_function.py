@@ -1,4 +1,4 @@
-"""A function of the user that a setting names as `module:function`: checked without running its module; imported."""
+"""Check, without running its module, or import a function of the user that a setting names as `module:function`."""
 
 from __future__ import annotations
 

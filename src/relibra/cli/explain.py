@@ -33,8 +33,8 @@ def explain(
 ) -> None:
     """Print what was tried for a step and its predicted cost, one layer's decisions, or how two plans differ.
 
-    Seconds are predicted by the planner's model of the machine. Loads of ranks are those without replicas / the mean
-    rank's; local: share of an expert's token-slots from its home's node. All moves of a layer are made together. A
+    Seconds are predicted by the planner's model of the machine. home_load, from_load, to_load: without replicas / the
+    mean rank's; local: share of an expert's token-slots from its home's node. All moves of a layer are made together. A
     replica takes load off its home where home_load is above 1; else it keeps token-slots from travelling, or makes room
     at the home.
 

@@ -2,9 +2,9 @@
 
 For tokens that the trainer scores before it changes its weights, d = log-prob by the trainer - by the sampler is
 rounding, and what was learned since they were sampled (`age`), unless something is wrong. u is the limited square of d.
-v = root of u / mean root of u in the response; few tokens use an expert, and v has fewer outliers. Each test compares a
-mean of this step with that of steps accepted before: of x = log of a response's mean u, by server, age of the weights
-and range of positions (there: minus x of the positions before), or of v, by layer and expert.
+v = root of u / mean root of u in the response. Each test compares a mean of this step with that of accepted steps.
+Coarse strata: d, the share of large d, and x = log of a response's mean u, of all tokens, and x by server, age of the
+weights and range of positions (minus x of earlier ones). Experts, with few tokens each: v, which has fewer outliers.
 """
 
 from __future__ import annotations
@@ -238,8 +238,8 @@ def check_sampler(
 ) -> SamplerVerdict:
     """Return whether the tokens of a step differ from those of steps before, and where.
 
-    Coarse strata raise a false alarm in a share `ALPHA` of steps, and experts in as many. Since the first steps of the
-    history u and v may double without an alarm.
+    Coarse strata raise a false alarm in a share `ALPHA` of steps, and experts in as many. Against the first steps
+    of the history u and v may double without an alarm.
 
     sums        of all responses of all ranks
     history     without steps of these servers, layers and experts, only what is always refused is looked for

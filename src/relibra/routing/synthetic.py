@@ -47,7 +47,7 @@ def domain_trace(
     """Generate routes of a mixture of domains, each with hot experts that drift from first to last sample.
 
     A domain's log-popularity turns from one normal draw towards another: cos(angle) A + sin(angle) B, with
-    angle = drift (pi / 2) s / S at sample s, so its spread stays `sigma` while its hot experts change.
+    angle = drift (pi / 2) s / (S - 1) at sample s, so its spread stays `sigma` while its hot experts change.
 
     sigma     standard deviation of log-popularity: about 0.35 after balanced training, 0.8 in recorded inference
     drift     0: constant popularity; 1: that of the last sample is independent of the first of its domain

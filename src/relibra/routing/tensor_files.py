@@ -135,7 +135,7 @@ def parse_facts(path: Path, text: str | bytes, form: TensorFormat) -> dict[str, 
 
 
 def layout_of(file: Any) -> Layout:
-    """Return types and shapes of the arrays of an open safetensors file, which has checked that they fill it."""
+    """Return types and shapes of the arrays of an open safetensors file; opening it checked that they fill it."""
     slices = {name: file.get_slice(name) for name in sorted(file.keys())}
     return {name: (_dtype(piece.get_dtype()), piece.get_shape()) for name, piece in slices.items()}
 

@@ -52,7 +52,7 @@ def cover_replicas(
     """Return replicas of one layer with the highest cover of the least covered rank.
 
     The heaviest expert without a replica, of the rank whose loss takes most load along, goes to the rank with most free
-    slots (ties: less load, lower id); where only its own rank has any, a replica of another rank moves into it first.
+    slots (ties: less load, lower id); if only its own rank has any, a replica elsewhere moves there and frees its slot.
     Slots stay empty when every load has a replica.
 
     slots_R   slots of each rank that may be filled
@@ -82,7 +82,7 @@ def cover_replicas(
 def cover_plan(plan: StepPlan, demand: ScheduledDemand, slots: int) -> StepPlan:
     """Return a plan with the same homes and schedule whose replicas are chosen for cover, and stay over micro-batches.
 
-    slots    of each rank; token-slots are split so that the busiest rank gets the fewest
+    slots    of each rank; token-slots are split so that the busiest rank's load is lowest
     demand   with the schedule of the plan
     """
     load_MLE, slots_R = demand.load_MLE, np.full(plan.num_ranks, slots)

@@ -23,7 +23,7 @@ from relibra.simulation.fault_coverage import cover_replicas, with_resident_repl
 class Recovery:
     """How a run goes on after the loss of a rank.
 
-    ranks           of the run and its spares; the lost one counts where it is not replaced
+    ranks           of the run and its spares; the lost one counts too, unless the run shrinks
     samples         of a step
     step_seconds    of a step from then on
     pause_seconds   before the first new step, those of redone steps included

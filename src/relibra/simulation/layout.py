@@ -21,7 +21,7 @@ class ParallelLayout:
 
     expert_parallel   R, ranks of one expert-parallel group; attention runs data-parallel on the same ranks
     pipeline_stages   consecutive parts of the layers, each on ranks of its own, run one forward one backward (1F1B)
-    data_parallel     Q, expert-parallel groups of a stage; each runs its own micro-batches, gradients are summed
+    data_parallel     expert-parallel groups of a stage; each runs its own micro-batches, gradients are summed
     stage_sizes       expert layers of each stage; (): as even as whole layers allow
     raises            ConfigError for numbers below 1 or too many ranks
     """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from relibra.simulation import ModelShape
 
 MANY_IDLE = 0.1
-"""Share of ranks without tokens in a mean micro-batch from which a note names it."""
+"""A note names the share of ranks without tokens in a mean micro-batch if it is at least this."""
 MAX_CHOICES = 1 << 31
 """Choices (row, layer, k) of samples that are drawn again; more take gigabytes."""
 DEFAULT_TOKENS = 2048
@@ -68,7 +68,7 @@ class Workload:
         return _draw_again(routes, self.request, self.rank_tokens)
 
     def with_prompts(self, *, shared: bool) -> Workload:
-        """Return the same step with prompts once per piece, or with each response; a given schedule stays as it is."""
+        """Return the same step with prompts once per piece (`Demand.piece_S`) or response; a given schedule stays."""
         if self.schedule is not None:
             return self
         recording = replace(self.recording, prompts_once=shared)
@@ -149,7 +149,7 @@ def open_workload(recording: RecordedStep, request: WorkloadRequest) -> Workload
 
     raises    ClusterError for an unknown or damaged cluster; TraceError for a damaged trace or schedule; ConfigError
               for an unknown model, when the ranks do not fit experts or nodes, options contradict each other, or the
-              second half is empty
+              second half has no micro-batch before it
     """
     from relibra.routing.readers import open_trace
 
@@ -219,7 +219,7 @@ def fit_cluster(cluster: Cluster, num_experts: int, ranks: int, ranks_per_node: 
 
 
 def are_experts_assumed(path: Path, num_experts: int | None) -> bool:
-    """Return whether the number of experts is a multiple of 8 above the largest id: nothing else gives it."""
+    """Return whether the number of experts is assumed (a multiple of 8 above the largest id): nothing gives it."""
     return num_experts is None and not path.is_dir()
 
 

@@ -25,7 +25,7 @@ class SimulatedPlan:
     moving_seconds  of all moves, once before the step
     how             it was executed, in which stages
     skew            load of the busiest ranks / mean load of ranks, over micro-batches and layers
-    demand, rows    that were simulated; rows between ranks, None: not counted
+    demand, rows    of the step; rows are tokens that travel between ranks, None: not counted
     """
 
     machine: Cluster

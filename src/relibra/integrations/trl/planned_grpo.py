@@ -39,7 +39,7 @@ from relibra.routing.trace import RoutingTrace
 if TYPE_CHECKING:
     from trl import GRPOTrainer as _Trainer
 else:
-    _Trainer = object  # the mixin stands before a trainer class in the bases of another
+    _Trainer = object  # users name the mixin before a trainer class in the bases of their class
 
 SAMPLES = "relibra_samples"
 """Entry of TRL's batches: which samples of the generation batch they hold. TRL shuffles and splits it as the others."""

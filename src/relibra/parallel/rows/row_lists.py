@@ -34,8 +34,8 @@ class HopSizes(NamedTuple):
 class Hop(NamedTuple):
     """One exchange of rows on their way to the ranks that compute them: rows are copied, and the copies are sent.
 
-    index_X   row that is copied as the X-th, by destination: of the batch, of those that `TokenRows.by_node_X` copies,
-              or of those that the hop before brought
+    index_X   row that is copied as the X-th, by destination: a row of the batch, or of the copies that
+              `TokenRows.by_node_X` makes, or of what the hop before brought
     sizes     of the exchange
     """
 
@@ -79,7 +79,7 @@ class RowLists:
     def with_live(self, arrived_X: Int[Tensor, " X"], order_Y: Int[Tensor, " Y"]) -> RowLists:
         """Return the lists with these arrived rows as inputs of further rows.
 
-        order_Y   for each computed row its index in (further rows, then the others)
+        order_Y   for each computed row its index among the further rows followed by the others
         """
         assert self.tokens is not None, "live rows travel with tokens that are sent once"
         arrived_Y = torch.cat([arrived_X, self.tokens.arrived_Y]).index_select(0, order_Y)
@@ -89,7 +89,7 @@ class RowLists:
 def row_lists(tables: RankTables, experts_TK: Int[ndarray, "T K"], device: torch.device) -> RowLists:
     """Return the row lists of a layer in which each token-slot is a row.
 
-    experts_TK   logical ids of the rows of this rank, with the counts of the tables
+    experts_TK   logical ids that the rows of this rank chose, as many of each as the tables count
     """
     choice_X = np.argsort(experts_TK, axis=None, kind="stable")[tables.send_order_X]
     return RowLists(

@@ -2,7 +2,7 @@
 
 Plans from expert totals, once in a while: replicas for the experts with the largest load per copy, then longest-first
 packing; homes move freely, replicas stay, tokens are shared evenly by the copies. Sums are taken in float32 as in the
-original, so that placements are equal to the last slot, except where loads are equal: ties go to the lower id here, in
+original, so that placements are equal in every slot, except where loads are equal: ties go to the lower id here, in
 the original as torch's sort leaves them. Two copies of an expert may be on one rank.
 As a balancer it runs in global mode: experts have no groups here, and one group divides over one node only.
 """

@@ -1,7 +1,7 @@
 """After FlexMoE (arXiv 2304.03946; no official code): copies of hot experts grow, copies of cold ones shrink.
 
 Sees history. Free slots are filled first (*expand*: the expert with most load per copy, on the least loaded rank).
-Then follows the port inside LAER-MoE's artifact: at most ten rounds, in which each node gives a copy of the coldest
+The rest is that of the port in LAER-MoE's artifact: at most ten rounds, in which each node gives a copy of the coldest
 expert to the hottest one, while balance improves; tokens go to copies on the own node first. Different from the port:
 the start is the previous homes, experts need not have a copy on every node, and nothing is divided by the load of an
 empty rank.
@@ -82,7 +82,7 @@ def _loads(placement_RP: ndarray, load_E: ndarray) -> tuple[ndarray, ndarray]:
 
 
 def _trade(placement_RP: ndarray, ranks: ndarray, hot: int, cold: int, load_R: ndarray, share_E: ndarray) -> None:
-    """Give one slot of the cold expert on these ranks (one node) to the hot one."""
+    """Give one slot of the cold expert on these ranks (one node) to the hot one, on a rank that has it if one does."""
     with_cold = ranks[(placement_RP[ranks] == cold).any(axis=1)]
     with_hot = ranks[(placement_RP[ranks] == hot).any(axis=1)]
     if not len(with_cold):

@@ -1,6 +1,6 @@
-"""Chains that know what is in the slots: replicas chosen anew for one micro-batch, with a bonus for those that stay.
+"""Chains of `planning.levers.replication` that know what slots hold: replicas of a micro-batch, with a bonus to stay.
 
-As in `planning.levers.replication`, a rank may give away more than its excess if that fills a target exactly.
+As there, a rank may give away more than its excess if that fills a target exactly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OTHER_NODE = 0.5
 @compiled
 @no_type_check
 def choose_anew(layer, low, high, ceiling, future_E, scoring, bonus, held_RB, used_RB, load_R, left_E) -> int:
-    """Lower ranks low..high to the ceiling as far as chains can; return the number of new replicas.
+    """Lower ranks low .. high - 1 to the ceiling as far as chains can; return the number of new replicas.
 
     scoring         how moves are scored (`replication.score_move`)
     bonus           for an expert that is in a slot of the target, as a share of the ceiling

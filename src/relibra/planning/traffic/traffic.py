@@ -1,6 +1,6 @@
 """Traffic of the exchanges: rows on every link, from the token split of a plan.
 
-A token is sent to a rank once: given co-routing pairs, rows are counted once per (token, rank).
+A token is sent to a rank once, for all of its experts there: `send_once_share` bounds such rows from co-routing pairs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TRAFFIC_BYTES = 64 << 20
 def iterate_traffic(
     plan: Placement, demand: ScheduledDemand, micro_batches: Iterable[int] | None = None
 ) -> Iterator[tuple[int, slice, Int64[ndarray, "L R R2"]]]:
-    """Yield the traffic of micro-batches (None: all), of one and a bounded number of its layers at a time."""
+    """Yield the traffic of micro-batches (None: all): each time of one, for a bounded number of its layers."""
     M, L, R, _ = demand.tokens_MLRE.shape
     at_once = max(1, _TRAFFIC_BYTES // (8 * R * R))
     for m in range(M) if micro_batches is None else micro_batches:

@@ -34,7 +34,7 @@ class TokenScores:
     """What a policy says about tokens, at its temperature, with gradients; float32 or better.
 
     log_probs_X   log-probability of each
-    entropy_X     of the policy where it stands, in nats
+    entropy_X     of the policy's distribution there, in nats
     """
 
     log_probs_X: Float[Tensor, " X"]
@@ -62,7 +62,7 @@ def token_scores(
     target_X: Int[Tensor, " X"],
     temperature: float,
 ) -> TokenScores:
-    """Return the scores of at least one token, each predicted by the output of a row; collective.
+    """Return the scores of tokens (one or more), each predicted by the output of a row; collective.
 
     The tensors are on the device of the model.
 
@@ -99,7 +99,7 @@ def score_rows(
     change: LogitChange,
     temperature: float,
 ) -> tuple[Float[Tensor, "1 X 1"], Float[Tensor, " X"]]:
-    """Return log-probs, shaped as logits are, and entropies, from hidden states and a head; from logits without weight.
+    """Return log-probs, shaped as logits are, and entropies, from hidden states and a head. No weight: from logits.
 
     A backward pass computes the logits again, chunk by chunk.
     """

@@ -128,7 +128,7 @@ def _read_header(file: Any, held: int) -> tuple[tuple[int, ...], np.dtype, bool]
     major, _ = np.lib.format.read_magic(file)
     read_header = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
     shape, fortran, dtype = read_header(file)
-    if not dtype.itemsize and all(shape):  # takes memory once its entries are made
+    if not dtype.itemsize and all(shape):  # any number passes the next check, and takes memory once made
         raise ValueError(f"header of shape {shape} of {dtype}, whose entries have no bytes")
     if dtype.hasobject or math.prod(shape) * dtype.itemsize > held:
         raise ValueError(f"header of {shape} {dtype} does not fit {held} bytes")

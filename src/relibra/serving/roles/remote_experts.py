@@ -38,7 +38,7 @@ class RemoteExperts:
 
     exchange    its channels to the expert workers
     token       held while this micro-batch computes, released while it waits for experts
-    cap         tokens choose copies that save rows on workers below this load / mean load
+    cap         tokens choose copies that save rows on workers whose load is below cap x mean load
     load_LE     choices of each expert in each layer since the start
     recorder    of this worker's timeline; None: nothing is recorded
     routes      expert ids of the forward pass under way, one tensor `[T, K]` per layer

@@ -66,7 +66,7 @@ class Choice:
         return Sequence(number=number, prompt=self.prompt, sampling=self.sampling)
 
     def put(self, progress: Progress) -> None:
-        """Add progress for a later `read`: nobody waits for a slow client; its answer's length is the bound."""
+        """Add progress for a later `read`: nobody waits for a slow client; its answer's length bounds what waits."""
         self._unread.append(progress)
         self.arrived.set()
 
@@ -91,7 +91,7 @@ class Choice:
             self.finish = "stop" if self.answer.stopped_by is not None else progress.finish
             if self.finish is not None:
                 break
-        # A token whose text begins in what a stop text may cut off waits with it: its place is not certain.
+        # A token waits while its text begins behind the certain characters: a stop text may still cut it off.
         while self._held and (self.finish is not None or self._held[0][0] <= self.answer.sent):
             offset, progress = self._held.popleft()
             self.new.append(progress)

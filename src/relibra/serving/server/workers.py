@@ -194,7 +194,7 @@ class WorkerClients:
 
     @property
     def failure(self) -> str:
-        """Why the deployment cannot answer any more; empty while it can."""
+        """Why the deployment cannot answer now; empty while it can."""
         gone = [worker.lost for worker in self._attention if worker.lost]
         return gone[0] if len(gone) == len(self._attention) else ""
 
@@ -214,7 +214,7 @@ class WorkerClients:
         return sum(len(worker.running) for worker in self._attention)
 
     def has_room(self, most: int) -> bool:
-        """Return whether to call `begin`: a worker runs fewer than `most`, or none comes back: `begin` ends choices."""
+        """Return whether to call `begin`: a worker runs fewer than `most`, or none comes back and `begin` ends it."""
         alive = [worker for worker in self._attention if not worker.lost]
         if not alive:
             return all(worker.for_good for worker in self._attention)
@@ -389,7 +389,7 @@ class WorkerClients:
                 why = f"ended, and does not start again: {error}"
                 coming = any(worker.lost and not worker.for_good for worker in self._experts)
                 if connection in self._experts or not coming:
-                    break  # else an expert worker may have ended while this one connected to it
+                    break  # if not, again: an expert worker may have ended while this one connected
             self.on_free()
         connection.give_up(why)
         self.on_free()

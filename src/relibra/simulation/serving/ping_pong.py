@@ -36,7 +36,7 @@ class Work(NamedTuple):
 
 
 class Clocks(NamedTuple):
-    """Seconds until which something is taken, changed in place by `run_layers`.
+    """Times in seconds until which nodes and NICs are busy, or work waits; `run_layers` changes them in place.
 
     attention_X, send_X, take_X      computing of an attention node, its NIC outwards and inwards
     experts_Y, give_Y, receive_Y     likewise of an expert node; the arrays of attention where the same GPUs do both
@@ -114,7 +114,7 @@ def run_layers(
     """Run the layers of one step from where the clocks stand, and advance them.
 
     order_XY, back_YX   the order in which a node sends to the others (`sending_order`), there and back
-    partial             experts begin with the rows of the first sender; `experts_LMXY` then has seconds by sender
+    partial             experts begin once the rows of one sender are there; `experts_LMXY` then has seconds by sender
     ack_priority        acknowledgements overtake rows in the NIC of an expert node
     """
     L, M, X = work.attention_LMX.shape

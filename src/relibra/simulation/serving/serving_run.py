@@ -22,7 +22,7 @@ from relibra.simulation.serving.transport import M2N, Transport
 class Scenario:
     """What a deployment is put through.
 
-    steps, warm_up      decode steps, of which the first do not count
+    steps, warm_up      decode steps, and how many of them, the first, do not count
     transport           of messages between nodes
     routes              of tokens; None: even
     expert_LYP          experts of each expert node, with copies; None: each once, in order

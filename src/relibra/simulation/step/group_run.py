@@ -213,7 +213,7 @@ def run_group(costs_X: list[StageCosts], how: Execution, notes: Mapping[int, Not
             np.add.at(total_DR, device_M, value_MR)
         return total_DR
 
-    kept = [costs_X[x] for x, _, backward in kinds if backward or how.forward_only]
+    layers_once = [costs_X[x] for x, _, backward in kinds if backward or how.forward_only]
     sent = {kind: of_stages(part.sent[kind] for part in parts) for kind in parts[0].sent}
     return GroupRun(
         mini_batches=tuple(
@@ -234,11 +234,11 @@ def run_group(costs_X: list[StageCosts], how: Execution, notes: Mapping[int, Not
                 trained=not how.forward_only,
                 recomputed=how.recompute_activations or (how.round_cut is not None and number > 0),
             )
-            for number, costs in enumerate(kept)
+            for number, costs in enumerate(layers_once)
         ),
         token_slots_DR=of_stages([costs_X[x].load_MLR.sum(axis=1) * f for x, f, _ in kinds]).astype(np.int64),
-        uneven={name: _uneven(kept, name) for name in ("attention", "experts")},
-        flops=sum(costs.flops for costs in kept) / (3 if how.forward_only else 1),
+        uneven={name: _uneven(layers_once, name) for name in ("attention", "experts")},
+        flops=sum(costs.flops for costs in layers_once) / (3 if how.forward_only else 1),
     )
 
 

@@ -1,7 +1,7 @@
 """Forward and backward pass through the layers of one stage: when each rank does what, for all micro-batches at once.
 
-Ranks meet at every exchange, so a layer starts on all ranks together and micro-batches do not depend on each other
-beyond their start: the walk is a loop over layers with arrays `[micro-batch, rank]` inside. It does what the executor
+Ranks meet at every exchange, so a layer starts on all ranks together, and all that a micro-batch has from others
+is when it starts: the walk is a loop over layers with arrays `[micro-batch, rank]` inside. It does what the executor
 does (`relibra.parallel`, docs/execution.md), in its order:
 
     forward    attention, host, dispatch (rows, gate weights), experts at home, wait push, replicas, combine
@@ -286,7 +286,7 @@ class _Walk:
     def _arrival(self, transfer: _Transfer) -> Float64[ndarray, " M"]:
         """Return when copies are done: those between nodes pause while rows travel.
 
-        Asked where ranks wait for them: all rows that travel beside them are noted by then.
+        Called where ranks wait for the copies: `rows` has all exchanges beside them by then.
         """
         _, layer, copies, begun_M = transfer
         done_M, network_M = begun_M + copies.seconds_ML[:, layer], copies.network_ML[:, layer]
@@ -302,7 +302,7 @@ class _Walk:
     def _wait(self, transfer: _Transfer) -> Float64[ndarray, " M"]:
         """Make the ranks that take part wait; return when the copies are done.
 
-        A transfer lasts until its rank has waited for it.
+        A transfer is noted as lasting until its rank has waited for it, even if it is done before.
         """
         kind, layer, copies, begun_M = transfer
         done_M = self._arrival(transfer)

@@ -27,7 +27,7 @@ def stage_tasks(
 ) -> list[PipelineTask]:
     """Return the tasks of a stage in the order of 1F1B (PipeDream-Flush, arXiv 2006.09503).
 
-    A stage runs as many forward passes ahead as there are stages behind it, then one backward and one forward in turn.
+    A stage runs as many forward passes ahead as there are stages behind it, then one forward and one backward in turn.
 
     >>> [tuple(task) for task in stage_tasks(0, 2, 3)]
     [(0, 0), (0, 1), (3, 0), (0, 2), (3, 1), (3, 2)]
@@ -45,7 +45,7 @@ def stage_tasks(
 def round_tasks(num_parts: int, num_devices: int, round_M: Int64[ndarray, " M"]) -> list[list[PipelineTask]]:
     """Return the tasks of each device with round-robin stages: a part takes all micro-batches of its round in turn.
 
-    A round goes on at the device behind the last one.
+    A round begins at the device behind the one at which the round before ended.
 
     round_M   round of each micro-batch, ascending from 0
 

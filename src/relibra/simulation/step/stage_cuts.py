@@ -20,7 +20,7 @@ from relibra.simulation.layout import even_sizes, layer_slices
 from relibra.simulation.step.pipeline_schedule import run_tasks, stage_tasks
 
 _MOST_NUMBERS = 4_000_000
-"""All cuts are tried if stages x micro-batches x cuts are at most this many numbers."""
+"""All cuts are tried if 2 x stages x micro-batches x cuts are at most this many numbers."""
 _ROUNDING = 1 + 1e-9
 
 
@@ -122,7 +122,7 @@ def round_cuts(
     Seconds are (M J + D (D - 1)) x the longest part / D for J parts. For each limit on a part's seconds the fewest
     parts are taken, with as many layers in the fused one as fit: the first cut is the best of all.
 
-    backward_L   with recomputation, or in the fused part with the forward pass instead: not below forward_L
+    backward_L   recomputation included, or in the fused part the forward pass instead: not below forward_L
     """
     L, found = len(forward_L), dict[RoundCut, float]()
     least = max(*forward_L, *backward_L)

@@ -66,7 +66,7 @@ def send_weights(named: Iterable[tuple[str, Tensor]], engine: ServerEngine, weig
     for bucket in buckets:
         if transfer == "ipc":
             gather_handles(bucket)
-        wait_for_ranks()  # without a deadline: rank 0 waits for servers; then shared memory may be freed
+        wait_for_ranks()  # no deadline: rank 0 waits for servers; after it IPC memory may be freed
 
 
 async def _send(buckets: Iterator[Bucket], engine: ServerEngine, version: int) -> None:

@@ -172,7 +172,7 @@ def _write(partial: Path, staged: StagedCheckpoint, group: dist.ProcessGroup | N
     with _writing(partial, group):
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-            partial.parent.mkdir(exist_ok=True)  # not the run folder, which somebody may have removed
+            partial.parent.mkdir(exist_ok=True)  # raises where somebody removed the run folder
             (partial / "weights").mkdir(parents=True)
             (partial / "responses").mkdir()
     with _writing(partial, group):

@@ -20,7 +20,7 @@ from relibra.routing.readers.encodings.nested_lists import MAX_AXES, array_of_li
 from relibra.routing.readers.npz_arrays import check_directory, damage_errors
 
 FREE_BYTES = 1 << 30
-"""Arrays taken from any file may have so many bytes in all; those of a large file also twice its size."""
+"""Arrays taken from a file may have so many bytes in all, plus twice the size of the file."""
 _LOCAL_HEADER_BYTES = 30
 
 _STORAGES = {
