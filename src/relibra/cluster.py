@@ -170,8 +170,8 @@ class Cluster:
         With a table the rate is interpolated and never falls with more rows (otherwise noise in the table would make an
         expert cheaper when split). Fewer rows than the first entry take as long as the first: reading weights limits.
 
-        Without a table an expert reads its weights (two bytes and, per row, two flops each), then computes its rows at
-        the sustained rate. Kernels overlap the two, but compute whole tiles of 64 or 128 rows: opposite errors.
+        Without a table an expert reads its weights (two bytes each: bytes = flops of a row), then computes its rows at
+        the sustained rate. Kernels overlap the two (less time), but compute whole tiles of 64 or 128 rows (more time).
         Reading takes no time where the memory's bandwidth is not known.
         """
         if not self.gemm_table:

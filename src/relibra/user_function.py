@@ -1,4 +1,4 @@
-"""Check, without running its module, or import a function of the user that a setting names as `module:function`."""
+"""Check (without running its module) or import a user's function, which a setting names as `module:function`."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class CompareRequest(PlanningRequest):
 def compare(request: CompareRequest) -> None:
     """Plan one step with every balancer; print skew, bound, copies, volumes and times side by side.
 
-    Seconds of balancers that see live loads include their counts, solver and pushes after the router.
+    Seconds of balancers that see live loads include what follows the router: exchange of counts, solver, pushes.
 
     Example: relibra compare runs/demo --ranks 4 --micro-batch-tokens 64
     """

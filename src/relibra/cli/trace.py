@@ -115,8 +115,8 @@ def stats(
     these; weighted: sum of max / sum of mean; idle: share of the expert time that ranks wait. The last micro-batch may
     be shorter. The figures are those of `relibra report`.
 
-    Homes: three ways to place experts on ranks: by number, for even load, and together those that tokens pick together
-    (load 1.05 at most). Of each: ranks that a token goes to, its own included, and load of the busiest rank / mean.
+    Homes: three ways to place experts on ranks: by number; for even load; on one rank those that tokens pick together
+    (load 1.05, or the second way's if more). Of each: ranks of a token, its own included; load of busiest rank / mean.
     Places come from every second sample, figures from the others; of a large trace from few samples and layers.
 
     ranks  Ranks of the expert-parallel group, comma-separated; default: those of 8,16,32 that divide the experts, else

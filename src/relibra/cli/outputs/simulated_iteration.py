@@ -47,7 +47,7 @@ def iteration_facts(
     }
     once = own
     if (shared := workload.with_prompts(shared=True)).demand.attended_S is None:
-        print_note("prompts once: left out, in this schedule no responses share a prompt; sharing needs mini-batches")
+        print_note("prompts once: left out, no responses share one in this schedule; only mini-batches let them share")
     else:
         once, repeated = (
             _passes(request, it, simulate_balancer(request, it)) for it in (shared, workload.with_prompts(shared=False))

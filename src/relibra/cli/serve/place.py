@@ -32,13 +32,13 @@ def place(
     """Place the experts that tokens pick together on one worker, so that a token goes to few of them.
 
     Plans on every second sample and scores on the others. Rows per token: workers that a token goes to, once each; a
-    row per choice would make them its top k. Busiest worker: its choices / those of the mean worker, over all scored
+    row per choice would be top k rows. Busiest worker: its choices / those of the mean worker, over all scored
     tokens and in a batch of them. All are means over layers.
 
     trace TRACE  Routes of served answers (relibra serve MODEL --record FOLDER), or any trace of the model.
     experts N  Expert workers.
     spare_experts N  Experts of a layer that a worker holds beyond its share, for copies.
-    cap RATIO  Most load of a worker / mean that placing experts together may cause.
+    cap RATIO  Highest load of a worker, as a multiple of the mean, that placing experts together may cause.
     output FILE  Write the last placement of the table, JSON, for relibra serve MODEL --placement FILE.
 
     Example: relibra serve place runs/demo --experts 4 --spare-experts 1 --cap 1.05 --output placement.json

@@ -115,7 +115,7 @@ class PushReplicas(torch.autograd.Function):
     ) -> Any:
         """Return (hidden, probs, *pushed, *received); a collective of the ranks that push or receive.
 
-        anchor     any parameter of the experts: if it needs gradients, replicas do, on ranks that push nothing too
+        anchor     any parameter of the experts: if it needs gradients, replicas do, also on ranks that push nothing
         pushed     parameters of the experts of `pushed_slots`, by slot, then in the order of `like`
         received   those of the filled replica slots, likewise
         """

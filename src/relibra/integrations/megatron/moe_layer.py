@@ -1,6 +1,6 @@
 """`PlannedMoELayer`: Megatron's `MoELayer` whose experts run where a plan puts them.
 
-Router, auxiliary losses and expert bias stay Megatron's and logical: they end before `preprocess`, where this layer
+Router, auxiliary losses, expert bias: Megatron's, in logical order; they end before `preprocess`, where this layer
 begins. The module has the parameters of `MoELayer`, under the same names: replicas are weights that other ranks push
 for one pass, so optimizers, checkpoints and exporters do not see them.
 """

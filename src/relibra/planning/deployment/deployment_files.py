@@ -38,7 +38,7 @@ def read_deployment(path: Path | str) -> DeploymentPlan:
 
 
 def write_expert_placement(path: Path | str, placement: ExpertPlacement) -> None:
-    """Write workers of experts, whole or not at all; raises PlanError for a placement that breaks a rule."""
+    """Write a placement of experts, whole or not at all; raises PlanError where it breaks a rule."""
     placement.validate()
     _write(Path(path), {"format": PLACEMENT_FORMAT, "version": VERSION, **asdict(placement)}, indent=None)
 

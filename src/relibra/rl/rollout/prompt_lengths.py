@@ -1,4 +1,4 @@
-"""Prompts longer than `rollout.max_prompt`: left out of what a file trains on and of evaluations, else refused."""
+"""Prompts longer than `rollout.max_prompt`: left out of a file's training prompts and of evaluations, else refused."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Shrunk:
 
     checkpoint            steps before the checkpoint that it goes on from
     steps_redone          steps after that, which had been finished
-    seconds               from the first loss at this checkpoint until lost steps are done again; None: they were not
+    seconds               from the first lost rank at this checkpoint until lost steps are redone; None: they were not
     step_seconds_before   of a step on all ranks, the median of the last five; None: none was finished
     step_seconds          the same now, without the first step, which compiles; None: no second one was finished
     """
@@ -77,7 +77,7 @@ def measure_cost(shrunk: Shrunk, old: Mapping[int, str], lines: Mapping[int, str
 
 
 class ShrinkLog:
-    """Follows the losses of a run, and measures what its shrinks cost."""
+    """Follows when a run loses ranks, and measures what its shrinks cost."""
 
     def __init__(self, run: Path) -> None:
         """Begin without a loss."""

@@ -74,8 +74,8 @@ def ahead_metrics(
 
     begun     samples of later steps that have begun
     returns   age_mean, age_max: of the weights that sampled the tokens of the last windows, in steps; mixed_share: of
-              these tokens, those whose routes later weights recorded; waited_rollout, waited_plan: seconds that
-              the step waited; begun: as given
+              these, the share sampled by older weights, perhaps routed by newer; waited_rollout, waited_plan: seconds
+              that the step waited; begun: as given
     """
     ages = [step - response.versions_r[response.in_window_r] for response in responses]
     mixed = sum(int(response.mixed_r[response.in_window_r].sum()) for response in responses)
@@ -129,7 +129,7 @@ def prompt_metrics(batch: TrainingBatch) -> dict[str, Any]:
     """Return the tokens that a pass over the step feeds, and what is known of the prompts that are shared; collective.
 
     fed_tokens                a prompt that responses share counts once
-    prompt_routes_differing   share of (token, layer) of such prompts that a response recorded otherwise than the first
+    prompt_routes_differing   share of (token, layer) of such prompts where a response has other experts than the first
                               one, whose experts are replayed; None: nothing is shared, or no routes are replayed
     """
     fed = sum(one.tokens_1T.numel() for one in batch.micro_batches if one.num_responses)

@@ -21,7 +21,7 @@ from relibra.serving.channel import Channel, read_frame
 from relibra.serving.server.admission import SOON
 
 SMALL_BYTES = 16 << 10
-"""Bodies up to this size are worked on at once, which takes milliseconds."""
+"""Bodies up to this size are read in the server's own process, which takes milliseconds."""
 LARGE_BYTES = 1 << 20
 """Bodies above this size, shorter bodies, and answers are three kinds; each waits only for its own kind."""
 SECONDS_BETWEEN_FORKS = 0.05
@@ -52,7 +52,7 @@ async def run_forked(work: Callable[[], Iterable[Any]], size: int | None = None)
                     if (process := os.fork()) == 0:
                         _work(work, theirs)
                     ended.callback(asyncio.get_running_loop().run_in_executor, None, os.waitpid, process, 0)
-                    ended.callback(os.kill, process, signal.SIGKILL)  # and waited for while its memory is freed
+                    ended.callback(os.kill, process, signal.SIGKILL)  # called first; then a thread waits for it
                     await asyncio.sleep(SECONDS_BETWEEN_FORKS)
                 theirs.close()
                 async with asyncio.timeout(MOST_SECONDS):
@@ -87,7 +87,7 @@ def _work(work: Callable[[], Iterable[Any]], end: socket.socket) -> NoReturn:
         most = MOST_MEMORY + int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         with suppress(ValueError):  # the limit is less already
-            resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # not 0: a program that takes cores would still run
+            resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # not 0: a program that is piped core dumps would run
         channel = Channel(end)
         try:
             for one in work():

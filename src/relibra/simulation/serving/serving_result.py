@@ -133,7 +133,7 @@ class Tally:
         self._busy["experts"] += float(work.experts_LMXY.sum(axis=(0, 1, 2)).mean())
         send_X, take_X = work.send_LMXY.sum(axis=(0, 1, 3)), work.take_LMXY.sum(axis=(0, 1, 3))
         receive_Y, give_Y = work.receive_LMXY.sum(axis=(0, 1, 2)), work.give_LMXY.sum(axis=(0, 1, 2))
-        if self._site.shared:  # one NIC sends rows to experts and results back
+        if self._site.shared:  # one NIC sends rows and gives results, receives rows and takes results
             send_X, take_X = send_X + give_Y, take_X + receive_Y
         self._busy["network"] += float(max(nics.max() for nics in (send_X, take_X, receive_Y, give_Y)))
         sent_XY = bytes_LMXY.sum(axis=(0, 1)) * self._site.by_network_XY * (1 + self._site.shared)  # results go back
@@ -143,7 +143,7 @@ class Tally:
         """Return the figures."""
         elapsed = max(float(self._end_M.mean()) - self._began, 1e-12)
         iterations = np.array(self._iterations or [0.0])
-        rounds = self._plan.micro_batches // len(self._end_M)  # more than 1 where micro-batches are pipeline stages
+        rounds = self._plan.micro_batches // len(self._end_M)  # above 1: one stands for all in a pipeline
         busy = {name: seconds / elapsed for name, seconds in self._busy.items()}
         assert self._last is not None, "at least one step was run"
         waits = self._waits()

@@ -194,7 +194,7 @@ class ServerClient:
     async def ask(
         self, client: httpx.AsyncClient, tokens: Sequence[int], *, limit: int, seed: int, wants_scores: bool = False
     ) -> TokenAnswer:
-        """Return at most `limit` tokens after others, and their log-probs, as the server sent them; one attempt.
+        """Return at most `limit` tokens after the given ones, with log-probs, as the server sent them; one attempt.
 
         wants_scores   log-probs of the given tokens too, at temperature 1
         raises         EngineError for an answer without them; ServerLost where the server does not answer

@@ -16,7 +16,7 @@ from relibra.routing.readers.encodings.json_text import decode_json
 from relibra.routing.readers.encodings.mapped_file import map_file
 
 MAX_HEADER_BYTES = 16 << 20
-"""Values of a header take up to 30 times as much memory."""
+"""A header takes up to 30 times as much memory once it is decoded."""
 MAX_ARRAYS = 1 << 16
 MAX_EMPTY = 1 << 56
 """Largest product of an array's axes, each 0 counted as 1: numpy refuses far larger ones even for empty arrays."""
