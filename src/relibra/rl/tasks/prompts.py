@@ -167,7 +167,7 @@ def _prompt(row: Mapping[str, Any], settings: TaskSettings, origin: str) -> Prom
         if messages[-1]["role"] == "assistant" and not (settings.continue_final_message and messages[-1]["content"]):
             raise ConfigError(
                 f"{origin}: column {name!r} ends with the assistant's message {excerpt(messages[-1]['content'])}: set "
-                "task.continue_final_message=true if responses are to continue it (it must not be empty), or remove it"
+                "task.continue_final_message=true if responses are to continue it and it is not empty, or remove it"
             )
         return Prompt(text=messages, template=template, row=row, origin=origin)
     raise ConfigError(
